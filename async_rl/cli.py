@@ -246,12 +246,12 @@ def _export_trajectories(args: argparse.Namespace) -> int:
     from buffer.journal.export import export_trajectories
 
     rows = export_trajectories(args.run_dir, args.target, _add_texts(args.run_dir) if args.text else None)
-    print(f"{rows} rollouts written to {args.target}")
+    print(f"{rows} rows written to {args.target}")
     return 0
 
 
 def _add_texts(run_dir: Path) -> Callable[[dict[str, Any]], None]:
-    """Return a function that adds prompt_text, answer_text and ground_truth to a row of export_trajectories."""
+    """Return a function that adds prompt_text, response_text and ground_truth to a row of export_trajectories."""
     from async_rl.config.loading import load_config
     from async_rl.storage.model_folder import load_tokenizer
     from rollout_server.tasks.base import open_task
@@ -261,9 +261,9 @@ def _add_texts(run_dir: Path) -> Callable[[dict[str, Any]], None]:
     task = open_task(config, tokenizer)
 
     def add(row: dict[str, Any]) -> None:
-        truth = task.prompt(row["prompt_index"]).reference.answer
+        truth = task.prompt(row["prompt_index"]).question.ground_truth
         row["ground_truth"] = truth if isinstance(truth, str) else json.dumps(truth, default=str)
-        for text, tokens in (("prompt_text", "prompt_tokens"), ("answer_text", "tokens")):
+        for text, tokens in (("prompt_text", "prompt_tokens"), ("response_text", "tokens")):
             row[text] = tokenizer.decode(row[tokens]) if tokens in row else None
 
     return add

@@ -1,4 +1,4 @@
-"""The kinds of the fields of a rollout group, of its rows and of its episodes.
+"""The kinds of the fields of a group, of its rows and of its episodes.
 
 async_rl/types.py declares each field once, as `name: Annotated[type, kind]`. From this follow how the field is sent and
 checked (async_rl/messages/field_packing.py), the largest size of a message (limits.py), the version of the messages

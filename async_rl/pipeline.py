@@ -3,7 +3,7 @@
                      admission: may I start a group?
             +-----------------------------------------------+
             v                                               |
-    prompts --> rollout/i ------- RolloutGroup ------> buffer ------- Batch ------> learner/r
+    prompts --> rollout/i ------- Group ------> buffer ------- Batch ------> learner/r
                 SGLang or hf      msgpack over ZMQ     slots, deadlines,            advantages, loss,
                 engine, rewards                        the staleness bound          correction, FSDP2
                    ^                                                                   |
@@ -11,8 +11,8 @@
 
     loop              where                          consumes        waits for                unblocked by
     admit + generate  rollout_server/worker.py       slots, prompts  a free slot              served(v)
-    hand out          buffer/server.py               rollout groups  groups for a batch       put(group)
-    train             learner/trainer.py             a batch         the buffer's hand-out    its own push
+    hand out          buffer/server.py               groups  groups for a batch       put(group)
+    train             learner/learner.py             a batch         the buffer's hand-out    its own push
     supervise         async_rl/driver/supervisor.py  reports         any process              a report, a crash
 
 async_rl/driver/actors.py says what each process is, async_rl/driver/placement.py where it runs.
@@ -136,17 +136,18 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
     engines = ", ".join(config.engine_entries)
     log.logger.note(f"starting buffer, {servers} rollout server(s) ({engines}), {ranks} learner rank(s)")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
-    rollouts = {f"rollout/{i}": processes.start(f"rollout/{i}", RolloutActor, config, i) for i in range(servers)}
+    servers_by_name = {f"rollout/{i}": processes.start(f"rollout/{i}", RolloutActor, config, i) for i in range(servers)}
     learners = {
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)
     }
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
-    urls = processes.gather({name: each.start.remote() for name, each in rollouts.items()}, limit, "the start")
+    urls = processes.gather({name: each.start.remote() for name, each in servers_by_name.items()}, limit, "the start")
     listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, limit, "the address")
-    processes.gather({name: each.connect.remote(address) for name, each in rollouts.items()}, limit, "connecting")
-    arguments = (listening["learner/0"], address, [urls[name] for name in rollouts])
+    connecting = {name: each.connect.remote(address) for name, each in servers_by_name.items()}
+    processes.gather(connecting, limit, "connecting")
+    arguments = (listening["learner/0"], address, [urls[name] for name in servers_by_name])
     processes.gather({name: each.start.remote(*arguments) for name, each in learners.items()}, limit, "the start")
     return str(address)
 
@@ -232,13 +233,13 @@ def dry_run(config: Config) -> str:
     cautions = check_inputs(config)
     placement = config.placement
     derived = {
-        "rollouts per step": config.rollouts_per_step,
-        "rollout groups in flight or waiting, at most": config.max_slots,
-        "rollouts at the engines, at most": min(
+        "episodes per step": config.episodes_per_step,
+        "groups in flight or waiting, at most": config.max_slots,
+        "episodes at the engines, at most": min(
             config.max_slots, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
-        "rollouts per learner rank and step": config.rollouts_per_step / placement.learner.ranks,
+        "episodes per learner rank and step": config.episodes_per_step / placement.learner.ranks,
         "longest sequence, tokens": config.longest_tokens,
         "correction": config.correction_kind,
         "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",

@@ -52,7 +52,7 @@ class Prompt:
     tokens: IntArray  # [P]
     text: str
     """The text that was tokenized, with the chat template applied."""
-    reference: Any
+    question: Any
     """The value that the reward function compares an answer with (an answer string, a dataset entry, ...)."""
     source: str = ""
     """The field `data_source` of the prompt's data row, or the task's name."""
@@ -64,17 +64,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Permission to start one rollout group, which the buffer grants to a worker."""
+    """Permission to start one group, which the buffer grants to a worker."""
 
     group_id: int
-    """The number of the rollout group, unique in a run and ascending in the order of grants."""
+    """The number of the group, unique in a run and ascending in the order of grants."""
     prompt_index: int
     start_version: int
     """The served version at the moment of the grant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class Row:
     """One row that is trained: an answer, or one path through the conversation of an episode of several turns.
 
     Its arrays have one entry for each of the T >= 1 tokens after the prompt. The last token is trained.
@@ -105,7 +105,7 @@ class EpisodeFacts:
     """
 
     rows: Annotated[int, Whole(1)]
-    """The number of its rollouts, at least 1: more than one if the conversation was forked or rewritten."""
+    """The number of its rows, at least 1: more than one if the conversation was forked or rewritten."""
     turns: Annotated[int, Whole(1)]
     """The number of replies of the model."""
     tool_calls: Annotated[int, Whole()]
@@ -144,46 +144,46 @@ class GroupFacts:
     data_row: Annotated[int, Whole(-1, MAX_INT)] = -1
     """The `data_row` of the prompt."""
     left_out: Annotated[tuple[str, ...], Texts(Text(MAX_CAUSE_CHARS, is_cut=True), column="error")] = ()
-    """The errors of the episodes that have no rollout, because they failed or were dropped."""
+    """The errors of the episodes that have no row, because they failed or were dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutGroup(GroupFacts):
+class Group(GroupFacts):
     """The `group_size` episodes of one prompt: the unit of admission, transport, staleness and training."""
 
-    rollouts: tuple[Rollout, ...]
+    rows: tuple[Row, ...]
     """The rows: one for each answer; of episodes those of the first one, then those of the second, and so on."""
     episodes: tuple[EpisodeFacts, ...] = ()
-    """The episodes. Empty if each rollout is an episode of one turn, the answer to a question."""
+    """The episodes. Empty if each row is an episode of one turn, the answer to a question."""
 
-    def old_kv(self, rollout: Rollout) -> BoolArray:
+    def old_kv(self, row: Row) -> BoolArray:
         """Return bools [T], True where the token may have been sampled on KV cache of older weights than its version's.
 
         The behaviour logprob of such a token is right, but recomputing it from scratch gives another value. Only tokens
         of the start version are sure to have KV of their own version.
         """
-        return rollout.versions > self.start_version if self.keeps_kv else np.zeros(len(rollout.versions), np.bool_)
+        return row.versions > self.start_version if self.keeps_kv else np.zeros(len(row.versions), np.bool_)
 
     @property
     def episode_rows(self) -> tuple[int, ...]:
-        """The number of rollouts of each episode, in order."""
-        return tuple(episode.rows for episode in self.episodes) or (1,) * len(self.rollouts)
+        """The number of rows of each episode, in order."""
+        return tuple(episode.rows for episode in self.episodes) or (1,) * len(self.rows)
 
     @property
     def episode_rewards(self) -> list[float]:
         """The reward of each episode, in order."""
         firsts = itertools.accumulate(self.episode_rows[:-1], initial=0)
-        return [self.rollouts[first].reward for first in firsts]
+        return [self.rows[first].reward for first in firsts]
 
     @property
     def oldest_version(self) -> int:
         """The lowest version of a trained token."""
-        return min(int(r.versions[r.mask.argmax()]) for r in self.rollouts)
+        return min(int(r.versions[r.mask.argmax()]) for r in self.rows)
 
     @property
     def num_tokens(self) -> int:
-        """The number of trained tokens of all rollouts."""
-        return sum(int(r.mask.sum()) for r in self.rollouts)
+        """The number of trained tokens of all rows."""
+        return sum(int(r.mask.sum()) for r in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class Batch:
 
     version: int
     """The policy version at which the batch is trained; training it yields version + 1."""
-    groups: tuple[RolloutGroup, ...]
+    groups: tuple[Group, ...]
     finished_versions: tuple[int, ...]
     """For each group, the served version when it reached the buffer; splits staleness into in flight and in queue."""
     counters: dict[str, float] = field(default_factory=dict)

@@ -1,11 +1,11 @@
-"""Measures rollouts per second of TRL's synchronous GRPOTrainer, to compare with `async-rl train` of the same config.
+"""Measures episodes per second of TRL's synchronous GRPOTrainer, to compare with `async-rl train` of the same config.
 
     pip install -r benchmarks/requirements.txt
     python -m benchmarks.against_trl configs/quickstart.yaml --steps 20 rollout.max_response_tokens=64
     async-rl train configs/quickstart.yaml run.steps=20 eval.size=0 rollout.max_response_tokens=64
 
 Model folder, prompts, group size, lengths, learning rate and reward are the config's. TRL's first two steps do not
-count. `async-rl train` prints its rollouts per second in its summary. `python -m benchmarks.engines` runs both in turn.
+count. `async-rl train` prints its episodes per second in its summary. `python -m benchmarks.engines` runs both in turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
 
 def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, float]:
-    """Train with TRL; return rollouts per second and the mean number of tokens in a rollout.
+    """Train with TRL; return episodes per second and the mean number of tokens in an episode.
 
     Args:
         steps: the most steps to take.
@@ -55,7 +55,7 @@ def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, fl
     task = open_task(config, tokenizer)
     reward = open_reward(config, task)
     prompts = [task.prompt(i) for i in range(steps * config.learner.prompts_per_step)]
-    by_text = {prompt.text: prompt.reference for prompt in prompts}
+    by_text = {prompt.text: prompt.question for prompt in prompts}
     lengths: list[int] = []
     clock = StepClock(seconds)
 
@@ -69,7 +69,7 @@ def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, fl
             train_dataset=Dataset.from_list([{"prompt": prompt.text} for prompt in prompts]),
             args=GRPOConfig(
                 output_dir=folder, report_to="none", save_strategy="no", use_cpu=True, bf16=False, max_steps=steps,
-                per_device_train_batch_size=config.rollouts_per_step, gradient_accumulation_steps=1,
+                per_device_train_batch_size=config.episodes_per_step, gradient_accumulation_steps=1,
                 gradient_checkpointing=False, num_generations=config.rollout.group_size,
                 max_completion_length=config.rollout.max_response_tokens, temperature=config.rollout.temperature,
                 top_k=0, learning_rate=config.learner.lr, beta=0.0, disable_tqdm=True, logging_steps=1000,
@@ -79,7 +79,7 @@ def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, fl
         trainer.train()
     took_s = clock.ends_s[-1] - clock.ends_s[UNCOUNTED_STEPS - 1]
     counted = len(clock.ends_s) - UNCOUNTED_STEPS
-    return counted * config.rollouts_per_step / took_s, sum(lengths) / len(lengths)
+    return counted * config.episodes_per_step / took_s, sum(lengths) / len(lengths)
 
 
 def main() -> None:
@@ -91,9 +91,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     rate, tokens = run_trl(load_config(arguments.config, arguments.overrides), arguments.steps, arguments.seconds)
-    print(f"TRL: {rate:.1f} rollouts/s, {tokens:.1f} tokens a rollout")
+    print(f"TRL: {rate:.1f} episodes/s, {tokens:.1f} tokens an episode")
     if arguments.out:
-        arguments.out.write_text(json.dumps({"rollouts_per_s": rate, "tokens_per_s": rate * tokens}))
+        arguments.out.write_text(json.dumps({"episodes_per_s": rate, "tokens_per_s": rate * tokens}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures how many rollout groups per second pass through the buffer on loopback, beside plain ZMQ.
+"""Measures how many groups per second pass through the buffer on loopback, beside plain ZMQ.
 
     python -m benchmarks.buffer                            # prints the table
     python -m benchmarks.buffer --out benchmarks/results/buffer.md
@@ -41,7 +41,7 @@ from async_rl.errors import WaitTimeoutError
 from async_rl.messages.codec import encode_group
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table
-from async_rl.types import Rollout, RolloutGroup, Slot
+from async_rl.types import Group, Row, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import receive
 from buffer.protocol.keys import own_keys
@@ -58,9 +58,9 @@ SLOT = Slot(group_id=2**32 - 1, prompt_index=2**32 - 1, start_version=0)
 """A slot whose ids take four bytes each when they are encoded, so that other ids can be written over them."""
 
 
-def make_group(config: Config, slot: Slot) -> RolloutGroup:
+def make_group(config: Config, slot: Slot) -> Group:
     length = config.rollout.max_response_tokens
-    rollout = Rollout(
+    row = Row(
         tokens=np.arange(length, dtype=np.int32),
         logprobs=np.full(length, -0.5, np.float32),
         versions=np.full(length, slot.start_version, np.int32),
@@ -68,9 +68,9 @@ def make_group(config: Config, slot: Slot) -> RolloutGroup:
         reward=1.0,
         finish_reason="stop",
     )
-    return RolloutGroup(
+    return Group(
         group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version, temperature=1.0,
-        prompt_tokens=np.arange(128, dtype=np.int32), rollouts=(rollout,) * config.rollout.group_size,
+        prompt_tokens=np.arange(128, dtype=np.int32), rows=(row,) * config.rollout.group_size,
         duration_s=1.0, worker=WORKER,
     )
 

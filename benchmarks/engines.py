@@ -37,7 +37,7 @@ TIMEOUT_S = 900.0
 
 
 def train(engine: str, config: str, overrides: Sequence[str], seconds: float, folder: Path) -> dict[str, float]:
-    """Train for `seconds` with an engine or TRL; return its rates {rollouts_per_s, tokens_per_s, pause_ms (not TRL)}.
+    """Train for `seconds` with an engine or TRL; return its rates {episodes_per_s, tokens_per_s, pause_ms (not TRL)}.
 
     Raises:
         AsyncRLError: the run failed; the message has the end of its output.
@@ -58,16 +58,16 @@ def train(engine: str, config: str, overrides: Sequence[str], seconds: float, fo
         output = (done.stdout + done.stderr)[-3000:]
         raise AsyncRLError(f"the run with {engine} ended with exit code {done.returncode}. Its output ends:\n{output}")
     found = json.loads(result.read_text())
-    return {key: found[key] for key in ("rollouts_per_s", "tokens_per_s", "pause_ms") if key in found}
+    return {key: found[key] for key in ("episodes_per_s", "tokens_per_s", "pause_ms") if key in found}
 
 
 def comparison(cells: Sequence[dict[str, Any]]) -> Table:
     """Return the table of the measured rates (medians over the rounds), a line for each answer length and engine."""
-    header = ("answers, tokens", "engine", "rounds", "rollouts/s", "least to most", "tokens/s", "push pause, ms")
+    header = ("answers, tokens", "engine", "rounds", "episodes/s", "least to most", "tokens/s", "push pause, ms")
     rows = []
     for tokens, engine in dict.fromkeys((cell["tokens"], cell["engine"]) for cell in cells):
         mine = [cell for cell in cells if (cell["tokens"], cell["engine"]) == (tokens, engine)]
-        rates = [cell["rollouts_per_s"] for cell in mine]
+        rates = [cell["episodes_per_s"] for cell in mine]
         pauses = [cell["pause_ms"] for cell in mine if "pause_ms" in cell]
         rows.append([
             str(tokens), engine, str(len(mine)), f"{statistics.median(rates):.1f}",

@@ -40,7 +40,7 @@ from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table, write_page
-from async_rl.types import RolloutGroup
+from async_rl.types import Group
 from benchmarks.generation import roll_out
 from benchmarks.tool_load import CV, MEAN_S, Hang, call_key, look_up_s
 from buffer.protocol.keys import own_keys
@@ -89,13 +89,13 @@ class Round:
         return self.worker_s / self.hang_s if self.hang_s else 0.0
 
 
-def played_turns(group: RolloutGroup, tokenizer: Any, ends: Sequence[int], tool_limit_s: float) -> list[list[Turn]]:
+def played_turns(group: Group, tokenizer: Any, ends: Sequence[int], tool_limit_s: float) -> list[list[Turn]]:
     """Return the turns of each episode of a group that the worker has played."""
     episodes = []
-    for rollout in group.rollouts:
-        tokens, first, turns = rollout.tokens.tolist(), 0, []
-        for end in rollout.turn_ends:
-            first += int(rollout.mask[first:].argmax())  # after what was observed
+    for row in group.rows:
+        tokens, first, turns = row.tokens.tolist(), 0, []
+        for end in row.turn_ends:
+            first += int(row.mask[first:].argmax())  # after what was observed
             reply = tokens[first : end + 1]
             key = call_key(tokenizer.decode(reply[:-1] if reply[-1] in ends else reply))
             tool_s = 0.0 if key is None else min(look_up_s(key), tool_limit_s)

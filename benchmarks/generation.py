@@ -1,4 +1,4 @@
-"""Measures rollouts per second through the pipeline, beside plain HTTP requests of the same prompts to the same server.
+"""Measures episodes per second through the pipeline, beside plain HTTP requests of the same prompts to the same server.
 
     python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3
     python -m benchmarks.generation configs/sweep_gpu.yaml --random 0.1b --sglang-bench rollout.max_response_tokens=256
@@ -40,8 +40,8 @@ from benchmarks.random_model import SIZES, save_random_model
 from buffer.client import LearnerClient
 from buffer.protocol.keys import own_keys
 from buffer.server import BufferServer
-from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
+from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import request_body
 from rollout_server.rewards.base import open_reward
@@ -53,11 +53,11 @@ CACHE_KEYS = itertools.count()
 
 
 Rates = tuple[float, float]
-"""Rollouts per second, and tokens per second."""
+"""Episodes per second, and tokens per second."""
 
 
 async def plain_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Send `groups` plain HTTP requests of group_size samples to the server; return (rollouts/s, tokens/s)."""
+    """Send `groups` plain HTTP requests of group_size samples to the server; return (episodes/s, tokens/s)."""
     rollout = config.rollout
     ends = end_tokens(config.model.path)
     gate = asyncio.Semaphore(rollout.concurrency)
@@ -67,7 +67,7 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
             group_id=index, prompt=task.prompt(index), start_version=0, seed=0, n=rollout.group_size,
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
-        body = request_body(request, [Answer()], ends, "") | {"extra_key": f"plain-{next(CACHE_KEYS)}"}
+        body = request_body(request, [OpenReply()], ends, "") | {"extra_key": f"plain-{next(CACHE_KEYS)}"}
         body["sampling_params"][0]["n"] = request.n
         del body["rid"]  # the server gives the samples ids itself
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:
@@ -136,7 +136,7 @@ async def roll_out(config: Config, engine: Engine, task: Task, batches: int) -> 
 
 
 async def pipeline_load(config: Config, engine: Engine, task: Task, groups: int) -> Rates:
-    """Roll out `groups` groups through the pipeline; return (rollouts/s, tokens/s)."""
+    """Roll out `groups` groups through the pipeline; return (episodes/s, tokens/s)."""
     rolled = await roll_out(config, engine, task, groups // config.learner.prompts_per_step)
     tokens = sum(group.num_tokens for batch in rolled.batches for group in batch.groups)
     return groups * config.rollout.group_size / rolled.taken_s[-1], tokens / rolled.taken_s[-1]
@@ -174,7 +174,7 @@ async def measure(
 ) -> dict[str, list[float]]:
     """Start a server and run all rounds; return, by load (plain, pipeline, ...), a list of its rates, one per round.
 
-    Keys that end with `_tokens` have tokens/s, the others rollouts/s.
+    Keys that end with `_tokens` have tokens/s, the others episodes/s.
     """
     engine = open_engine(config, 0, logs)
     rates: dict[str, list[float]] = {}
@@ -225,7 +225,7 @@ def main() -> None:
     if arguments.sglang_bench:
         ratios["ratio_to_sglang_bench"] = medians["pipeline_tokens"] / medians["sglang_bench_tokens"]
     texts = ", ".join(f"{key} {value:.3f}" for key, value in ratios.items())
-    print(f"\nplain {medians['plain']:.1f} rollouts/s, pipeline {medians['pipeline']:.1f} rollouts/s, {texts}")
+    print(f"\nplain {medians['plain']:.1f} episodes/s, pipeline {medians['pipeline']:.1f} episodes/s, {texts}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"machine": describe_machine(), **rates, **ratios}, indent=2) + "\n")
 

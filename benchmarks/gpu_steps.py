@@ -31,7 +31,7 @@ MakeCommand = Callable[[Path, dict[str, Any], float], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SuiteStep:
     name: str
     minutes: float
     """The expected duration. The step is not started with less time left, and is ended after three times as long."""
@@ -65,14 +65,14 @@ def _learner(size: str, max_tokens: int) -> MakeCommand:
 
 def _push(size: str, server: dict[str, Any], out: Path, rounds: int) -> list[str]:
     return _python(
-        "benchmarks.weight_sync", "--sglang", size, "--rounds", str(rounds), "--server-args", json.dumps(server),
+        "benchmarks.weight_push", "--sglang", size, "--rounds", str(rounds), "--server-args", json.dumps(server),
         "--out", str(out),
     )  # fmt: skip
 
 
-def _start_server(number: int) -> Step:
+def _start_server(number: int) -> SuiteStep:
     arguments, needs = SERVER_ARGS[number]
-    return Step(
+    return SuiteStep(
         f"sglang-{number}", 2.5, lambda folder, server, left: _push("0.1b", arguments, folder / f"sglang-{number}", 1),
         needs,
     )  # fmt: skip
@@ -102,17 +102,17 @@ def _sweep(folder: Path, server: dict[str, Any], left: float) -> list[str]:
 
 
 STEPS = (
-    Step("packing", 2.0, _tests(
-        "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_train_step.py")),
+    SuiteStep("packing", 2.0, _tests(
+        "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_updater.py")),
     *(_start_server(number) for number in range(len(SERVER_ARGS))),
-    Step("parity", 4.0, _tests("tests/gpu/test_parity.py"), ("server",)),
-    Step("learner-0.1b", 1.5, _learner("0.1b", 32768)),
-    Step("push-1b", 2.0, lambda folder, server, left: _push("1b", server, folder / "push-1b", 5), ("server",)),
-    Step("learner-1b", 3.0, _learner("1b", 16384)),
-    Step("generation", 3.0, _generation, ("server",)),
-    Step("deterministic", 4.0, _tests("tests/gpu/test_deterministic.py"), ("server", "ray")),
-    Step("vllm", 6.0, _tests("tests/gpu/test_vllm.py")),  # skipped where vLLM has no environment
-    Step("model", 1.0, _model, ("gguf",)),
-    Step("sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", CONFIG), ("model",)),
-    Step("sweep", CELL_MINUTES, _sweep, ("server", "ray", "sft"), continues=True),
+    SuiteStep("parity", 4.0, _tests("tests/gpu/test_parity.py"), ("server",)),
+    SuiteStep("learner-0.1b", 1.5, _learner("0.1b", 32768)),
+    SuiteStep("push-1b", 2.0, lambda folder, server, left: _push("1b", server, folder / "push-1b", 5), ("server",)),
+    SuiteStep("learner-1b", 3.0, _learner("1b", 16384)),
+    SuiteStep("generation", 3.0, _generation, ("server",)),
+    SuiteStep("deterministic", 4.0, _tests("tests/gpu/test_deterministic.py"), ("server", "ray")),
+    SuiteStep("vllm", 6.0, _tests("tests/gpu/test_vllm.py")),  # skipped where vLLM has no environment
+    SuiteStep("model", 1.0, _model, ("gguf",)),
+    SuiteStep("sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", CONFIG), ("model",)),
+    SuiteStep("sweep", CELL_MINUTES, _sweep, ("server", "ray", "sft"), continues=True),
 )  # fmt: skip

@@ -28,7 +28,7 @@ from typing import Any
 
 from async_rl.errors import WaitTimeoutError
 from async_rl.sweeps.machine import describe_machine
-from benchmarks.gpu_steps import SERVER_ARGS, STEPS, SWEEP, Step
+from benchmarks.gpu_steps import SERVER_ARGS, STEPS, SWEEP, SuiteStep
 from benchmarks.marked_command import MarkedCommand
 
 STATE = Path("runs/gpu-suite")
@@ -43,7 +43,7 @@ LOG_BYTES = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StepResult:
     step: str
     state: str
     """`done`, `failed`, `timeout` or `skipped`."""
@@ -59,13 +59,13 @@ class Suite:
         folder: the folder that keeps outcomes and results from call to call.
     """
 
-    def __init__(self, steps: Sequence[Step], folder: Path, minutes: float) -> None:
+    def __init__(self, steps: Sequence[SuiteStep], folder: Path, minutes: float) -> None:
         self.steps = steps
         self.folder = folder
         self.end_s = time.monotonic() + 60 * minutes - RESERVE_S
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, StepResult] = {}
         if (file := folder / "outcomes.json").is_file():
-            self.outcomes = {o["step"]: Outcome(**o) for o in json.loads(file.read_text())}
+            self.outcomes = {o["step"]: StepResult(**o) for o in json.loads(file.read_text())}
 
     def left_s(self) -> float:
         return self.end_s - time.monotonic()
@@ -79,12 +79,12 @@ class Suite:
                 continue
             if why := self.obstacle(step):
                 print(f"{step.name}: skipped: {why}", flush=True)
-                self._keep(Outcome(step=step.name, state="skipped", why=why))
+                self._keep(StepResult(step=step.name, state="skipped", why=why))
             else:
                 self._keep(self._run(step))
                 after_step()
 
-    def obstacle(self, step: Step) -> str:
+    def obstacle(self, step: SuiteStep) -> str:
         """Return the reason why a step can't start, or "" if it can."""
         if step.minutes * 60 > self.left_s():
             return f"needs {step.minutes:g} min, {max(0.0, self.left_s()) / 60:.1f} are left"
@@ -107,7 +107,7 @@ class Suite:
             return any(self.is_done(f"sglang-{number}") for number in range(len(SERVER_ARGS)))
         return name in self.outcomes and self.outcomes[name].state == "done"
 
-    def _run(self, step: Step) -> Outcome:
+    def _run(self, step: SuiteStep) -> StepResult:
         limit_s = self.left_s() if step.continues else min(self.left_s(), 180 * step.minutes)
         command = step.command(self.folder, self.server_args(), self.left_s() / 60)
         words = shlex.join(["python" if word == sys.executable else word for word in command])
@@ -128,9 +128,9 @@ class Suite:
         seconds = time.monotonic() - start_s
         print(f"{step.name}: {state} after {seconds:.0f} s" + "".join(f"\n    {line}" for line in end), flush=True)
         why = "" if state == "done" else "\n".join(end)
-        return Outcome(step=step.name, state=state, seconds=seconds, command=words, why=why)
+        return StepResult(step=step.name, state=state, seconds=seconds, command=words, why=why)
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: StepResult) -> None:
         self.outcomes[outcome.step] = outcome
         text = json.dumps([asdict(kept) for kept in self.outcomes.values()], indent=1)
         (self.folder / "outcomes.json").write_text(text + "\n")

@@ -58,7 +58,7 @@ MORE_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class KillResult:
     kind: str
     after_s: float
     """The seconds from the second logged step to the kill."""
@@ -78,7 +78,7 @@ class Outcome:
     orphans: int
 
 
-def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> Outcome:
+def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Random, folder: Path) -> KillResult:
     """Start a run, kill one of its processes, wait until it works again or was resumed, stop it; return the outcome.
 
     A run survives the loss of a rollout server, a worker or the buffer. After the loss of the learner or the driver it
@@ -154,13 +154,13 @@ def _stop(command: MarkedCommand, run_dir: Path) -> tuple[int, int]:
 
 def _outcome(
     kind: str, after_s: float, code: int, recovered_s: float, ended_s: float, orphans: int, text: str, run_dir: Path
-) -> Outcome:
+) -> KillResult:
     _, _, error = text.partition("async-rl: error: ")
     summary: dict[str, Any] = {}
     if (run_dir / "summary.json").exists():
         summary = json.loads((run_dir / "summary.json").read_text())
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return Outcome(
+    return KillResult(
         kind=kind, after_s=round(after_s, 1), exit_code=code, recovered_s=round(recovered_s, 1),
         ended_s=round(ended_s, 1), error=error.partition("\n")[0],
         names_all=bool(re.match(r"learner/\d+ on \S+ died", error))

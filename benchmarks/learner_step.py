@@ -1,7 +1,7 @@
 """Measures speed and memory of a whole learner step, beside a plain FSDP forward and backward pass on the same batch.
 
     python -m benchmarks.learner_step                      # CPU: one thread, a random model of 3 M parameters
-    python -m benchmarks.learner_step --size 1b --groups 64 --answers 8 --mean 256 --longest 1024 --max-tokens 32768
+    python -m benchmarks.learner_step --size 1b --groups 64 --rows 8 --mean 256 --longest 1024 --max-tokens 32768
 
 step          Updater.update: plan, pack, forward, loss with correction and diagnostics, backward, clipping, AdamW
 plain         the same micro-batches through a plain fully_shard'ed transformers model: lm(...).logits, cross-entropy,
@@ -40,30 +40,30 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, StalenessConfig, TaskConfig
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
-from async_rl.types import Batch, Rollout, RolloutGroup
+from async_rl.types import Batch, Group, Row
 from benchmarks.random_model import SIZES, save_random_model
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models import token_scores as scoring
 from learner.models.policy import shard
 from learner.packing.attention_mask import attention_mask
 from learner.packing.microbatches import MicroBatch
-from learner.train_step import Updater
+from learner.updater import Updater
 
 RESULTS = Path(__file__).parent / "results" / "learner_step"
 MATRIX_SIZE = 8192
 
 
-def make_batch(groups: int, answers: int, prompt: int, mean: int, longest: int, vocab: int) -> Batch:
+def make_batch(groups: int, group_size: int, prompt: int, mean: int, longest: int, vocab: int) -> Batch:
     """Return a batch of random tokens and rewards, with lognormal answer lengths of coefficient of variation 1."""
     rng = np.random.default_rng(0)
     sigma = np.log(2) ** 0.5
     made = []
     for index in range(groups):
-        rollouts = []
-        for _ in range(answers):
+        rows = []
+        for _ in range(group_size):
             length = int(np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma), 1, longest))
-            rollouts.append(
-                Rollout(
+            rows.append(
+                Row(
                     tokens=rng.integers(3, vocab, length).astype(np.int32),
                     logprobs=rng.normal(-np.log(vocab), 0.1, length).astype(np.float32),
                     versions=np.zeros(length, np.int32), mask=np.ones(length, bool), reward=float(rng.random()),
@@ -71,10 +71,10 @@ def make_batch(groups: int, answers: int, prompt: int, mean: int, longest: int, 
                 )
             )  # fmt: skip
         made.append(
-            RolloutGroup(
+            Group(
                 group_id=index, prompt_index=index, start_version=0, temperature=1.0,
                 prompt_tokens=rng.integers(3, vocab, int(rng.integers(prompt // 2, prompt + 1))).astype(np.int32),
-                rollouts=tuple(rollouts), duration_s=1.0,
+                rows=tuple(rows), duration_s=1.0,
             )
         )  # fmt: skip
     return Batch(version=0, groups=tuple(made), finished_versions=(0,) * groups)
@@ -235,10 +235,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="", help="Hugging Face folder (default: a random model)")
     parser.add_argument("--size", choices=list(SIZES), default="3m", help="size of the random model")
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--answers", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64, help="longest prompt; the shortest is half")
-    parser.add_argument("--mean", type=int, default=48, help="mean tokens of an answer")
-    parser.add_argument("--longest", type=int, default=256, help="most tokens of an answer")
+    parser.add_argument("--mean", type=int, default=48, help="mean tokens of a row")
+    parser.add_argument("--longest", type=int, default=256, help="most tokens of a row")
     parser.add_argument("--max-tokens", type=int, default=2048, help="learner.max_tokens_per_microbatch")
     parser.add_argument("--logits-mib", type=float, default=256, help="learner.models.token_scores.LOGITS_BYTES")
     parser.add_argument("--rounds", type=int, default=7)
@@ -261,7 +261,7 @@ def main() -> None:
         config = Config(
             model=ModelConfig(path=path, dtype=arguments.dtype, attn_implementation=arguments.attention),
             task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=arguments.prompt),
-            rollout=RolloutConfig(group_size=arguments.answers, max_response_tokens=arguments.longest),
+            rollout=RolloutConfig(group_size=arguments.rows, max_response_tokens=arguments.longest),
             learner=LearnerConfig(
                 prompts_per_step=arguments.groups, lr=1e-6, max_tokens_per_microbatch=arguments.max_tokens
             ),
@@ -274,7 +274,7 @@ def main() -> None:
         parameters, vocab = sum(p.numel() for p in lm.parameters()), lm.config.vocab_size
         del lm
         batch = make_batch(
-            arguments.groups, arguments.answers, arguments.prompt, arguments.mean, arguments.longest, vocab
+            arguments.groups, arguments.rows, arguments.prompt, arguments.mean, arguments.longest, vocab
         )
         found = measure(config, batch, arguments.rounds, device)
         if device.type == "cuda":

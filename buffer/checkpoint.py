@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_rl.storage.checkpoints import TrainingState
-from buffer.policies import Policy
-from buffer.store_rows import Row
+from buffer.modes import Mode
 from buffer.store_state import StoreState
+from buffer.stored_group import StoredGroup
 
 
 def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
     }
 
 
-def restore_checkpoint(saved: TrainingState, state: StoreState, policy: Policy, past: Mapping[int, Row]) -> None:
+def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past: Mapping[int, StoredGroup]) -> None:
     """Fill the empty `state` from the checkpoint `saved`. The prompt of a group that is dropped here is granted again.
 
     A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
@@ -37,7 +37,7 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, policy: Policy, 
     groups that arrived before the earlier run ended, even after the checkpoint.
     """
     rows = [
-        Row(group_id=g, prompt_index=p, start_version=s, worker="", exact_batch=b)
+        StoredGroup(group_id=g, prompt_index=p, start_version=s, worker="", exact_batch=b)
         for g, p, s, b in saved.buffer["live"]
     ]
     state.restore(rows, saved.buffer["scalars"])
@@ -49,15 +49,15 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, policy: Policy, 
         if found is None or found.slot != row.slot:
             state.drop(row, "failed", requeue=True)
         elif found.newest_version > saved.version:
-            state.drop(row._replace(outcome=found.outcome), "future_version", requeue=True)
+            state.drop(row._replace(arrival=found.arrival), "future_version", requeue=True)
         else:
             finished_version = min(found.finished_version, saved.version)
             arrived.append(row._replace(
-                payload=found.payload, outcome=found.outcome, finished_version=finished_version, worker=found.worker,
+                payload=found.payload, arrival=found.arrival, finished_version=finished_version, worker=found.worker,
                 data_row=found.data_row,
             ))
-    arrived.sort(key=lambda row: (policy.deadline(row), row.group_id))
-    for row, reason in zip(arrived, policy.drops_at_resume(arrived, state, saved.version), strict=True):
+    arrived.sort(key=lambda row: (mode.deadline(row), row.group_id))
+    for row, reason in zip(arrived, mode.drops_at_resume(arrived, state, saved.version), strict=True):
         if reason:
             state.drop(row, reason, requeue=True)
         else:

@@ -23,12 +23,12 @@ from async_rl.errors import AsyncRLError, NothingToLearnError, WaitTimeoutError,
 from async_rl.field_kinds import MAX_CAUSE_CHARS
 from async_rl.messages.codec import encode_group
 from async_rl.messages.field_packing import cut_text
-from async_rl.types import Batch, RolloutGroup, Slot
+from async_rl.types import Batch, Group, Slot
 from buffer.frames import receive
 from buffer.protocol.keys import use_client_keys
 from buffer.protocol.wire import (
     LONG_POLL_S,
-    Reply,
+    BufferReply,
     decode_batch,
     pack_request,
     read_reply,
@@ -81,7 +81,7 @@ class LearnerClient:
         is when no group runs, and no slot is granted until `served`. Otherwise it is at once.
         """
         purpose = (
-            f"to push version {version}, which with weight_sync.on_update drain waits until no rollout group runs "
+            f"to push version {version}, which with weight_sync.on_update drain waits until no group runs "
             "(with in_place, retract and abort it waits for none)"
         )
         self._poll("may_push", version, purpose, lambda: False)
@@ -102,7 +102,7 @@ class LearnerClient:
         self._socket.close(linger=0)
         self._context.term()
 
-    def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> Reply | None:
+    def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> BufferReply | None:
         """Repeat the request `op` until it is fulfilled, and return the answer; None once `interrupted()` is True.
 
         Raises WaitTimeoutError after timeouts.work_s, which says what the learner waited for: `purpose`.
@@ -117,7 +117,7 @@ class LearnerClient:
                 raise WaitTimeoutError(f"the learner waited {limit} {purpose}: {reply.result['state']}")
         return None
 
-    def _call(self, op: str, **fields: Any) -> Reply:
+    def _call(self, op: str, **fields: Any) -> BufferReply:
         request_id = next(self._ids)
         message = pack_request(op, request_id, **fields)
         wait_s = fields.get("wait_s", 0.0)
@@ -150,7 +150,7 @@ class WorkerClient:
         """The number of groups in a row, of all workers, in which every answer had the same reward, at the last `put`.
         """
         self._ids = _request_ids()
-        self._pending: dict[int, asyncio.Future[Reply]] = {}
+        self._pending: dict[int, asyncio.Future[BufferReply]] = {}
         self._open_admit: int | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._context = zmq.asyncio.Context()
@@ -181,7 +181,7 @@ class WorkerClient:
         groups: list[int] = reply.result["groups"]
         return groups
 
-    async def put(self, group: RolloutGroup) -> bool:
+    async def put(self, group: Group) -> bool:
         """Deliver a finished group; return False if the buffer had it already or has dropped it, else True.
 
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
@@ -213,7 +213,7 @@ class WorkerClient:
         self._socket.close(linger=0)
         self._context.term()
 
-    async def _call(self, request_id: int, op: str, subject: str, *payload: bytes, **fields: Any) -> Reply:
+    async def _call(self, request_id: int, op: str, subject: str, *payload: bytes, **fields: Any) -> BufferReply:
         if self._receiver is None:
             self._receiver = asyncio.create_task(self._receive())
         message = [pack_request(op, request_id, worker=self._worker, **fields), *payload]
@@ -255,7 +255,7 @@ def _request_ids() -> itertools.count[int]:
     return itertools.count(secrets.randbits(61))
 
 
-def _accepted(reply: Reply) -> Reply:
+def _accepted(reply: BufferReply) -> BufferReply:
     if reply.error:
         raise WireError(f"the buffer refused this client's message: {reply.error}")
     return reply

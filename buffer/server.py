@@ -1,7 +1,7 @@
 """Serves the buffer of a run: one thread with one poll loop around a socket, the store, and the store's journal.
 
-A turn of the loop handles the messages that have arrived, then collects the answers, then commits the journal, and only
-then sends the answers. So whatever a client was told is in the journal. Messages are checked before they touch the
+A turn of the loop handles the messages that have arrived, then collects the replies, then commits the journal, and only
+then sends the replies. So whatever a client was told is in the journal. Messages are checked before they touch the
 store, see buffer/protocol/operations.py.
 """
 
@@ -77,10 +77,10 @@ class BufferServer:
                 if poller.poll(round(1000 * sleep_s) + 1):
                     self._receive()
                 with self._lock:
-                    answers = self._operations.answers(time.monotonic())
+                    replies = self._operations.replies(time.monotonic())
                     self._commit()
-                for answer in answers:
-                    router.send_multipart(answer.frames(), copy=False)
+                for reply in replies:
+                    router.send_multipart(reply.frames(), copy=False)
 
     def counters(self) -> dict[str, float]:
         with self._lock:
@@ -124,7 +124,7 @@ class BufferServer:
             with contextlib.suppress(WireError):  # the new configuration forbids the group's sizes
                 groups[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row
-        restore_checkpoint(saved, self._store.state, self._store.policy, past)
+        restore_checkpoint(saved, self._store.state, self._store.mode, past)
         if self._journal:
             for group_id in self._store.state.finished:
                 self._journal.record_group(groups[group_id])

@@ -5,7 +5,7 @@ Admission limits the number of groups that exist at a time, so that the coming b
 they are too old. Hand-out chooses the groups of a batch, those with the earliest deadline first. With the default,
 `staleness.late: wait`, the learner waits for a running group if a batch without it would leave later batches too little
 room. The proof comes first; the policies `drop` and `mask` and the exact mode, which have other rules, come after it.
-buffer/policies.py has a class for each of the four: Wait, Drop, Mask and Exact.
+buffer/modes.py has a class for each of the four: Wait, Drop, Mask and Exact.
 
 Notation:
     M  staleness.max                    B  learner.prompts_per_step
@@ -50,12 +50,12 @@ of the (M + 1) F slots at most (v - p) B are held by trained groups, and the lea
 first batch has no used groups to fill up with) and for F = B. For E > 1 with replay it may go further than necessary,
 because the number of used groups depends on which of them expire. Running groups wait for nothing but their engine.
 
-Policy `drop` (`staleness.late: drop`): the learner does not wait for running groups, so (*) need not hold. Batch v is
+Mode `drop` (`staleness.late: drop`): the learner does not wait for running groups, so (*) need not hold. Batch v is
 taken from finished groups with deadline >= v, so it is within the bound. After its hand-out every live group with
 deadline <= v would miss its deadline and is dropped; no other group is dropped. A batch needs nothing but B finished
 groups, and v does not change while the learner waits: no deadlock.
 
-Policy `mask` (`staleness.late: mask`): the learner does not wait for running groups, and there are no deadlines. A
+Mode `mask` (`staleness.late: mask`): the learner does not wait for running groups, and there are no deadlines. A
 finished group may be in batch v while it has a token of version >= v - M. Its older tokens are masked (`young_enough`),
 so none of them is trained on. Groups with the oldest start version go first, ties broken by id. As with `drop`, there
 is no deadlock.

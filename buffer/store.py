@@ -1,4 +1,4 @@
-"""Keeps the buffer's rollout groups in memory, from admission to the release of their slots. No I/O and no clock.
+"""Keeps the buffer's groups in memory, from admission to the release of their slots. No I/O and no clock.
 
     admit --> running --finish--> finished --take--> held by the learner --trained--> slot free after `served`
                  |                    |                    ^                |
@@ -6,7 +6,7 @@
                     shutdown             zero_variance,
                                          shutdown
 
-The state is one Row for each live group and a few scalars, so that a journal can keep it: see buffer/store_state.py.
+The state is a StoredGroup for each live group and a few scalars, so that a journal can keep it: see store_state.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from async_rl.errors import WireError
 from async_rl.types import Slot
 from buffer.frames import Frame
-from buffer.policies import open_policy
+from buffer.modes import open_mode
 from buffer.staleness import Rules
-from buffer.store_rows import Outcome, Row
 from buffer.store_state import StoreState
+from buffer.stored_group import Arrival, StoredGroup
 
 FLAT_BATCHES = 8
 """If this many batches' worth of groups in a row have the same reward, the task has nothing left to teach."""
 
 
 class Store:
-    """Applies the rules of buffer/staleness.py to the groups of one run; buffer/policies.py decides by its mode.
+    """Applies the rules of buffer/staleness.py to the groups of one run; buffer/modes.py decides by its mode.
 
     Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
     missed the answer asks again. After each call `state` is consistent, so a journal may commit it.
@@ -36,7 +36,7 @@ class Store:
 
     def __init__(self, rules: Rules, state: StoreState | None = None) -> None:
         self.rules = rules
-        self.policy = open_policy(rules)
+        self.mode = open_mode(rules)
         self.state = state or StoreState()
         self.end_reason = ""
         """Why there will probably be no further batch; empty while there may be one."""
@@ -50,7 +50,7 @@ class Store:
 
     def capacity(self) -> int:
         """Return the number of groups that may start now; 0 before the first `served` and while a push drains."""
-        return 0 if self._is_draining else self.policy.capacity(self.state)
+        return 0 if self._is_draining else self.mode.capacity(self.state)
 
     def running_by_worker(self) -> Counter[str]:
         return Counter(row.worker for row in self.state.running.values())
@@ -58,9 +58,9 @@ class Store:
     def admit(self, worker: str, max_groups: int, now_s: float, request_id: int = 0) -> list[Slot]:
         """Grant up to `max_groups` slots, as many as are free, and return them. Requeued prompts go first."""
         slots = []
-        for batch in self.policy.batches_of_new(self.state, min(max_groups, self.capacity())):
+        for batch in self.mode.batches_of_new(self.state, min(max_groups, self.capacity())):
             assert self.state.served_version is not None
-            row = Row(
+            row = StoredGroup(
                 group_id=self.state.next_group_id, prompt_index=self._next_prompt_index(),
                 start_version=self.state.served_version, worker=worker, request_id=request_id, granted_s=now_s,
                 exact_batch=batch,
@@ -87,15 +87,15 @@ class Store:
         return row.slot
 
     def finish(
-        self, group_id: int, payload: Frame, outcome: Outcome, drop_equal: bool = False, data_row: int = -1
+        self, group_id: int, payload: Frame, arrival: Arrival, drop_equal: bool = False, data_row: int = -1
     ) -> None:
         """Store a running group that has arrived; with `drop_equal` drop it instead if its rewards are all equal."""
         assert self.state.served_version is not None
         row, version = self.state.running[group_id], self.state.served_version
-        arrived: dict[str, Any] = {"payload": payload, "outcome": outcome, "finished_version": version}
+        arrived: dict[str, Any] = {"payload": payload, "arrival": arrival, "finished_version": version}
         arrived["data_row"] = data_row
-        self._count_flat(outcome)
-        if drop_equal and outcome.equal_rewards:
+        self._count_flat(arrival)
+        if drop_equal and arrival.equal_rewards:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self.end_reason = self._why_nothing_is_left()
         else:
@@ -131,7 +131,7 @@ class Store:
         if version != self.state.version:
             raise WireError(f"version: got {version}, allowed {self.state.version}, the batches trained so far")
 
-    def take(self, version: int, now_s: float = 0.0) -> list[Row] | None:
+    def take(self, version: int, now_s: float = 0.0) -> list[StoredGroup] | None:
         """Return the groups of batch `version`, sorted by id; None while the learner has to wait. Does not block.
 
         The learner holds the batch until `trained`; until then each call returns it again. Raises WireError if
@@ -139,20 +139,20 @@ class Store:
         """
         self.check_version(version)
         if not self.state.held:
-            self._drop_late(self.policy.too_old(self.state, version), now_s)
-            chosen = self.policy.choose(self.state, version)
+            self._drop_late(self.mode.too_old(self.state, version), now_s)
+            chosen = self.mode.choose(self.state, version)
             if chosen is None:
                 return None
             for row in chosen:
-                self.policy.check(row, self.state, version)
+                self.mode.check(row, self.state, version)
                 self.state.put(row, "held")
-            self._drop_late(self.policy.left_late(self.state, version), now_s)
+            self._drop_late(self.mode.left_late(self.state, version), now_s)
         return [self.state.held[group_id] for group_id in sorted(self.state.held)]
 
     @property
     def misses_late(self) -> bool:
         """Whether enough groups for a batch are there, so that a waiting learner waits only for groups that expire."""
-        return self.policy.misses_late(self.state)
+        return self.mode.misses_late(self.state)
 
     def trained(self, version: int) -> None:
         """Record that the held batch was trained on and yielded `version`, whose tokens are accepted from now on.
@@ -172,7 +172,7 @@ class Store:
             is_last = len(uses) >= self.rules.max_uses
             self.state.put(row, "trained" if is_last else "used", trained_versions=uses)
         for row in list(self.state.used.values()):
-            if self.policy.deadline(row) < version:
+            if self.mode.deadline(row) < version:
                 self.state.put(row, "trained")
 
     def may_push(self) -> bool:
@@ -181,8 +181,8 @@ class Store:
         With `drain` it may once no group runs; this call stops admission until `served`. In exact mode it may once all
         groups of the served version were admitted and have arrived. Otherwise it always may.
         """
-        self._is_draining = self.policy.holds_admission
-        return self.policy.may_push(self.state)
+        self._is_draining = self.mode.holds_admission
+        return self.mode.may_push(self.state)
 
     def served(self, version: int) -> None:
         """Record that every live server serves `version` or a later one.
@@ -218,7 +218,7 @@ class Store:
             parts.append(f"{len(state.running)} running (oldest {age_s:.0f} s, worker {oldest.worker})")
         else:
             parts.append("0 running")
-        if len(state.finished) >= size and (late := self.policy.describe_late(state)):
+        if len(state.finished) >= size and (late := self.mode.describe_late(state)):
             parts.append(late)
         served = state.served_version
         parts.append("no version served yet" if served is None else f"served version {served}")
@@ -229,18 +229,18 @@ class Store:
 
     # --- private
 
-    def _drop_late(self, rows: Iterable[Row], now_s: float) -> None:
+    def _drop_late(self, rows: Iterable[StoredGroup], now_s: float) -> None:
         """Drop groups as late; `aborts` tells the workers of it."""
         for row in rows:
             if row.state == "running":
                 self._aborts.setdefault(row.worker, []).append(row.group_id)
             self.state.drop(row, "late", requeue=True, now_s=now_s)
 
-    def _count_flat(self, outcome: Outcome) -> None:
+    def _count_flat(self, arrival: Arrival) -> None:
         """Count a group that has arrived in `num_flat`, or begin to count anew with it."""
-        if outcome.reward != self._flat_reward or not outcome.equal_rewards:
-            self.num_flat, self._flat_reward = 0, outcome.reward
-        self.num_flat += outcome.equal_rewards
+        if arrival.reward != self._flat_reward or not arrival.equal_rewards:
+            self.num_flat, self._flat_reward = 0, arrival.reward
+        self.num_flat += arrival.equal_rewards
 
     def _why_nothing_is_left(self) -> str:
         """Return why there is nothing left to learn from groups that are dropped; "" below FLAT_BATCHES batches."""
@@ -248,7 +248,7 @@ class Store:
         if self.num_flat < FLAT_BATCHES * self.rules.prompts_per_step:
             return ""
         return (
-            f"{self.num_flat} rollout groups in a row had the same reward, {reward:g}, for every answer: "
+            f"{self.num_flat} groups in a row had the same reward, {reward:g}, for every answer: "
             f"the task is {'solved' if reward > 0 else 'out of reach'} and has nothing left to teach at version "
             f"{self.state.version}. Choose {'a harder' if reward > 0 else 'an easier'} one."
         )

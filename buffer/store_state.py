@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import StalenessError
-from buffer.store_rows import DROP_REASONS, DropReason, Row, State
+from buffer.stored_group import DROP_REASONS, DropReason, State, StoredGroup
 
 MEASURED_OUTCOMES = ("trained", "late", "zero_variance", "future_version")
 """The outcomes of a group for which means of length, reward and duration are kept."""
@@ -39,7 +39,7 @@ class GroupAccounting:
     )
     last_failure: str = ""
 
-    def drop(self, row: Row, reason: DropReason, now_s: float) -> None:
+    def drop(self, row: StoredGroup, reason: DropReason, now_s: float) -> None:
         """Count a dropped group and add its length, reward and duration to the totals of its reason.
 
         For a group that was still running, only the duration up to `now_s` is added.
@@ -47,14 +47,14 @@ class GroupAccounting:
         self.dropped[reason] += 1
         self._measure(reason, row, now_s)
 
-    def train(self, row: Row) -> None:
+    def train(self, row: StoredGroup) -> None:
         self.uses += 1
         if row.is_fresh:
             self.trained += 1
             self._measure("trained", row, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: numbers of groups since the start; mean length, reward and duration of groups by outcome."""
+        """Return metrics: numbers of groups since the start; mean length, reward and duration of groups by arrival."""
         values = {f"buffer/{name}": float(getattr(self, name)) for name in ("admitted", "trained", "uses", "requeued")}
         values |= {f"buffer/dropped_{reason}": float(self.dropped[reason]) for reason in DROP_REASONS}
         for outcome, stats in self.outcome_stats.items():
@@ -67,13 +67,13 @@ class GroupAccounting:
         stats = {outcome: dict(stats) for outcome, stats in self.outcome_stats.items()}
         return {**plain, "dropped": dict(self.dropped), "outcome_stats": stats}
 
-    def _measure(self, outcome: str, row: Row, now_s: float) -> None:
+    def _measure(self, outcome: str, row: StoredGroup, now_s: float) -> None:
         stats = self.outcome_stats.get(outcome)
         if stats is None:
             return
         measured = {"duration_s": now_s - row.granted_s}
-        if row.outcome:
-            measured = {name: getattr(row.outcome, name) for name in ("response_tokens", "reward", "duration_s")}
+        if row.arrival:
+            measured = {name: getattr(row.arrival, name) for name in ("response_tokens", "reward", "duration_s")}
         for name, value in measured.items():
             total, number = stats.get(name, (0.0, 0))
             stats[name] = [total + value, number + 1]
@@ -86,7 +86,7 @@ class StoreState:
     new or changed, also with rows in a final state (trained, dropped), which are not kept here.
     """
 
-    def __init__(self, record: Callable[[Row], None] | None = None) -> None:
+    def __init__(self, record: Callable[[StoredGroup], None] | None = None) -> None:
         self._record = record
         self.version = 0
         """Number of batches trained, which is the newest policy version."""
@@ -100,11 +100,11 @@ class StoreState:
         self.unserved: Counter[int] = Counter()
         """[version] number of fresh groups in the batch that yielded it. They hold their slots until it is served."""
         self.accounting = GroupAccounting()
-        self.running: dict[int, Row] = {}
-        self.finished: dict[int, Row] = {}
-        self.held: dict[int, Row] = {}
-        self.used: dict[int, Row] = {}
-        self._live: dict[State, dict[int, Row]] = {
+        self.running: dict[int, StoredGroup] = {}
+        self.finished: dict[int, StoredGroup] = {}
+        self.held: dict[int, StoredGroup] = {}
+        self.used: dict[int, StoredGroup] = {}
+        self._live: dict[State, dict[int, StoredGroup]] = {
             "running": self.running, "finished": self.finished, "held": self.held, "used": self.used,
         }
 
@@ -116,11 +116,11 @@ class StoreState:
     def slots_held(self) -> int:
         return len(self.running) + len(self.finished) + self.num_held_fresh + self.unserved.total()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StoredGroup]:
         """Return the rows of all live groups, sorted by group id."""
         return sorted((row for rows in self._live.values() for row in rows.values()), key=lambda row: row.group_id)
 
-    def put(self, row: Row, state: State, **changes: Any) -> None:
+    def put(self, row: StoredGroup, state: State, **changes: Any) -> None:
         """Move a row to `state`, change the given fields, and record it. A row in a final state is not kept here."""
         self._live[row.state].pop(row.group_id, None)
         row = row._replace(state=state, **changes)
@@ -129,7 +129,7 @@ class StoreState:
         if self._record:
             self._record(row)
 
-    def drop(self, row: Row, reason: DropReason, requeue: bool, now_s: float = 0.0) -> None:
+    def drop(self, row: StoredGroup, reason: DropReason, requeue: bool, now_s: float = 0.0) -> None:
         self.accounting.drop(row, reason, now_s)
         if requeue:
             self.requeued.append(row.prompt_index)
@@ -173,7 +173,7 @@ class StoreState:
             "accounting": self.accounting.scalars(),
         }
 
-    def restore(self, rows: Iterable[Row], scalars: Mapping[str, Any]) -> None:
+    def restore(self, rows: Iterable[StoredGroup], scalars: Mapping[str, Any]) -> None:
         """Fill an empty state with the `rows` and `scalars` of another. Trained and dropped rows are left out."""
         for name in ("version", "served_version", "first_version", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])

@@ -26,18 +26,18 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
         return batch, []
     groups = []
     for group in batch.groups:
-        rollouts = []
-        for rollout in group.rollouts:
-            mask = rollout.mask & young_enough(rollout.versions, version, staleness.max)
-            rollouts.append(replace(rollout, mask=mask, num_too_old=int(rollout.mask.sum() - mask.sum())))
-        groups.append(replace(group, rollouts=tuple(rollouts)))
+        rows = []
+        for row in group.rows:
+            mask = row.mask & young_enough(row.versions, version, staleness.max)
+            rows.append(replace(row, mask=mask, num_too_old=int(row.mask.sum() - mask.sum())))
+        groups.append(replace(group, rows=tuple(rows)))
     masked = replace(batch, groups=tuple(groups))
     check_bound(masked, version, staleness.max)
     ages = [
-        version - min(int(group.rollouts[row].versions[group.rollouts[row].mask].min(initial=version)) for row in rows)
+        version - min(int(group.rows[row].versions[group.rows[row].mask].min(initial=version)) for row in rows)
         for group in batch.groups for rows in rows_by_episode(group)
     ]  # fmt: skip
-    rows = [rollout for group in masked.groups for rollout in group.rollouts]
+    rows = [row for group in masked.groups for row in group.rows]
     kept, too_old = sum(int(row.mask.sum()) for row in rows), sum(row.num_too_old for row in rows)
     metrics = [
         Metric("staleness/before_mask_mean", float(np.mean(ages))),
@@ -63,9 +63,9 @@ def check_bound(batch: Batch, version: int, max_staleness: int) -> None:
             "bug"
         )
     for group in batch.groups:
-        for rollout in group.rollouts:
-            oldest = int(rollout.versions[rollout.mask].min(initial=version))
-            newest = int(rollout.versions.max())
+        for row in group.rows:
+            oldest = int(row.versions[row.mask].min(initial=version))
+            newest = int(row.versions.max())
             if version - oldest > max_staleness or newest > version:
                 bad = oldest if version - oldest > max_staleness else newest
                 raise StalenessError(

@@ -1,4 +1,4 @@
-"""Finds the rows of each episode of a rollout group, its number of sampled tokens, and the rewards of its turns."""
+"""Finds the rows of each episode of a group, its number of sampled tokens, and the rewards of its turns."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.types import RolloutGroup
+from async_rl.types import Group
 
 
-def rows_by_episode(group: RolloutGroup) -> list[range]:
-    """Return for each episode of the group, in order, the range of the indices of its rows in `group.rollouts`."""
+def rows_by_episode(group: Group) -> list[range]:
+    """Return for each episode of the group, in order, the range of the indices of its rows in `group.rows`."""
     ends = itertools.accumulate(group.episode_rows)
     return [range(end - count, end) for end, count in zip(ends, group.episode_rows, strict=True)]
 
 
-def tokens_by_episode(group: RolloutGroup) -> list[int]:
+def tokens_by_episode(group: Group) -> list[int]:
     """Return for each episode the number of its sampled tokens.
 
     These are the trained tokens of all its rows and those that are masked only for their age.
     """
-    sampled = [int(rollout.mask.sum()) + rollout.num_too_old for rollout in group.rollouts]
-    return [sum(sampled[row] for row in rows) for rows in rows_by_episode(group)]
+    sampled = [int(row.mask.sum()) + row.num_too_old for row in group.rows]
+    return [sum(sampled[index] for index in indices) for indices in rows_by_episode(group)]
 
 
-def reward_at_tokens(group: RolloutGroup) -> list[npt.NDArray[np.float64]]:
+def reward_at_tokens(group: Group) -> list[npt.NDArray[np.float64]]:
     """Return for each row the reward that is given at each of its tokens, [T].
 
     The reward of a turn is given at the turn's last token. The last trained token of a row also gets the rewards of all
@@ -33,14 +33,14 @@ def reward_at_tokens(group: RolloutGroup) -> list[npt.NDArray[np.float64]]:
     is masked for its age has no trained token before its end, so its reward is left out.
     """
     placed: list[npt.NDArray[np.float64]] = []
-    for rows in rows_by_episode(group):
-        of_turns = [group.rollouts[row].turn_rewards or (group.rollouts[row].reward,) for row in rows]
-        later = [sum(sum(of_row, 0.0) for of_row in of_turns[place + 1 :]) for place in range(len(rows))]
-        for row, of_row, of_later in zip(rows, of_turns, later, strict=True):
-            rollout = group.rollouts[row]
-            rewards = np.zeros(len(rollout.tokens))
-            if (trained := np.flatnonzero(rollout.mask)).size:
-                rewards[list(rollout.turn_ends or trained[-1:])] = of_row
+    for indices in rows_by_episode(group):
+        of_turns = [group.rows[index].turn_rewards or (group.rows[index].reward,) for index in indices]
+        later = [sum(sum(of_row, 0.0) for of_row in of_turns[place + 1 :]) for place in range(len(indices))]
+        for index, of_row, of_later in zip(indices, of_turns, later, strict=True):
+            row = group.rows[index]
+            rewards = np.zeros(len(row.tokens))
+            if (trained := np.flatnonzero(row.mask)).size:
+                rewards[list(row.turn_ends or trained[-1:])] = of_row
                 rewards[trained[-1]] += of_later
-            placed.append(np.where(rollout.mask, rewards, 0.0))
+            placed.append(np.where(row.mask, rewards, 0.0))
     return placed

@@ -32,7 +32,7 @@ class LogRatioRecorder:
         self._writer = LogRatioWriter(config.run_dir, rank, config.journal_kept_steps)
         self._keeps_learner = config.algorithm.steps_per_batch > 1
         self._proximal: dict[Answers, Tensor] = {}
-        """[answers of a micro-batch] proximal logprobs [N], NaN where not trained; [N] is their tokens."""
+        """[rows of a micro-batch] proximal logprobs [N], NaN where not trained; [N] is their tokens."""
         self._ratios: dict[Answers, Tensor] = {}  # [N] float16
         self._learner: dict[Answers, Tensor] = {}  # [N] float16
 
@@ -49,24 +49,24 @@ class LogRatioRecorder:
             proximal_of: (micro-batch, learner logprobs) -> proximal logprobs [N].
         """
         for micro, of_micro in zip(minibatch.micro_batches, all_logprobs, strict=True):
-            trained, answers = micro.response.trained, micro.answers
-            if not answers:
+            trained, rows = micro.response.trained, micro.rows
+            if not rows:
                 continue
             logprobs = torch.where(trained, of_micro, 0.0)
-            if answers not in self._proximal:
-                self._proximal[answers] = torch.where(trained, proximal_of(micro, logprobs), torch.nan)
-                self._ratios[answers] = (self._proximal[answers] - micro.response.behaviour).half()
+            if rows not in self._proximal:
+                self._proximal[rows] = torch.where(trained, proximal_of(micro, logprobs), torch.nan)
+                self._ratios[rows] = (self._proximal[rows] - micro.response.behaviour).half()
             if self._keeps_learner:
-                self._learner[answers] = (logprobs - self._proximal[answers]).half()
+                self._learner[rows] = (logprobs - self._proximal[rows]).half()
 
     def write(self, batch: Batch, step: int) -> None:
         """Hand what was collected in this step to the thread that writes it, and begin anew."""
-        pairs = [pair for answers in self._ratios for pair in answers]
+        pairs = [pair for rows in self._ratios for pair in rows]
         if pairs:
-            tokens = [len(batch.groups[g].rollouts[i].tokens) for g, i in pairs]
+            tokens = [len(batch.groups[g].rows[i].tokens) for g, i in pairs]
             self._writer.write(step, StepLogRatios(
                 group_ids=np.array([batch.groups[g].group_id for g, _ in pairs], np.int64),
-                rollouts=np.array([i for _, i in pairs], np.int32),
+                rows=np.array([i for _, i in pairs], np.int32),
                 lengths=np.array(tokens, np.int32),
                 proximal=_joined(self._ratios),
                 learner=_joined(self._learner) if self._keeps_learner else None,

@@ -70,6 +70,6 @@ class FlatRewards:
         *others, last = parts
         told = f"{', '.join(others)}, and {last}" if others else last
         return (
-            f"{self._limit} rollout groups in a row had the same reward, {reward:g}, for every answer: they have "
+            f"{self._limit} groups in a row had the same reward, {reward:g}, for every answer: they have "
             f"nothing to teach. Of their last {len(answers)} answers {told}. {newest}"
         )

@@ -1,4 +1,4 @@
-"""The type of one item of a task: a question and its reference answer."""
+"""The type of one item of a task: a question and its right answer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question of a task, with the reference answer that the reward reads. `Prompt.reference` holds it."""
+    """A question of a task, with the right answer that the reward reads. `Prompt.reference` holds it."""
 
     messages: tuple[dict[str, str], ...]
     """Chat messages with the keys `role` and `content`."""
-    answer: Any
-    """The reference answer (`ground_truth` of a file's row)."""
+    ground_truth: Any
+    """The right answer (`ground_truth` of a file's row)."""
     solution: str = ""
-    """A worked answer for supervised fine-tuning, which uses `answer` if this is empty."""
+    """A worked answer for supervised fine-tuning, which uses `ground_truth` if this is empty."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The `extra_info` of a file's row, or the `metadata` of a reasoning_gym item."""
     source: str = ""

@@ -1,4 +1,4 @@
-"""The held-out evaluation: measures the accuracy of sampled answers, with the engine that samples the rollouts too."""
+"""The held-out evaluation: measures the accuracy of sampled answers, with the engine that samples the rows too."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from async_rl.config import Config
 from async_rl.errors import RewardError, WaitTimeoutError, raised_at
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
-from rollout_server.engines.base import Completion, Engine, GenerationRequest, Purpose
+from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import open_player
@@ -91,7 +91,7 @@ class ScoredPlayer:
         is_partial = self._config.task.on_timeout == "partial"
         can_be_scored = [bool(e.rows) and (e.end != "timeout" or is_partial) for e in episodes]
         answers = [episode.answer for episode in itertools.compress(episodes, can_be_scored)]
-        calls = [partial(self._reward, request.prompt.reference, answer) for answer in answers]
+        calls = [partial(self._reward, request.prompt.question, answer) for answer in answers]
         try:
             with self.stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
                 rewards = iter(await self._threads.run(calls))
@@ -105,7 +105,7 @@ class ScoredPlayer:
             raise
         return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
 
-    async def _generate(self, request: GenerationRequest) -> list[Completion]:
+    async def _generate(self, request: GenerationRequest) -> list[SampledReply]:
         """Return the engine's answers to a request.
 
         Raises:

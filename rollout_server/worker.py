@@ -1,8 +1,8 @@
-"""The rollout worker: one event loop in which hundreds of slots become scored rollout groups at the same time.
+"""The rollout worker: one event loop in which hundreds of slots become scored groups at the same time.
 
     loop     consumes           produces           waits for                 unblocked by
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
-    group    one slot           a RolloutGroup     the engine, the rewards   their threads
+    group    one slot           a Group     the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
     report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
 
@@ -26,7 +26,7 @@ from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Sample
-from async_rl.types import Prompt, RolloutGroup, Slot
+from async_rl.types import Group, Prompt, Slot
 from buffer.client import WorkerClient
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
@@ -37,7 +37,7 @@ from rollout_server.scored_player import ScoredPlayer
 REPORT_INTERVAL_S = 0.5
 WARN_AFTER_BATCHES = 2
 """A warning is logged once so many batches' worth of groups in a row had no difference in reward."""
-_COUNTED = ("groups", "rollouts", "tokens", "failed", "aborted")
+_COUNTED = ("groups", "rows", "tokens", "failed", "aborted")
 
 
 class Worker:
@@ -153,7 +153,7 @@ class Worker:
         except RewardError as error:
             await self._fail(slot, prompt, error)
             return
-        group = RolloutGroup(
+        group = Group(
             group_id=slot.group_id, prompt_index=slot.prompt_index, start_version=slot.start_version,
             temperature=request.temperature, worker=self._name,
             duration_s=asyncio.get_running_loop().time() - granted_s,
@@ -163,7 +163,7 @@ class Worker:
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.put(group)
         self._failures_in_a_row = 0
-        self._counts.update(groups=1, rollouts=len(group.rollouts), tokens=group.num_tokens)
+        self._counts.update(groups=1, rows=len(group.rows), tokens=group.num_tokens)
         if warning := self._flat.add(prompt, episodes, self._client.flat_groups):
             if self._flat.has_only_errors:
                 raise RewardError(f"{self._name}: {warning}")

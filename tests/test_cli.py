@@ -154,7 +154,7 @@ def test_sft_makes_a_model_that_a_dry_run_accepts_and_may_make_it_again(
     assert main(["sft", str(config_file)]) == 0
     assert "sft step 2/2" in capsys.readouterr().out
     assert main(["train", str(config_file), "--dry-run"]) == 0
-    assert "rollouts per step" in capsys.readouterr().out
+    assert "episodes per step" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
     assert main(["sft", str(config_file)]) == 0
 

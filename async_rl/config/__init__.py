@@ -71,8 +71,8 @@ class Config:
         return Path(self.run.dir) / self.run.name
 
     @property
-    def rollouts_per_step(self) -> int:
-        """The number of episodes in a batch, each with one rollout unless its conversation is forked or rewritten."""
+    def episodes_per_step(self) -> int:
+        """The number of episodes in a batch, each with one row unless its conversation is forked or rewritten."""
         return self.learner.prompts_per_step * self.rollout.group_size
 
     @property
@@ -99,7 +99,7 @@ class Config:
 
     @property
     def max_rows_per_group(self) -> int:
-        """The most rows that a rollout group has: one for each episode of one turn, else rollout.max_rows for each."""
+        """The most rows that a group has: one for each episode of one turn, else rollout.max_rows for each."""
         return self.rollout.group_size * (self.rollout.max_rows if self.task.has_turns else 1)
 
     @property
@@ -109,7 +109,7 @@ class Config:
 
     @property
     def max_slots(self) -> int:
-        """The largest number of rollout groups that hold a slot at once: (staleness.max + 1) * fresh_per_step."""
+        """The largest number of groups that hold a slot at once: (staleness.max + 1) * fresh_per_step."""
         return (self.staleness.max + 1) * self.fresh_per_step
 
     @property
@@ -146,7 +146,7 @@ class Config:
         )
 
     @property
-    def takes_turns(self) -> bool:
+    def shares_gpus(self) -> bool:
         """Whether learner and engine share GPUs and, at staleness.max 0, take turns in using their memory."""
         release = all(entry.releases_memory for entry in self.engine_entries.values())
         return self.placement.colocated and self.staleness.max == 0 and release

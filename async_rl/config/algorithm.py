@@ -54,21 +54,21 @@ class DppoTvSettings:
 
 @section("algorithm.correction.masks")
 class MasksConfig:
-    """Rules that leave tokens and answers out of the loss because they are too far off-policy. Any number of them can
+    """Rules that leave tokens and rows out of the loss because they are too far off-policy. Any number of them can
     be on at once. rho = exp(proximal - behaviour logprob)."""
 
     token: Bounds = UNBOUNDED
     """A token is left out if its rho is outside of [low, high]. IcePop uses [0.5, 5.0]."""
     sequence: Bounds = UNBOUNDED
-    """An answer is left out if the product of its tokens' rho is outside of [low, high], e.g. [0.0, 3.0]."""
+    """A row is left out if the product of its tokens' rho is outside of [low, high], e.g. [0.0, 3.0]."""
     geometric: Bounds = UNBOUNDED
-    """An answer is left out if the geometric mean of its tokens' rho is outside of [low, high], e.g. [0.99, 1.01]."""
+    """A row is left out if the geometric mean of its tokens' rho is outside of [low, high], e.g. [0.99, 1.01]."""
     m2po: NonNegativeFloat = 0.0
     """Tokens with the largest (log rho)^2 are left out until the mean of the rest is below this, e.g. 0.04. 0: off."""
     opsm: NonNegativeFloat = 0.0
-    """An answer of negative advantage is left out if its mean log rho is below minus this, e.g. 0.5. 0: off."""
+    """A row of negative advantage is left out if its mean log rho is below minus this, e.g. 0.5. 0: off."""
     veto: NonNegativeFloat = 0.0
-    """An answer is left out if one of its tokens has a rho below this, e.g. 1e-4. 0: off."""
+    """A row is left out if one of its tokens has a rho below this, e.g. 1e-4. 0: off."""
 
 
 @section("algorithm.correction")
@@ -144,9 +144,9 @@ class AlgorithmConfig:
     (decoupled), which takes a forward pass. interpolate: log-linear between behaviour and learner by version, without
     that forward pass. behaviour: the policy that sampled the tokens (coupled)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over answers, each
-    with the mean of its tokens. constant: their sum divided by answers * rollout.max_response_tokens. An episode of
-    several turns counts as one answer, however many rows it has, and with constant as one of its longest length."""
+    """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over episodes,
+    each with the mean of its tokens. constant: their sum divided by episodes * rollout.max_response_tokens, or with
+    several turns by the longest length of an episode. An episode counts once, however many rows it has."""
     clip: Section[ClipConfig] = field(default_factory=ClipConfig)
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that the chosen loss, advantage and correction declare; ppo_clip has dual, dppo_tv has tv and
@@ -165,7 +165,7 @@ class AlgorithmConfig:
     skip_batch_kl: NonNegativeFloat = 0.0
     """A batch with a KL(behaviour || proximal) above this, in nats a token, is counted and not trained on. 0: off."""
     filter_zero_variance: bool = True
-    """Groups whose rewards are all equal are dropped and counted if advantages compare the answers of a group, because
+    """Groups whose rewards are all equal are dropped and counted if advantages compare the episodes of a group, because
     their advantages would be zero. Many such groups in a row with the same reward (a solved task, or a hopeless one)
     end the run. Other advantages (remax, reinforce_pp, gae, vtrace) keep every group."""
 
@@ -273,12 +273,12 @@ class AlgorithmConfig:
         )
 
     def _check_loss(self) -> None:
-        entry, one_ratio = self.loss_entry, self.loss_entry.needs_answer_advantage
-        others = ", ".join(name for name, each in LOSSES.items() if not each.needs_answer_advantage)
+        entry, one_ratio = self.loss_entry, self.loss_entry.needs_row_advantage
+        others = ", ".join(name for name, each in LOSSES.items() if not each.needs_row_advantage)
         check(
             not one_ratio or (not self.advantage_entry.needs_critic and self.gamma == 1), "algorithm.loss", self.loss,
             f"one of {others} with algorithm.advantage {self.advantage} and gamma {self.gamma}",
-            f"{self.loss} has one ratio an answer, so it needs one advantage an answer.",
+            f"{self.loss} has one ratio a row, so it needs one advantage a row.",
         )
         check(
             not one_ratio or self.kl.kind != "k1_reward", "algorithm.kl.kind", self.kl.kind,

@@ -44,13 +44,13 @@ def _check_sizes(config: Config) -> None:
         "full with placement.learner.nodes 1", "On one node there is nothing to copy.",
     )
     check(
-        config.rollouts_per_step >= ranks, "placement.learner.ranks", ranks,
-        f"at most {config.rollouts_per_step}, the rollouts of a step (learner.prompts_per_step * rollout.group_size)",
+        config.episodes_per_step >= ranks, "placement.learner.ranks", ranks,
+        f"at most {config.episodes_per_step}, the episodes of a step (learner.prompts_per_step * rollout.group_size)",
         "Each rank trains on at least one.",
     )
     check(
-        config.rollouts_per_step >= parts * ranks, "algorithm.minibatches", parts,
-        f"at most {config.rollouts_per_step} rollouts per step / {ranks} learner ranks",
+        config.episodes_per_step >= parts * ranks, "algorithm.minibatches", parts,
+        f"at most {config.episodes_per_step} episodes per step / {ranks} learner ranks",
     )
     check(
         learner.max_tokens_per_microbatch >= config.longest_tokens, "learner.max_tokens_per_microbatch",

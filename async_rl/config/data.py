@@ -118,12 +118,12 @@ class RolloutConfig(OnePart):
     `async def` that takes the text of a reply and the tools' schemas and returns a
     rollout_server.episodes.conversation.reply_reader.Parsed. Empty: found in the chat template."""
     temperature: PositiveFloat = 1.0
-    """The sampling temperature. Greedy rollouts have no spread to learn from."""
+    """The sampling temperature. Greedy replies have no spread to learn from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling. Below 1 the logged logprobs are not those of the sampling distribution: ratios are biased, and
     the run says so."""
     concurrency: PositiveInt = 256
-    """Rollout groups that one worker keeps in flight at most; admission may keep fewer."""
+    """Groups that one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
     --gpu-memory-utilization of vLLM."""
@@ -163,10 +163,10 @@ class StalenessConfig:
 
 @section("buffer")
 class BufferConfig:
-    """The use of rollout groups: how often each is trained on, and how long the journal keeps it."""
+    """The use of groups: how often each is trained on, and how long the journal keeps it."""
 
     max_uses: PositiveInt = 1
-    """Batches that a rollout group may be in, all of them within the staleness bound."""
+    """Batches that a group may be in, all of them within the staleness bound."""
     fresh_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The smallest share of a batch's groups that no batch held before. The rest are groups used before, if there are.
     """

@@ -81,7 +81,7 @@ class LearnerConfig:
     """The optimizers, the sizes of a batch and of a forward pass, and how the weights are sharded."""
 
     prompts_per_step: PositiveInt = 16
-    """Rollout groups in a batch."""
+    """Groups in a batch."""
     lr: PositiveFloat = 1e-6
     """The policy's learning rate."""
     betas: List[tuple[Share, Share]] = (0.9, 0.999)

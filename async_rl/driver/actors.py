@@ -169,7 +169,7 @@ class LearnerActor:
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
         import torch
 
-        from learner.trainer import Learner
+        from learner.learner import Learner
 
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks

@@ -238,7 +238,7 @@ class RunLog:
                 self.logger.log_restored(record)
         self._note_values(report.version, values)
         self._prune()
-        self.logger.log(report.version, values, report.completions)
+        self.logger.log(report.version, values, report.examples)
 
     def _add_last_step(self, usage: Usage) -> Usage:
         """Add time, spans and samples of the newest logged step, unless it is the first, to `usage`, and return that.
@@ -305,7 +305,7 @@ class RunLog:
             usage = self._usage_of_run()
             summary |= {key: value for key in usage.metrics() if (value := figures.get(key)) is not None}
             summary["pools"] = usage.shares()
-            summary["rollouts_per_s"] = figures.total("batch/rollouts") / seconds
+            summary["episodes_per_s"] = figures.total("batch/episodes") / seconds
             summary["tokens_per_s"] = figures.get("throughput/trained_tokens_per_s") or 0.0
         if self.evals:
             summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")

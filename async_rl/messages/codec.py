@@ -1,11 +1,11 @@
-"""Encodes a RolloutGroup to msgpack bytes and decodes it, after checking all that comes from the network.
+"""Encodes a Group to msgpack bytes and decodes it, after checking all that comes from the network.
 
-    group     {schema, each field of GroupFacts, lengths [N], each field of Rollout for all N rollouts,
-               episodes: None if each of the N rollouts is the answer to a question, else see episode_columns.py}
+    group     {schema, each field of GroupFacts, lengths [N], each field of Rollout for all N rows,
+               episodes: None if each of the N rows is the answer to a question, else see episode_columns.py}
     array     [dtype, number of elements, little-endian bytes]
 
-A group of N rollouts is sent as columns, each with one rollout after the other, so that a few array operations check
-all rollouts. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
+A group of N rows is sent as columns, each with one row after the other, so that a few array operations check
+all rows. An array names its dtype, so that a wrong dtype is refused and not reinterpreted. Decoded arrays are
 read-only views of the columns. Which fields there are, and what each may hold, is declared in async_rl/types.py; the
 rules here and in episode_columns.py are those between fields.
 """
@@ -34,7 +34,7 @@ from async_rl.messages.field_packing import (
 )
 from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import INT32, Fields, pack, pack_array, refusal, unpack
-from async_rl.types import BoolArray, EpisodeFacts, FloatArray, GroupFacts, IntArray, Rollout, RolloutGroup
+from async_rl.types import BoolArray, EpisodeFacts, FloatArray, Group, GroupFacts, IntArray, Row
 
 T = TypeVar("T")
 
@@ -44,13 +44,13 @@ MAX_ROUNDING = 1e-4
 logprobs sent by mistake."""
 
 _GROUP = kinds_of(GroupFacts, Kind)
-_TOKEN_ARRAYS = kinds_of(Rollout, PerToken)
-_ROW = kinds_of(Rollout, Scalar)
+_TOKEN_ARRAYS = kinds_of(Row, PerToken)
+_ROW = kinds_of(Row, Scalar)
 _MESSAGE_FIELDS = ("schema", *_GROUP, "lengths", *_TOKEN_ARRAYS, *_ROW, "episodes")
 _GROUP_FIELDS = frozenset(_MESSAGE_FIELDS)
 assert len(_GROUP_FIELDS) == len(_MESSAGE_FIELDS), "a field of GroupFacts has the name of one of Rollout"
 
-_DECLARED = [kinds_of(declared, Kind) for declared in (GroupFacts, Rollout, EpisodeFacts)]
+_DECLARED = [kinds_of(declared, Kind) for declared in (GroupFacts, Row, EpisodeFacts)]
 SCHEMA_VERSION = zlib.crc32(repr(_DECLARED).encode())
 """Version of every message: a checksum of all declared fields."""
 
@@ -59,26 +59,26 @@ _READ_GROUP = {name: read_value(name, kind) for name, kind in _GROUP.items()}
 _DTYPES = {name: np.dtype(kind.dtype) for name, kind in _TOKEN_ARRAYS.items()}
 _READ_TOKENS = {name: read_array(name, kind) for name, kind in _TOKEN_ARRAYS.items()}
 _PACK_ROWS = {name: pack_column(name, kind) for name, kind in _ROW.items()}
-_READ_ROWS = {name: read_column(name, kind, "rollouts[{}]") for name, kind in _ROW.items()}
+_READ_ROWS = {name: read_column(name, kind, "rows[{}]") for name, kind in _ROW.items()}
 
 
-def encode_group(group: RolloutGroup) -> bytes:
-    """Return a rollout group as bytes for `decode_group`; a logprob above 0 by a rounding error becomes 0.
+def encode_group(group: Group) -> bytes:
+    """Return a group as bytes for `decode_group`; a logprob above 0 by a rounding error becomes 0.
 
-    WireError: an array has the wrong shape, dtype or length, or the turns of a rollout do not match its rewards.
+    WireError: an array has the wrong shape, dtype or length, or the turns of a row do not match its rewards.
     """
-    rollouts = group.rollouts
-    arrays = {name: _column(name, rollouts, dtype) for name, dtype in _DTYPES.items()}
+    rows = group.rows
+    arrays = {name: _column(name, rows, dtype) for name, dtype in _DTYPES.items()}
     if len(logprobs := arrays["logprobs"]) and 0 < np.maximum.reduce(logprobs) <= MAX_ROUNDING:
         arrays["logprobs"] = np.minimum(logprobs, 0)
     return pack(
         {
             "schema": SCHEMA_VERSION,
             **{name: pack_field(getattr(group, name)) for name, pack_field in _PACK_GROUP.items()},
-            "lengths": pack_array(np.array([len(rollout.tokens) for rollout in rollouts], INT32)),
+            "lengths": pack_array(np.array([len(row.tokens) for row in rows], INT32)),
             **{name: pack_array(array) for name, array in arrays.items()},
             **{
-                name: pack_field([getattr(rollout, name) for rollout in rollouts])
+                name: pack_field([getattr(row, name) for row in rows])
                 for name, pack_field in _PACK_ROWS.items()
             },
             "episodes": pack_episodes(group),
@@ -87,23 +87,23 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 class GroupColumns(NamedTuple):
-    """A checked group of N rollouts as it is sent: a column of each field holds all rollouts, one after the other."""
+    """A checked group of N rows as it is sent: a column of each field holds all rows, one after the other."""
 
     facts: GroupFacts
-    lengths: list[int]  # [N] T of each rollout
+    lengths: list[int]  # [N] T of each row
     ends: list[int]  # [N] the sums of these
     rows: dict[str, Any]
     """The column of each field of Rollout: an array [sum of T] of one that has a number for each token, else a list
     [N]. Of answers to a question there are no turns."""
     episodes: dict[str, list[Any]] | None
-    """The column [G] of each field of EpisodeFacts; None if each rollout is an episode of one turn."""
+    """The column [G] of each field of EpisodeFacts; None if each row is an episode of one turn."""
     newest_version: int
-    """The highest version of the group's tokens. A trained token has it, because the last one of each rollout is."""
-    trained_tokens: list[int]  # [N] the number of trained tokens of each rollout
+    """The highest version of the group's tokens. A trained token has it, because the last one of each row is."""
+    trained_tokens: list[int]  # [N] the number of trained tokens of each row
 
     @property
     def starts(self) -> list[int]:
-        """The position of the first token of each rollout in the columns."""
+        """The position of the first token of each row in the columns."""
         return [0, *self.ends[:-1]]
 
     @property
@@ -115,7 +115,7 @@ class GroupColumns(NamedTuple):
         return [rewards[first] for first in itertools.accumulate(self.episodes["rows"][:-1], initial=0)]
 
     def oldest_versions(self) -> list[int]:
-        """Return the version of the first trained token of each rollout, the lowest of those that are trained."""
+        """Return the version of the first trained token of each row, the lowest of those that are trained."""
         firsts = self.starts
         if self.trained_tokens != self.lengths:
             masks = np.split(self.rows["mask"], firsts[1:])
@@ -123,16 +123,16 @@ class GroupColumns(NamedTuple):
         versions: list[int] = self.rows["versions"][firsts].tolist()
         return versions
 
-    def group(self) -> RolloutGroup:
-        """Return the group as a RolloutGroup, whose arrays are views of the columns."""
+    def group(self) -> Group:
+        """Return the group as a Group, whose arrays are views of the columns."""
         bounds = list(map(slice, self.starts, self.ends))
         columns = {
             name: [column[of_row] for of_row in bounds] if name in _TOKEN_ARRAYS else column
             for name, column in self.rows.items()
         }
-        return RolloutGroup(
+        return Group(
             **{name: getattr(self.facts, name) for name in _GROUP},
-            rollouts=_made(Rollout, columns),
+            rows=_made(Row, columns),
             episodes=_made(EpisodeFacts, self.episodes or {}),
         )
 
@@ -143,17 +143,17 @@ def _made(declared: type[T], columns: dict[str, list[Any]]) -> tuple[T, ...]:
     return tuple([declared(**dict(zip(names, row, strict=False))) for row in zip(*columns.values(), strict=True)])
 
 
-def decode_group(data: bytes | memoryview, limits: Limits) -> RolloutGroup:
-    """Return the rollout group in the bytes of `encode_group`, after the checks of `check_group`; arrays are read-only.
+def decode_group(data: bytes | memoryview, limits: Limits) -> Group:
+    """Return the group in the bytes of `encode_group`, after the checks of `check_group`; arrays are read-only.
     """
     return check_group(data, limits).group()
 
 
 def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
-    """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rollouts.
+    """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rows.
 
     A valid message has exactly the known fields, each as it is declared, and sizes within `limits`. The arrays of each
-    rollout have equal length T >= 1, and its versions start at start_version or later and do not decrease. Its last
+    row have equal length T >= 1, and its versions start at start_version or later and do not decrease. Its last
     token is trained, and the logprob of a masked token is 0. Episodes meet `check_episodes`. Otherwise this raises
     WireError, which names the field and the value.
     """
@@ -185,36 +185,36 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     return GroupColumns(facts, lengths, ends, rows, of_episodes, newest_version, trained_tokens)
 
 
-def _column(name: str, rollouts: Sequence[Rollout], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _column(name: str, rows: Sequence[Row], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     arrays = []
-    for i, rollout in enumerate(rollouts):
-        array = one_dimensional(name, getattr(rollout, name), dtype, i)
-        if len(array) != len(rollout.tokens):
-            raise WireError(f"rollouts[{i}].{name}: {len(array)} elements for {len(rollout.tokens)} tokens")
+    for i, row in enumerate(rows):
+        array = one_dimensional(name, getattr(row, name), dtype, i)
+        if len(array) != len(row.tokens):
+            raise WireError(f"rows[{i}].{name}: {len(array)} elements for {len(row.tokens)} tokens")
         arrays.append(array)
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
 def _read_lengths(fields: Fields, limits: Limits, has_episodes: bool) -> list[int]:
-    """Return the number of tokens of each rollout."""
+    """Return the number of tokens of each row."""
     size = limits.group_size
     fewest, most = (limits.fewest_episodes, limits.max_rows) if has_episodes else (size, size)
     lengths: list[int] = fields.array("lengths", INT32, fewest, most).tolist()
     if min(lengths) < 1 or max(lengths) > limits.max_response_tokens:
         bad = min(lengths) if min(lengths) < 1 else max(lengths)
-        raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a rollout", bad)
+        raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a row", bad)
     return lengths
 
 
 def _check_versions(versions: IntArray, start_version: int, lengths: list[int], ends: list[int]) -> int:
-    """Return the newest token version. WireError: one is below start_version, or they decrease within a rollout."""
+    """Return the newest token version. WireError: one is below start_version, or they decrease within a row."""
     oldest, newest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
     if oldest < start_version:
         too_old = versions < start_version
         raise refuse_element("versions", versions, too_old, lengths, f"start_version = {start_version} and up")
     if oldest < newest:
         falls = versions[1:] < versions[:-1]
-        falls[[end - 1 for end in ends[:-1]]] = False  # at the start of a rollout they may decrease
+        falls[[end - 1 for end in ends[:-1]]] = False  # at the start of a row they may decrease
         if b"\1" in falls.tobytes():  # a tenth of the time of falls.any()
             at = int(falls.argmax())
             allowed = f"{versions[at]} and up, as the token before has version {versions[at]}"
@@ -223,16 +223,16 @@ def _check_versions(versions: IntArray, start_version: int, lengths: list[int], 
 
 
 def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int], row_ends: list[int]) -> list[int]:
-    """Return the number of trained tokens of each rollout.
+    """Return the number of trained tokens of each row.
 
-    WireError: the last token of a rollout is masked, or a masked token has a logprob that is not 0.
+    WireError: the last token of a row is masked, or a masked token has a logprob that is not 0.
     """
     if b"\0" not in mask.tobytes():  # a tenth of the time of mask.all()
         return lengths
     ends = np.array(row_ends, np.intp)
     is_trained = mask[ends - 1]
     if not is_trained.all():
-        raise refusal(f"rollouts[{is_trained.argmin()}].mask", False, "true for the last token of a rollout")
+        raise refusal(f"rows[{is_trained.argmin()}].mask", False, "true for the last token of a row")
     has_logprob = (logprobs != 0) & ~mask
     if has_logprob.any():
         raise refuse_element("logprobs", logprobs, has_logprob, lengths, "0 for a token that is not trained")
@@ -241,10 +241,10 @@ def _check_mask(mask: BoolArray, logprobs: FloatArray, lengths: list[int], row_e
 
 
 def _check_no_prompt(max_tokens: int, mask: BoolArray, lengths: list[int]) -> None:
-    """Check that each rollout begins with a masked token, as those of a group must that share no first token."""
+    """Check that each row begins with a masked token, as those of a group must that share no first token."""
     is_trained = mask[np.cumsum(lengths, dtype=np.intp) - lengths]
     if is_trained.any():
         raise WireError(
-            f"prompt_tokens: 0 elements, allowed 1..{max_tokens}, as the first token of rollout {is_trained.argmax()} "
+            f"prompt_tokens: 0 elements, allowed 1..{max_tokens}, as the first token of row {is_trained.argmax()} "
             "is trained"
         )

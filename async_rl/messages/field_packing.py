@@ -148,7 +148,7 @@ def one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], ro
             return array
         if array.dtype == dtype.newbyteorder(">"):
             return array.astype(dtype)
-    path = f"rollouts[{row}].{name}" if row >= 0 else name
+    path = f"rows[{row}].{name}" if row >= 0 else name
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise WireError(f"{path}: got {got}, allowed a one-dimensional numpy array")
@@ -170,7 +170,7 @@ def refuse_element(
     """
     at = int(is_bad.argmax())
     row = np.cumsum(sizes).searchsorted(at, side="right")
-    return refusal(f"rollouts[{row}].{name}", column[at].item(), allowed)
+    return refusal(f"rows[{row}].{name}", column[at].item(), allowed)
 
 
 def _column_dtype(kind: Kind) -> np.dtype[Any] | None:

@@ -1,4 +1,4 @@
-"""Defines the largest sizes of the rollout groups of a run, as messages."""
+"""Defines the largest sizes of the groups of a run, as messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from async_rl.field_kinds import (
     Text,
     kinds_of,
 )
-from async_rl.types import EpisodeFacts, GroupFacts, Rollout
+from async_rl.types import EpisodeFacts, GroupFacts, Row
 
 
 def _most_bytes(kind: Kind) -> int:
@@ -41,20 +41,20 @@ def _most_bytes_of(declared: type, kind: type[Kind]) -> int:
 
 _GROUP_BYTES = 4096 + _most_bytes_of(GroupFacts, Scalar)
 _EPISODE_BYTES = 512 + _most_bytes_of(EpisodeFacts, Scalar)
-_ROW_BYTES = 512 + _most_bytes_of(Rollout, Scalar)
-_TOKEN_BYTES, _TURN_BYTES = _most_bytes_of(Rollout, PerToken), _most_bytes_of(Rollout, PerTurn)
+_ROW_BYTES = 512 + _most_bytes_of(Row, Scalar)
+_TOKEN_BYTES, _TURN_BYTES = _most_bytes_of(Row, PerToken), _most_bytes_of(Row, PerTurn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The sizes that a rollout group of this run may have; a message outside these limits is refused."""
+    """The sizes that a group of this run may have; a message outside these limits is refused."""
 
     group_size: int
     """The number of answers to a question, and the most episodes of several turns."""
     fewest_episodes: int
     """The fewest episodes of several turns, because those that failed are left out."""
     max_rows: int
-    """The most rollouts of all episodes of several turns together."""
+    """The most rows of all episodes of several turns together."""
     max_turns: int
     """The most turns of an episode; 0 if only answers to a question are allowed."""
     max_prompt_tokens: int

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from async_rl.telemetry.clock import clock_id
-from async_rl.telemetry.completions import Completion
+from async_rl.telemetry.examples import Example
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Sample, Span
 
@@ -36,7 +36,7 @@ class StepDone(TimedReport):
     """The metrics of all ranks together; reported by rank 0 alone, as are the alarms."""
     alarms: tuple[str, ...] = ()
     """Alarms that began with this step, each as one line for the console."""
-    completions: tuple[Completion, ...] = ()
+    examples: tuple[Example, ...] = ()
     """Example answers of the batch; empty with logging.wandb disabled."""
 
 

@@ -14,9 +14,9 @@ Code = str | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """A rule that computes advantages from rewards. One of the four functions is set. k: answers padded to T tokens.
+    """A rule that computes advantages from rewards. One of the four functions is set. k: rows padded to T tokens.
 
-    of_group: rewards [G] of one rollout group -> advantages [G], the same for each token of an answer.
+    of_group: rewards [G] of one group -> advantages [G], the same for each token of a row.
     of_group_and_baseline: (rewards [G], reward of a greedy answer) -> advantages [G]; the worker samples that answer.
     of_tokens: (token rewards [k, T], values [k, T], log ratios proximal - behaviour [k, T], mask [k, T], gamma, lam)
         -> (advantages [k, T], value targets [k, T]); a critic is trained.
@@ -28,7 +28,7 @@ class Advantage:
     of_tokens: Code | None = None
     of_returns: Code | None = None
     compares_group: bool = False
-    """Rewards are compared within the group, so a group needs two answers, and equal rewards give zeros."""
+    """Rewards are compared within the group, so a group needs two rows, and equal rewards give zeros."""
     discounts: bool = False
     """Rewards are discounted, so algorithm.gamma may be below 1."""
     whitens: bool = False
@@ -59,8 +59,8 @@ class Loss:
     """A loss of the policy. `function` maps LossInputs to LossOutput, which learner/algorithms/losses.py describes."""
 
     function: Code
-    needs_answer_advantage: bool = False
-    """All tokens of an answer must have one advantage: no critic, no discount and no penalty on single tokens."""
+    needs_row_advantage: bool = False
+    """All tokens of a row must have one advantage: no critic, no discount and no penalty on single tokens."""
     aggregations: tuple[str, ...] = ()
     """The only values of algorithm.aggregation that the loss works with; empty: all."""
     settings: Code | None = None
@@ -75,8 +75,8 @@ class Loss:
 class Correction:
     """A rule that computes the importance weight of each token, which algorithm.correction then clamps to [floor, cap].
 
-    function: (log rho [N], advantages [N], trained [N] bool, answers [N] index of each token's answer, number of
-        answers) -> weights [N] of N tokens; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
+    function: (log rho [N], advantages [N], trained [N] bool, rows [N] index of each token's row, number of
+        rows) -> weights [N] of N tokens; rho is proximal / behaviour, and log rho is 0 where a token is not trained.
     """
 
     function: Code
@@ -110,7 +110,7 @@ LOSSES: dict[str, Loss] = {
         function=f"{_LOSSES}:ppo_clip_loss", settings="async_rl.config.algorithm:PpoClipSettings"
     ),
     "cispo": Loss(function=f"{_LOSSES}:cispo_loss"),
-    "gspo": Loss(function=f"{_LOSSES}:gspo_loss", needs_answer_advantage=True, aggregations=("sequence_mean",)),
+    "gspo": Loss(function=f"{_LOSSES}:gspo_loss", needs_row_advantage=True, aggregations=("sequence_mean",)),
     "dppo_tv": Loss(function=f"{_LOSSES}:dppo_tv_loss", settings="async_rl.config.algorithm:DppoTvSettings"),
 }
 

@@ -1,8 +1,8 @@
 """Keeps the log importance ratios of the trained tokens beside the journal: one file for each step and learner rank.
 
     trajectories.sqlite-log-ratios/step_12.rank_0.npz      read it with numpy.load
-        group_ids, rollouts, lengths  [A]                   the rank's answers: group, number in the group, tokens T
-        proximal                      [sum of T] float16    proximal - behaviour logprob, answer after answer
+        group_ids, rows, lengths  [A]                   the rank's rows: group, number in the group, tokens T
+        proximal                      [sum of T] float16    proximal - behaviour logprob, row after row
         learner                       [sum of T] float16    learner - proximal logprob in the last pass over the token
 
 Tokens that were not trained on are NaN. `learner` is missing with one optimizer step a batch, where it would be 0.
@@ -36,17 +36,17 @@ Float16Array = npt.NDArray[np.float16]
 
 
 class StepLogRatios(NamedTuple):
-    """The log ratios of the answers that one learner rank trained on in one step: the content of one file."""
+    """The log ratios of the rows that one learner rank trained on in one step: the content of one file."""
 
     group_ids: npt.NDArray[np.int64]  # [A]
-    rollouts: npt.NDArray[np.int32]  # [A]
+    rows: npt.NDArray[np.int32]  # [A]
     lengths: npt.NDArray[np.int32]  # [A]
     proximal: Float16Array  # [sum of lengths]
     learner: Float16Array | None  # [sum of lengths]
 
 
-class AnswerLogRatios(NamedTuple):
-    """The log ratios of one answer of T tokens, as in the file."""
+class RowLogRatios(NamedTuple):
+    """The log ratios of one row of T tokens, as in the file."""
 
     proximal: Float16Array  # [T]
     learner: Float16Array | None  # [T]
@@ -104,18 +104,18 @@ class LogRatioWriter:
                     old.unlink(missing_ok=True)
 
 
-def read_log_ratios(run_dir: Path, step: int, group_id: int, rollout: int) -> AnswerLogRatios | None:
-    """Return the log ratios of an answer that was trained on in `step`; None if they are not there or damaged."""
+def read_log_ratios(run_dir: Path, step: int, group_id: int, row: int) -> RowLogRatios | None:
+    """Return the log ratios of a row that was trained on in `step`; None if they are not there or damaged."""
     for file in sorted((run_dir / FOLDER).glob(f"step_{step}.rank_*.npz")):
         try:
             with np.load(file) as saved:
-                found = np.flatnonzero((saved["group_ids"] == group_id) & (saved["rollouts"] == rollout))
+                found = np.flatnonzero((saved["group_ids"] == group_id) & (saved["rows"] == row))
                 if not len(found):
                     continue
                 end = int(saved["lengths"][: found[0] + 1].sum())
                 part = slice(end - int(saved["lengths"][found[0]]), end)
                 learner = saved["learner"][part] if "learner" in saved else None
-                return AnswerLogRatios(saved["proximal"][part], learner)
+                return RowLogRatios(saved["proximal"][part], learner)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             continue
     return None

@@ -45,7 +45,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     seconds.add_argument("--train-s", type=float, help="training time of a batch")
     seconds.add_argument("--rollout-s", type=float, help="time to generate a batch on a fully loaded engine")
     seconds.add_argument("--sync-s", type=float, help="time of a weight push")
-    seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="time of a rollout group that runs alone")
+    seconds.add_argument("--group-s", type=float, dest="group_mean_s", help="time of a group that runs alone")
     seconds.add_argument("--load-s", type=float, help="time that each further group in flight adds to a group")
     seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
     seconds.add_argument("--concurrency", type=int, help="largest number of groups in flight")

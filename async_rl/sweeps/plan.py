@@ -13,7 +13,7 @@ from async_rl.config.check import check
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import numbers
 from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
-from async_rl.sweeps.results import read_runs, rows_of
+from async_rl.sweeps.results import read_runs, settings_of
 from async_rl.sweeps.simulate import Result, Workload, simulate
 from async_rl.sweeps.tables import Table
 
@@ -84,12 +84,12 @@ def measured_workload(folder: Path) -> Workload:
     Raises:
         ConfigError: the runs have no measured durations, or settings that the simulator does not cover.
     """
-    runs = [run for row in first_series(rows_of(read_runs(folder))) for run in row.runs]
+    runs = [run for row in first_series(settings_of(read_runs(folder))) for run in row.runs]
     if not runs:
         raise ConfigError(f"all runs in {folder} have staleness.mode=exact, which is not simulated")
     workload = workload_of([stages(run) for run in runs], rules_of(runs[0]))
     if math.isnan(workload.group_mean_s):
-        raise ConfigError(f"{folder} holds no durations of rollout groups (rollout/group_s): was it too short a run?")
+        raise ConfigError(f"{folder} holds no durations of groups (rollout/group_s): was it too short a run?")
     return workload
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rl.sweeps.results import Row
+from async_rl.sweeps.results import Setting
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
@@ -26,7 +26,7 @@ STEP, SECONDS = "learner step", "seconds since the end of the first step"
 Series = tuple[tuple[str, str], ...]
 
 
-def draw_all(rows: Sequence[Row], folder: Path, predicted: dict[int, Result]) -> list[Path]:
+def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]) -> list[Path]:
     """Draw every plot that there is data for as a PNG file in `folder`; return the paths.
 
     Args:
@@ -59,8 +59,8 @@ def draw_all(rows: Sequence[Row], folder: Path, predicted: dict[int, Result]) ->
     return paths
 
 
-def by_series(rows: Sequence[Row]) -> dict[Series, list[Row]]:
-    found: dict[Series, list[Row]] = {}
+def by_series(rows: Sequence[Setting]) -> dict[Series, list[Setting]]:
+    found: dict[Series, list[Setting]] = {}
     for row in rows:
         found.setdefault(row.series, []).append(row)
     return {series: sorted(of_series, key=lambda row: row.staleness) for series, of_series in found.items()}
@@ -91,7 +91,7 @@ def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any)
     return figure, flat[:count]
 
 
-def _against_staleness(axes: Axes, rows: Sequence[Row], key: str, label: str) -> None:
+def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str) -> None:
     bounds = sorted({row.staleness for row in rows})
     all_series = by_series(rows)
     for number, (series, of_series) in enumerate(all_series.items()):
@@ -115,7 +115,7 @@ def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper cen
         figure.legend(handles.values(), handles.keys(), loc=place, ncols=columns, frameon=False, **options)
 
 
-def _trade_off(rows: Sequence[Row]) -> Any:
+def _trade_off(rows: Sequence[Setting]) -> Any:
     """Return a figure of the improvement per step and, for bounded mode, the learner's utilisation and improvement per
     minute, each over the staleness bound.
     """
@@ -133,11 +133,11 @@ def _trade_off(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
+def _accuracy_curves(rows: Sequence[Setting], x: int, x_label: str) -> Any:
     if any(len(run.evals) < 3 for row in rows for run in row.runs):
         return None
 
-    def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
+    def draw(axes: Axes, row: Setting, style: dict[str, Any]) -> None:
         # The k-th evaluations of all seeds are averaged, although they are not at exactly the same step.
         count = min(len(run.evals) for run in row.runs)
         points = np.array([run.evals[: count - 1] + run.evals[-1:] for run in row.runs])  # [seeds, count, 3]
@@ -147,17 +147,17 @@ def _accuracy_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
     return _curves(rows, x_label, "held-out accuracy", draw)
 
 
-def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
+def _reward_curves(rows: Sequence[Setting], x: int, x_label: str) -> Any:
     """Return a figure of the mean reward of each batch, smoothed, with standard errors over seeds; None without rows.
 
     `x` is the column of the horizontal axis in `Run.points`: 0 for steps, 1 for seconds.
     """
 
-    def draw(axes: Axes, row: Row, style: dict[str, Any]) -> None:
+    def draw(axes: Axes, row: Setting, style: dict[str, Any]) -> None:
         curves = []
         for run in row.runs:
             points = run.points("reward/mean")
-            weights = [step.get("batch/rollouts") or 1.0 for step in run.steps if step.get("reward/mean") is not None]
+            weights = [step.get("batch/episodes") or 1.0 for step in run.steps if step.get("reward/mean") is not None]
             values = smooth([point[2] for point in points], weights, max(1, len(points) // 15))
             curves.append(([point[x] for point in points], values))
         grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), 60)
@@ -169,7 +169,7 @@ def _reward_curves(rows: Sequence[Row], x: int, x_label: str) -> Any:
 
 
 def _curves(
-    rows: Sequence[Row], x_label: str, y_label: str, draw: Callable[[Axes, Row, dict[str, Any]], None]
+    rows: Sequence[Setting], x_label: str, y_label: str, draw: Callable[[Axes, Setting, dict[str, Any]], None]
 ) -> Any:
     """Return a figure with a panel for each series, in which `draw` draws a line for each bound; None without rows."""
     if not rows:
@@ -200,7 +200,7 @@ def _mean_and_error(lines: Any) -> tuple[Any, Any]:
     return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
 
 
-def _utilisation(rows: Sequence[Row], predicted: dict[int, Result]) -> Any:
+def _utilisation(rows: Sequence[Setting], predicted: dict[int, Result]) -> Any:
     """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series.
 
     Marks show the predicted busy share, the occupancy of slots, and the GPU's utilisation by NVML.
@@ -240,7 +240,7 @@ def _utilisation(rows: Sequence[Row], predicted: dict[int, Result]) -> Any:
     return figure
 
 
-def _offpolicy(rows: Sequence[Row]) -> Any:
+def _offpolicy(rows: Sequence[Setting]) -> Any:
     figure, panels = _panels(3)
     _against_staleness(panels[0], rows, "is_variance", "variance of the IS weights, median step")
     _against_staleness(panels[1], rows, "ess", "effective sample size / tokens")
@@ -253,8 +253,8 @@ def _offpolicy(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _staleness_histogram(rows: Sequence[Row]) -> Any:
-    """Return a figure of the share of trained rollouts at each staleness, a panel for each bound, all series together.
+def _staleness_histogram(rows: Sequence[Setting]) -> Any:
+    """Return a figure of the share of trained episodes at each staleness, a panel for each bound, all series together.
 
     Runs in exact mode are drawn only if there are no others.
     """
@@ -266,7 +266,7 @@ def _staleness_histogram(rows: Sequence[Row]) -> Any:
         counts = np.zeros(largest + 1)
         for run in (run for row in rows if row.staleness == bound for run in row.runs):
             for step in run.steps[1:]:
-                counts += [step.get(f"staleness/rollouts_{k}") or 0.0 for k in range(largest + 1)]
+                counts += [step.get(f"staleness/episodes_{k}") or 0.0 for k in range(largest + 1)]
         if not counts.any():
             continue
         axes.bar(range(largest + 1), counts / counts.sum(), color=OKABE_ITO[0], width=0.8)
@@ -274,6 +274,6 @@ def _staleness_histogram(rows: Sequence[Row]) -> Any:
         axes.set_title(f"staleness.max {bound}", fontsize=9)
         axes.set_xlim(-0.7, largest + 0.7)
         axes.set_xticks(range(0, largest + 1, max(1, largest // 5)))
-    figure.supxlabel("staleness of a trained rollout, versions (dashed: the bound)", fontsize=10)
-    figure.supylabel("share of rollouts", fontsize=10)
+    figure.supxlabel("staleness of a trained episode, versions (dashed: the bound)", fontsize=10)
+    figure.supylabel("share of episodes", fontsize=10)
     return figure

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
-from async_rl.sweeps.results import Row, Run
+from async_rl.sweeps.results import Run, Setting
 from async_rl.sweeps.simulate import Result, Workload, simulate
 
 SIMULATED_STEPS = 150
@@ -33,7 +33,7 @@ class Stages:
     receive_s: float
     """How long the learner takes to receive a batch that is ready."""
     group_s: float
-    """The duration of a rollout group without the pauses of pushes. An aborted group counts until it was aborted."""
+    """The duration of a group without the pauses of pushes. An aborted group counts until it was aborted."""
     group_cv: float
     together: float
     """The mean number of groups in flight while a group runs."""
@@ -150,13 +150,13 @@ def work_conserving_bound(found: Stages, staleness: int) -> float:
     return (found.train_s + found.rollout_busy_s) / step_s
 
 
-def first_series(rows: Sequence[Row]) -> list[Row]:
+def first_series(rows: Sequence[Setting]) -> list[Setting]:
     """Return the rows of the first series, which differ only in the staleness bound, without runs in exact mode."""
     bounded = [row for row in rows if not row.exact]
     return [row for row in bounded if row.series == bounded[0].series]
 
 
-def compare(rows: Sequence[Row]) -> list[Measured]:
+def compare(rows: Sequence[Setting]) -> list[Measured]:
     """Return for each staleness bound of the first series the measured values beside their prediction."""
     of_series = first_series(rows)
     if not of_series:
@@ -177,7 +177,7 @@ def compare(rows: Sequence[Row]) -> list[Measured]:
     return measured
 
 
-def _predict(row: Row, own: Sequence[Stages], everywhere: Sequence[Stages]) -> Result | None:
+def _predict(row: Setting, own: Sequence[Stages], everywhere: Sequence[Stages]) -> Result | None:
     """Return the simulated values of a row's runs; None if they can't be simulated.
 
     The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds.

@@ -14,10 +14,10 @@ from typing import Any
 from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
-from async_rl.sweeps.results import Row, read_runs, rows_of
+from async_rl.sweeps.results import Setting, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early, ranked
 from async_rl.sweeps.tables import Table
-from buffer.store_rows import DROP_REASONS
+from buffer.stored_group import DROP_REASONS
 
 TRADE_OFF: dict[str, tuple[str, str]] = {
     "is_variance": ("IS-weight variance", "{:.3g}"),
@@ -61,7 +61,7 @@ NOTES = (
     "probability ratios of the proximal over the behaviour policy before truncation. Their variance is the median over "
     "the steps, because a few steps with very large weights would dominate a mean.",
     "Predictions come from the simulator, which is given the measured durations and the run's rules. A prediction is - "
-    "where the simulator does not cover these rules. Groups in flight are rollout groups that were granted a slot and "
+    "where the simulator does not cover these rules. Groups in flight are groups that were granted a slot and "
     "that the buffer has not acknowledged yet, over rollout.concurrency, averaged over time.",
     "The work-conserving bound is the sum of both utilisations if neither pool ever waited without need: the stages "
     "one after the other at staleness 0, and the slower pool without pause above. It takes training and push as long "
@@ -78,7 +78,7 @@ CAPTIONS = {
     "reward_by_time": "Training reward by wall-clock time, smoothed. Bands: standard error over seeds.",
     "utilisation": "Share of time that each pool spent in each state. Diamonds: busy share predicted by the simulator.",
     "offpolicy": "How far the policy that is trained is from the policies that sampled its data. Bars: standard error.",
-    "staleness": "Staleness of the oldest token of each rollout that was trained on.",
+    "staleness": "Staleness of the oldest token of each episode that was trained on.",
 }
 
 
@@ -88,7 +88,7 @@ def write_report(folder: Path) -> str:
     Raises:
         ConfigError: the folder holds no finished run.
     """
-    rows = rows_of(read_runs(folder))
+    rows = settings_of(read_runs(folder))
     measured = compare(rows)
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
@@ -104,7 +104,7 @@ def write_report(folder: Path) -> str:
     return text + "\n" + "\n".join(sentences)
 
 
-def value_table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], title: str) -> Table | None:
+def value_table(rows: Sequence[Setting], columns: dict[str, tuple[str, str]], title: str) -> Table | None:
     """Return a table with a row for each combination of settings, or None if no run measured any of the columns.
 
     A `-` stands for a value that the runs of the row did not measure.
@@ -148,7 +148,7 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
     return Table(header, lines, "Utilisation: measured, predicted, possible") if measured else None
 
 
-def dropped_groups(rows: Sequence[Row]) -> Table | None:
+def dropped_groups(rows: Sequence[Setting]) -> Table | None:
     """Return a table of mean length, reward and duration of trained and of dropped groups; None if none was dropped."""
     lines = []
     for row in rows:
@@ -164,7 +164,7 @@ def dropped_groups(rows: Sequence[Row]) -> Table | None:
     return Table(header, lines, "Dropped groups") if any(line[1] != "trained" for line in lines) else None
 
 
-def _write_csvs(rows: Sequence[Row], folder: Path) -> None:
+def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
     """Write table.csv (means and standard errors), runs.csv (every run) and evals.csv (every held-out evaluation)."""
     runs = [run for row in rows for run in row.runs]
     settings = [STALENESS, *(key for key, _ in rows[0].series)]

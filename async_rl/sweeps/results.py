@@ -155,7 +155,7 @@ def _read_run(folder: Path) -> Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Setting:
     """The runs with one combination of settings, one for each seed. `values` has, by name, a value of each run."""
 
     runs: tuple[Run, ...]
@@ -187,7 +187,7 @@ class Row:
         return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
-def rows_of(runs: Iterable[Run]) -> list[Row]:
+def settings_of(runs: Iterable[Run]) -> list[Setting]:
     """Return a row for each combination of settings, with the wall-clock improvement added to its values.
 
     Wall-clock improvement is the improvement per 100 steps, times the learner's utilisation over its utilisation at
@@ -199,7 +199,7 @@ def rows_of(runs: Iterable[Run]) -> list[Row]:
     rows = []
     for same in grouped.values():
         of_runs = [run.values() for run in same]
-        rows.append(Row(tuple(same), {key: [values[key] for values in of_runs] for key in of_runs[0]}))
+        rows.append(Setting(tuple(same), {key: [values[key] for values in of_runs] for key in of_runs[0]}))
     for row in rows:
         base = baseline(rows, row).estimate("learner").mean
         row.values["wall_clock"] = [
@@ -209,5 +209,5 @@ def rows_of(runs: Iterable[Run]) -> list[Row]:
     return rows
 
 
-def baseline(rows: Sequence[Row], row: Row) -> Row:
+def baseline(rows: Sequence[Setting], row: Setting) -> Setting:
     return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)

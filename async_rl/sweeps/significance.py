@@ -6,22 +6,22 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from async_rl.sweeps.results import Row, baseline
+from async_rl.sweeps.results import Setting, baseline
 from async_rl.sweeps.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
 from async_rl.sweeps.tables import Table
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[Setting]) -> list[Setting]:
     """Return the rows by improvement per minute, best first; rows of exact mode and rows without a reward are left out.
     """
 
-    def gain(row: Row) -> float:
+    def gain(row: Setting) -> float:
         return row.estimate("per_minute").mean
 
     return sorted((row for row in rows if not row.exact and not math.isnan(gain(row))), key=gain, reverse=True)
 
 
-def best_row(rows: Sequence[Row]) -> str:
+def best_row(rows: Sequence[Setting]) -> str:
     """Return text that names the best row, or says that there is none; "" if there is only one row to compare.
 
     With one seed the text says what that leaves open.
@@ -37,7 +37,7 @@ def best_row(rows: Sequence[Row]) -> str:
     return f"On this hardware {best.name} improves most per minute of wall-clock time: {gain}.{caution}"
 
 
-def bounds_compared(rows: Sequence[Row]) -> Table | None:
+def bounds_compared(rows: Sequence[Setting]) -> Table | None:
     """Return a table that compares the rows of `ranked` with the best and with the baseline; None with less than two.
 
     The baseline is the row with the smallest staleness in the best row's series. The best row is chosen by the same
@@ -64,14 +64,14 @@ def _p(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2g}"
 
 
-def corrections_compared(rows: Sequence[Row]) -> list[Table]:
+def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
     """Return tables that compare each correction with none in runs with staleness.mode=exact.
 
     They compare at each staleness.max above 0 and on average over these. There is one table for the improvement per 100
     steps and one for the mean reward; there is none if the rows hold no such runs. Holm's correction is applied to all
     averages of a table together, and to all its single comparisons together.
     """
-    pairs: dict[str, list[tuple[Row, Row]]] = {}
+    pairs: dict[str, list[tuple[Setting, Setting]]] = {}
     exact = [row for row in rows if row.exact and row.staleness > 0]
     for row, other in itertools.product(exact, exact):
         ours, none = dict(row.series), dict(other.series)
@@ -83,7 +83,7 @@ def corrections_compared(rows: Sequence[Row]) -> list[Table]:
     return [_correction_table(pairs, key, label) for key, label in measures.items() if pairs]
 
 
-def _correction_table(pairs: dict[str, list[tuple[Row, Row]]], key: str, label: str) -> Table:
+def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str, label: str) -> Table:
     singles, averages = [], []
     for correction, found in pairs.items():
         values = [(row.values[key], other.values[key]) for row, other in found]
@@ -100,7 +100,7 @@ def _correction_table(pairs: dict[str, list[tuple[Row, Row]]], key: str, label: 
     return Table(header, lines, f"Corrections: {label}")
 
 
-def ended_early(rows: Sequence[Row]) -> str:
+def ended_early(rows: Sequence[Setting]) -> str:
     """Return one sentence that names the runs that ended early and why, or "" if there are none."""
     ended = [
         f"{run.folder.name} after {len(run.steps)} steps ({run.summary['ended'].rstrip('.')})"

@@ -1,6 +1,6 @@
 """Simulates the utilisation of learner and rollout pool for values of `staleness.max`, event by event.
 
-Rollout groups take lognormal times, which are longer the more of them are in flight. The learner takes `train_s` for a
+Groups take lognormal times, which are longer the more of them are in flight. The learner takes `train_s` for a
 batch, then `sync_s` for a push, in which generation pauses for `pause_s`. Only durations are simulated: admission,
 hand-out, release, what happens to late groups and, with `drain`, the wait before a push are done by buffer.store. With
 `late: drop` a group is therefore aborted at the hand-out after which it can only miss its deadline.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from async_rl.config.check import check
 from buffer.staleness import Rules
 from buffer.store import Store
-from buffer.store_rows import Outcome
+from buffer.stored_group import Arrival
 
 WORKER = "rollout/0"
 
@@ -29,7 +29,7 @@ class Workload:
     """The settings and durations of a simulated run. Durations are in seconds of simulated time."""
 
     concurrency: int = 64
-    """The largest number of rollout groups in flight."""
+    """The largest number of groups in flight."""
     prompts_per_step: int = 64
     train_s: float = 10.0
     train_cv: float = 0.0
@@ -198,8 +198,8 @@ class _Simulation:
             self._store.fail(group_id, "", requeue=False)
         else:
             newest = self._served_version
-            outcome = Outcome(newest, response_tokens=0.0, reward=0.0, equal_rewards=False, duration_s=0.0)
-            self._store.finish(group_id, b"", outcome)
+            arrival = Arrival(newest, response_tokens=0.0, reward=0.0, equal_rewards=False, duration_s=0.0)
+            self._store.finish(group_id, b"", arrival)
         self._admit()
 
     def _abort(self) -> None:

@@ -32,10 +32,10 @@ class Kind:
 
 
 BY_TIME = Kind("mean", "time/step_s")
-BY_ROLLOUTS = Kind("mean", "batch/rollouts")
+BY_EPISODES = Kind("mean", "batch/episodes")
 BY_TOKENS = Kind("mean", "batch/response_tokens")
 BY_GROUPS = Kind("mean", "rollout/groups")
-BY_EPISODES = Kind("mean", "episode/ended")
+BY_ENDED_EPISODES = Kind("mean", "episode/ended")
 BY_STEPS = Kind("mean")
 
 KINDS: tuple[tuple[str, Kind], ...] = (
@@ -46,21 +46,21 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     (r"time/(written_at_s|since_first_step_s)", Kind("last")),
     (r"(time|push|checkpoint)/.+_s|buffer/waited_for_late_s", BY_STEPS),
     # values by staleness, which have sizes of their own
-    (r"by_staleness/\d+/tokens|staleness/rollouts_\d+", Kind("sum")),
-    (r"by_staleness/(\d+)/(reward|response_length)", Kind("mean", r"staleness/rollouts_\1")),
+    (r"by_staleness/\d+/tokens|staleness/episodes_\d+", Kind("sum")),
+    (r"by_staleness/(\d+)/(reward|response_length)", Kind("mean", r"staleness/episodes_\1")),
     # largest values
     (r".+[/_]max|alarm/.+|guard/.+|buffer/unaccounted", Kind("max")),
     (r"by_staleness/(\d+)/.+", Kind("mean", r"by_staleness/\1/tokens")),
-    # values of tokens and of rollouts (answers or episodes)
+    # values of tokens and of episodes
     (r"offpolicy/is_weight_var", Kind("median")),  # a few steps with very large weights would dominate a mean
-    (r"offpolicy/(ess|chi2)_sequence", BY_ROLLOUTS),
+    (r"offpolicy/(ess|chi2)_sequence", BY_EPISODES),
     (r"offpolicy/.+|policy/entropy|mismatch/.+|kl/reference|vtrace/.+|staleness/masked_fraction", BY_TOKENS),
-    (r"(reward|response|staleness)/.+|episode/rows", BY_ROLLOUTS),
+    (r"(reward|response|staleness)/.+|episode/rows", BY_EPISODES),
     # groups and episodes that ended meanwhile, in the batch or not
     (r"rollout/(group_s|group_s_squared|concurrency)", BY_GROUPS),
     (r"rollout/skipped_long_prompts", Kind("last")),
     (r"episode/(ended|timeouts|failed|rewritten|leaked_tasks|given_up_calls|dropped_rows|masked_turns)", Kind("sum")),
-    (r"episode/.+", BY_EPISODES),
+    (r"episode/.+", BY_ENDED_EPISODES),
     # counts of one step
     (r"(batch|rollout|endpoint)/.+|push/bytes|.+/(skipped_steps|skipped_batches|early_stops)", Kind("sum")),
     # states and counts since the start of the run

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_rl.config import Config
-from async_rl.telemetry.completions import Completion
+from async_rl.telemetry.examples import Example
 from async_rl.telemetry.figures import Figures, over_steps
 from async_rl.telemetry.trackio_run import open_trackio_run
 from async_rl.telemetry.wandb_run import open_wandb_run
@@ -98,9 +98,9 @@ class MetricsLogger:
         self._wandb = open_wandb_run(config, run_dir, self.note)
         self._trackio = open_trackio_run(config, self.note)
 
-    def log(self, step: int, values: dict[str, float], completions: Sequence[Completion] = ()) -> None:
+    def log(self, step: int, values: dict[str, float], examples: Sequence[Example] = ()) -> None:
         """Write and print the metrics of a finished step. Its example answers are for wandb alone."""
-        self._write({"step": step, "time/written_at_s": self._written_at_s(), **values}, completions)
+        self._write({"step": step, "time/written_at_s": self._written_at_s(), **values}, examples)
         self.note(format_step(step, self._steps, values))
         self._bar.update(self._task, completed=step)
 
@@ -127,12 +127,12 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.alert(text)
 
-    def _write(self, record: dict[str, float], completions: Sequence[Completion] = ()) -> None:
+    def _write(self, record: dict[str, float], examples: Sequence[Example] = ()) -> None:
         self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n")
         self._file.flush()
         self.figures.add({key: value for key, value in record.items() if math.isfinite(value)})
         if self._wandb is not None:
-            self._wandb.log(record, completions, self.figures)
+            self._wandb.log(record, examples, self.figures)
         if self._trackio is not None:
             self._trackio.log(record)
 

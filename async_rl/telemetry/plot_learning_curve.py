@@ -90,7 +90,7 @@ def _draw_reward(axes: Axes, reward: Series, accuracy: Series, span: int) -> Non
 def _draw_staleness(axes: Axes, records: Records, span: int) -> None:
     maximum, mean = _series(records, "staleness/max"), _series(records, "staleness/mean")
     axes.plot(*maximum[:2], color=ORANGE, linestyle="none", marker="o", markersize=3, zorder=3, label="max")
-    _draw_line(axes, mean, span, BLUE, "-", "mean over rollouts")
+    _draw_line(axes, mean, span, BLUE, "-", "mean over episodes")
     axes.set_ylabel("staleness, versions")
     axes.set_ylim(bottom=-0.1, top=max([1.0, *maximum[1], *mean[1]]) * 1.15)
 

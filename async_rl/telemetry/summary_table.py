@@ -13,7 +13,7 @@ _SUMMARY_ROWS = (
     ("reward, mean over the run", "reward_mean", "{:.3f}"),
     ("utilisation, learner", "utilisation/learner", "{:.1%}"),
     ("utilisation, rollout", "utilisation/rollout", "{:.1%}"),
-    ("rollouts/s", "rollouts_per_s", "{:,.1f}"),
+    ("episodes/s", "episodes_per_s", "{:,.1f}"),
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("weight push, ms", "push_ms", "{:,.0f}"),
     ("generation paused by a push, ms", "pause_ms", "{:,.0f}"),

@@ -5,7 +5,7 @@ shares of a pool add up to 1. Times are in seconds of `time.monotonic()`, which 
 
 The definition of busy, for measurements and predictions:
     learner   the rank computes an update
-    rollout   at least one rollout group is in flight (granted, and not yet in the buffer), and no push delays it
+    rollout   at least one group is in flight (granted, and not yet in the buffer), and no push delays it
 The occupancy of a busy rollout pool, its running requests over its slots, is a Sample and not a state.
 """
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from async_rl.config import Config
-from async_rl.telemetry.completions import COLUMNS, Completion, CompletionTable
+from async_rl.telemetry.examples import COLUMNS, Example, ExampleTable
 from async_rl.telemetry.figures import Figures
 from async_rl.telemetry.tracker import Tracker
 
@@ -31,7 +31,7 @@ REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
 TABLE_EVERY_S = 10.0
-"""The least time between two tables of completions, as each is a file; a table holds those of all steps since."""
+"""The least time between two tables of examples, as each is a file; a table holds those of all steps since."""
 SUMMARY_EVERY_S = 10.0
 """The least time between two summaries, as each has every metric."""
 
@@ -75,7 +75,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
     except Exception as error:  # nothing that wandb raises may end the run
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
-    return WandbRun(run, note, CompletionTable(config.model.path))
+    return WandbRun(run, note, ExampleTable(config.model.path))
 
 
 class WandbRun(Tracker):
@@ -83,11 +83,11 @@ class WandbRun(Tracker):
 
     library = "wandb"
 
-    def __init__(self, run: Any, note: Callable[[str], None], table: CompletionTable) -> None:
+    def __init__(self, run: Any, note: Callable[[str], None], table: ExampleTable) -> None:
         super().__init__(run, note)
         self._table = table
-        self._waiting: list[Completion] = []
-        """The completions that are in no table yet."""
+        self._waiting: list[Example] = []
+        """The examples that are in no table yet."""
         self._table_s = -math.inf
         """time.monotonic() of the last table."""
         self._figures: Figures | None = None
@@ -95,9 +95,9 @@ class WandbRun(Tracker):
         """time.monotonic() of the last summary."""
 
     def log(
-        self, record: dict[str, float], completions: Sequence[Completion] = (), figures: Figures | None = None
+        self, record: dict[str, float], examples: Sequence[Example] = (), figures: Figures | None = None
     ) -> None:
-        """Pass on a record, and completions in tables with the key `completions`, at most one in TABLE_EVERY_S.
+        """Pass on a record, and examples in tables with the key `examples`, at most one in TABLE_EVERY_S.
 
         Args:
             figures: the figures of all steps so far, which wandb's summary shows after SUMMARY_EVERY_S and at the end.
@@ -105,7 +105,7 @@ class WandbRun(Tracker):
         if self._failed:
             return
         self._figures = figures or self._figures
-        self._waiting += completions
+        self._waiting += examples
         is_due = self._waiting and time.monotonic() - self._table_s >= TABLE_EVERY_S
         self._attempt(lambda: self._run.log(record | self._completions() if is_due else record))
         if time.monotonic() - self._summary_s >= SUMMARY_EVERY_S:
@@ -127,7 +127,7 @@ class WandbRun(Tracker):
 
         rows = self._table.rows(self._waiting)
         self._waiting, self._table_s = [], time.monotonic()
-        return {"completions": wandb.Table(columns=list(COLUMNS), data=rows)}
+        return {"examples": wandb.Table(columns=list(COLUMNS), data=rows)}
 
     def alert(self, text: str) -> None:
         self._attempt(lambda: self._run.alert(title="async-rl alarm", text=text))

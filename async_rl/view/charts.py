@@ -30,7 +30,7 @@ OVERVIEW_CHARTS = (
     ),
     Chart(
         "Staleness", (("staleness/mean", "mean"), ("staleness/max", "max"), ("staleness/in_queue", "in queue")),
-        "versions", "Versions between the oldest token of a rollout and the learner that trains on it.",
+        "versions", "Versions between the oldest token of an episode and the learner that trains on it.",
     ),
     Chart(
         "Utilisation", (("utilisation/learner", "learner"), ("utilisation/rollout", "rollout"),
@@ -90,8 +90,8 @@ _BY_STALENESS = (
 
 
 def staleness_buckets(keys: Iterable[str]) -> list[int]:
-    """Return, in ascending order, the staleness values N for which `keys` has a metric `staleness/rollouts_N`."""
-    found = (key.removeprefix("staleness/rollouts_") for key in keys if key.startswith("staleness/rollouts_"))
+    """Return, in ascending order, the staleness values N for which `keys` has a metric `staleness/episodes_N`."""
+    found = (key.removeprefix("staleness/episodes_") for key in keys if key.startswith("staleness/episodes_"))
     return sorted(int(text) for text in found if text.isdecimal())
 
 

@@ -16,7 +16,7 @@ from async_rl.errors import ConfigError
 from async_rl.view.library import Library
 
 DEFAULT_PORT = 8717
-"""A fixed port, so that a link to a rollout works for everyone who has the run directory."""
+"""A fixed port, so that a link to a group works for everyone who has the run directory."""
 NICENESS = 10
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_LIMIT_S = 5

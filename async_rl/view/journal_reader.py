@@ -17,7 +17,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import decode_group
 from async_rl.messages.limits import Limits
 from async_rl.storage.run_dir import resuming_since_s
-from async_rl.types import RolloutGroup
+from async_rl.types import Group
 from buffer.journal.journal import check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload
 
@@ -31,12 +31,12 @@ OPCODES_BETWEEN_CHECKS = 10_000
 
 _STALENESS = (
     "(SELECT MAX(version) FROM uses WHERE uses.group_id = groups.group_id) - "
-    "(SELECT MIN(oldest_version) FROM rollouts WHERE rollouts.group_id = groups.group_id)"
+    "(SELECT MIN(oldest_version) FROM rows WHERE rows.group_id = groups.group_id)"
 )
 _COLUMNS = f"""NULLIF(finished_version, -1) AS finished_version, NULLIF(newest_version, -1) AS newest_version,
     NULLIF(data_row, -1) AS data_row, {_STALENESS} AS staleness,
     (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
-    (SELECT MAX(episode) + 1 FROM rollouts WHERE rollouts.group_id = groups.group_id) AS answers, groups.*"""
+    (SELECT MAX(episode) + 1 FROM rows WHERE rows.group_id = groups.group_id) AS answers, groups.*"""
 """The columns of `groups`, of which those before it replace some: sqlite3.Row reads the first one of a name."""
 ORDERS = {
     "newest": "group_id DESC", "oldest": "group_id", "reward_high": "reward DESC, group_id DESC",
@@ -107,15 +107,17 @@ class JournalReader:
         return GroupPage(rows[:PAGE_ROWS], len(rows) > PAGE_ROWS)
 
     def group(self, group_id: int) -> dict[str, Any] | None:
-        """Return a group's row with its rollouts' rows in `rollouts`, the steps that used it in `steps` and its errors
-        in `errors`; or None."""
-        rows = self.rows(f"SELECT {_COLUMNS} FROM groups WHERE group_id = ?", (group_id,))
-        if not rows:
+        """Return what the journal has of a group; or None.
+
+        `rows` are its rows, `steps` those that used it, `errors` its errors.
+        """
+        groups = self.rows(f"SELECT {_COLUMNS} FROM groups WHERE group_id = ?", (group_id,))
+        if not groups:
             return None
-        rollouts = self.rows("SELECT * FROM rollouts WHERE group_id = ? ORDER BY rollout", (group_id,))
+        rows = self.rows("SELECT * FROM rows WHERE group_id = ? ORDER BY row", (group_id,))
         steps = self.rows("SELECT version + 1 AS step FROM uses WHERE group_id = ? ORDER BY version", (group_id,))
         errors = self.rows("SELECT what, error FROM errors WHERE group_id = ?", (group_id,))
-        return rows[0] | {"rollouts": rollouts, "steps": [row["step"] for row in steps], "errors": errors}
+        return groups[0] | {"rows": rows, "steps": [row["step"] for row in steps], "errors": errors}
 
     def choices(self) -> dict[str, list[str]]:
         """Return the values that occur in the columns of _CHOICES, by the name of the filter."""
@@ -127,7 +129,7 @@ class JournalReader:
             found[column] = [str(row["value"]) for row in self.rows(query)]
         return found
 
-    def payload(self, group_id: int) -> RolloutGroup | None:
+    def payload(self, group_id: int) -> Group | None:
         """Return a group with its tokens; None if these were removed or not copied, or the group never arrived.
 
         Raises:
@@ -136,7 +138,7 @@ class JournalReader:
         rows = self.rows("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,))
         if not rows:
             return None
-        episodes = self.rows("SELECT MAX(episode) + 1 AS number FROM rollouts WHERE group_id = ?", (group_id,))
+        episodes = self.rows("SELECT MAX(episode) + 1 AS number FROM rows WHERE group_id = ?", (group_id,))
         try:
             data = read_payload(payload_folder(self._file), Place(**rows[0]))
         except OSError:

@@ -23,7 +23,7 @@ MAX_DIGITS = 15
 MAX_SHOWN_CHARS = 80
 """The most characters of a wrong value that an error quotes."""
 TABS = (
-    ("overview", "Overview"), ("overlap", "Overlap"), ("rollouts", "Rollouts"), ("staleness", "Staleness"),
+    ("overview", "Overview"), ("overlap", "Overlap"), ("groups", "Groups"), ("staleness", "Staleness"),
 )  # fmt: skip
 
 

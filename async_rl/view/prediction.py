@@ -8,7 +8,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError
 from async_rl.sweeps.prediction import Measured, compare
-from async_rl.sweeps.results import Run, rows_of
+from async_rl.sweeps.results import Run, settings_of
 from async_rl.telemetry.figures import over_steps
 from async_rl.view.run_files import RunFiles
 
@@ -17,7 +17,7 @@ MEASURED = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/s
 KEYS = (
     "time/train_s", "time/wait_data_s", "time/push_s", "push/pause_s", "rollout/group_s", "rollout/group_s_squared",
     "rollout/concurrency", "rollout/groups", "rollout/failed", "rollout/aborted", "time/since_first_step_s",
-    "staleness/mean", "staleness/max", "time/step_s", "batch/rollouts", *MEASURED,
+    "staleness/mean", "staleness/max", "time/step_s", "batch/episodes", *MEASURED,
 )  # fmt: skip
 """The metrics that the simulator is fed with, and those that its prediction stands beside."""
 
@@ -81,7 +81,7 @@ def predict(run: RunFiles) -> Measured | None:
     labels = {"staleness": str(bound), "seed": str(run.setting("run.seed", 0))}
     measured = Run(labels, summary, steps, [], run.folder, run.setting("staleness.mode") == "exact")
     try:
-        found = compare(rows_of([measured]))
+        found = compare(settings_of([measured]))
     except (AsyncRLError, KeyError, ValueError, ZeroDivisionError, OSError):
         return None  # a run of another version may lack what the simulator needs
     return found[0] if found else None

@@ -94,10 +94,10 @@ async def prediction(request: Request) -> Response:
 
 
 def histogram(request: Request) -> Response:
-    """Return the number of trained rollouts by staleness and step; of a long run, by stretches of several steps."""
+    """Return the number of trained episodes by staleness and step; of a long run, by stretches of several steps."""
     metrics = run_of(request).files.metrics.refresh()
     buckets = staleness_buckets(metrics.keys)
-    counts = {bucket: metrics.values(f"staleness/rollouts_{bucket}") for bucket in buckets}
+    counts = {bucket: metrics.values(f"staleness/episodes_{bucket}") for bucket in buckets}
     steps = sorted({step for of_bucket in counts.values() for step in of_bucket})
     stride = max(1, math.ceil(len(steps) / MAX_HISTOGRAM_STEPS))
     parts = [steps[at : at + stride] for at in range(0, len(steps), stride)]
@@ -105,7 +105,7 @@ def histogram(request: Request) -> Response:
         str(bucket): [sum(of_bucket.get(step, 0.0) for step in part) for part in parts]
         for bucket, of_bucket in counts.items()
     }
-    return _json({"first": [part[0] for part in parts], "last": [part[-1] for part in parts], "rollouts": shares})
+    return _json({"first": [part[0] for part in parts], "last": [part[-1] for part in parts], "episodes": shares})
 
 
 def answer(request: Request) -> Response:
@@ -118,7 +118,7 @@ def answer(request: Request) -> Response:
     group_id = whole_number("group", request.path_params["group_id"])
     number = whole_number("answer", request.path_params["number"])
     row, payload = run.files.journal.group(group_id), run.files.journal.payload(group_id)
-    if row is None or payload is None or number >= len(payload.rollouts):
+    if row is None or payload is None or number >= len(payload.rows):
         raise NotKeptError(f"The tokens of answer {number} of group {group_id} are not kept in this run directory.")
     trained_at = row["steps"][-1] - 1 if row["steps"] else None
     ratios = read_log_ratios(run.files.folder, row["steps"][-1], group_id, number) if row["steps"] else None

@@ -1,4 +1,4 @@
-"""The pages of a run: overview, overlap, rollouts with one group, and staleness."""
+"""The pages of a run: overview, overlap, groups with one of them, and staleness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from async_rl.view.pages import page, run_of, run_page, whole_number
 from async_rl.view.run_files import RunFiles
 from async_rl.view.text_index import Found
 from async_rl.view.token_texts import TokenTexts
-from buffer.store_rows import DROP_REASONS
+from buffer.stored_group import DROP_REASONS
 
 INTEGER_FILTERS = ("step", "staleness_min", "staleness_max", "tokens_min", "tokens_max", "prompt")
 NUMBER_FILTERS = ("reward_min", "reward_max")
@@ -108,8 +108,8 @@ def staleness(request: Request) -> Response:
     return run_page(request, "staleness.html", "staleness", facts)
 
 
-def rollouts(request: Request) -> Response:
-    """Return the page with the list of rollout groups that meet the query's filters, or why there is no list."""
+def groups(request: Request) -> Response:
+    """Return the page with the list of groups that meet the query's filters, or why there is no list."""
     run = run_of(request)
     query = {key: value.strip() for key, value in request.query_params.items() if value.strip()}
     facts: dict[str, Any] = {
@@ -120,7 +120,7 @@ def rollouts(request: Request) -> Response:
         facts |= _found_groups(run, query)
     except JournalError as error:
         facts["problem"] = str(error)
-    return run_page(request, "rollouts.html", "rollouts", facts)
+    return run_page(request, "groups.html", "groups", facts)
 
 
 def _found_groups(run: OpenRun, query: dict[str, str]) -> dict[str, Any]:
@@ -179,18 +179,18 @@ def group(request: Request) -> Response:
         missing = {"text": f"The journal has no group {group_id}.", "run": None}
         return page(request, "error.html", missing, 404)
     payload = run.files.journal.payload(group_id)
-    siblings = [sibling(payload, i, run.texts) for i in range(len(payload.rollouts))] if payload else []
+    siblings = [sibling(payload, i, run.texts) for i in range(len(payload.rows))] if payload else []
     answer = whole_number("answer", request.query_params.get("answer", "0"))
     color = request.query_params.get("color", "version")
     facts: dict[str, Any] = {
-        "row": row, "siblings": siblings, "answer": min(answer, max(0, len(row["rollouts"]) - 1)),
+        "row": row, "siblings": siblings, "answer": min(answer, max(0, len(row["rows"]) - 1)),
         "coloring": color if color in COLORINGS else "version", "colorings": COLORINGS,
         "prompt": run.texts.decode(payload.prompt_tokens.tolist()) if payload else None,
         "question": question(run.texts, payload.prompt_tokens.tolist()) if payload else None,
         "prompt_ids": payload.prompt_tokens.tolist() if payload else [], "missing": run.texts.missing,
         "kept_steps": run.files.setting("buffer.journal_keep_steps"),
     }  # fmt: skip
-    return run_page(request, "group.html", "rollouts", facts)
+    return run_page(request, "group.html", "groups", facts)
 
 
 ROUTES = [
@@ -199,6 +199,6 @@ ROUTES = [
     Route("/header", header),
     Route("/overlap", overlap),
     Route("/staleness", staleness),
-    Route("/rollouts", rollouts),
-    Route("/rollouts/{group_id}", group),
+    Route("/groups", groups),
+    Route("/groups/{group_id}", group),
 ]

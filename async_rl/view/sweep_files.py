@@ -13,7 +13,7 @@ from typing import Any
 from async_rl.errors import AsyncRLError
 from async_rl.sweeps.cells import SEED, STALENESS
 from async_rl.sweeps.report import LEARNING, TRADE_OFF
-from async_rl.sweeps.results import Run, read_runs, rows_of
+from async_rl.sweeps.results import Run, read_runs, settings_of
 from async_rl.sweeps.statistics import estimate
 from async_rl.view.run_files import RunFiles, is_run, read_json
 
@@ -178,7 +178,7 @@ def _unfinished(folder: Path) -> Cell:
 def _wall_clock(runs: list[Run]) -> dict[str, float]:
     return {
         run.folder.name: value
-        for row in (rows_of(runs) if runs else [])
+        for row in (settings_of(runs) if runs else [])
         for run, value in zip(row.runs, row.values[WALL_CLOCK], strict=True)
     }
 

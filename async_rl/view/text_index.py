@@ -146,5 +146,5 @@ class TextIndex:
         group = self._journal.payload(group_id)
         if group is None:
             return ""
-        parts = [group.prompt_tokens, *(rollout.tokens for rollout in group.rollouts)]
+        parts = [group.prompt_tokens, *(row.tokens for row in group.rows)]
         return "\n".join(self._texts.decode(part.tolist()) or "" for part in parts)

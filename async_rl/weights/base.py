@@ -141,7 +141,7 @@ class WeightPublisher(ABC):
             WaitTimeoutError: after `timeouts.push_s`, with every server alive.
         """
         tensors = iter(named_tensors)
-        if self.config.takes_turns and self.device.type == "cuda":
+        if self.config.shares_gpus and self.device.type == "cuda":
             torch.cuda.empty_cache()  # the servers need the memory that torch keeps cached here
         try:
             if self.rank == 0:
@@ -250,14 +250,14 @@ class WeightPublisher(ABC):
         """Pause each server and begin the update there, after allocating its weights again if they were released."""
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
-        if self.config.takes_turns:
+        if self.config.shares_gpus:
             self._call_all(lambda admin: admin.resume_memory("weights"))
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def _end_update(self) -> None:
         """End the update at each server, allocate its KV cache again if that was released, then resume all servers."""
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
-        if self.config.takes_turns:
+        if self.config.shares_gpus:
             self._call_all(lambda admin: admin.resume_memory("kv_cache"))
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
 

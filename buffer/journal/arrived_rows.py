@@ -1,4 +1,4 @@
-"""Makes the rows of groups that arrived, for the journal's tables of rollouts, episodes, errors and turns."""
+"""Makes what the journal's tables hold of groups that arrived: of their rows, episodes, errors and turns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from async_rl.field_kinds import Metrics, kinds_of
 from async_rl.messages.codec import GroupColumns
-from async_rl.types import EpisodeFacts, Rollout
+from async_rl.types import EpisodeFacts, Row
 from buffer.journal.tables import ARRIVED_TABLES, TABLES, TEXT_LISTS, TURN_ARRAYS
 
-_METRICS = {name for declared in (Rollout, EpisodeFacts) for name in kinds_of(declared, Metrics)}
+_METRICS = {name for declared in (Row, EpisodeFacts) for name in kinds_of(declared, Metrics)}
 _INSERT = {
     table: f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
     for table, columns in TABLES.items()
@@ -28,8 +28,8 @@ class ArrivedRows:
         self._rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in ARRIVED_TABLES}
 
     def add(self, group: GroupColumns) -> None:
-        """Add the rows of a group. If its rollouts are answers to a question, it has none of episodes and turns."""
-        self._add("rollouts", group, _rollouts(group))
+        """Add the rows of a group. If its rows are answers to a question, it has none of episodes and turns."""
+        self._add("rows", group, _rows(group))
         for name, kind in TEXT_LISTS.items():
             if texts := getattr(group.facts, name):
                 self._add(name, group, {"number": range(len(texts)), kind.column: texts})
@@ -56,13 +56,13 @@ class ArrivedRows:
         self._rows[table] += zip(itertools.repeat(group.facts.group_id), *ordered, strict=False)
 
 
-def _rollouts(group: GroupColumns) -> dict[str, Iterable[Any]]:
+def _rows(group: GroupColumns) -> dict[str, Iterable[Any]]:
     rows = group.episodes["rows"] if group.episodes else [1] * len(group.lengths)
     last_tokens = [end - 1 for end in group.ends]
     return {
         **group.rows,
-        "rollout": itertools.count(),
-        "episode": [number for number, num_rollouts in enumerate(rows) for _ in range(num_rollouts)],
+        "row": itertools.count(),
+        "episode": [number for number, num_rows in enumerate(rows) for _ in range(num_rows)],
         "response_tokens": group.trained_tokens,
         "context_tokens": [size - trained for size, trained in zip(group.lengths, group.trained_tokens, strict=True)],
         "oldest_version": group.oldest_versions(),
@@ -73,7 +73,7 @@ def _rollouts(group: GroupColumns) -> dict[str, Iterable[Any]]:
 def _turns(group: GroupColumns) -> dict[str, Iterable[Any]]:
     counts = [len(ends) for ends in group.rows["turn_ends"]]
     return {
-        "rollout": [rollout for rollout, number in enumerate(counts) for _ in range(number)],
+        "row": [row for row, number in enumerate(counts) for _ in range(number)],
         "turn": itertools.chain.from_iterable(map(range, counts)),
         **{kind.column: itertools.chain.from_iterable(group.rows[name]) for name, kind in TURN_ARRAYS.items()},
     }

@@ -1,4 +1,4 @@
-"""`async-rl export-trajectories`: writes a run's journal to one Parquet file with a row for each rollout."""
+"""`async-rl export-trajectories`: writes a run's journal to one Parquet file with a line for each row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from async_rl.errors import ConfigError
 from async_rl.field_kinds import PerPromptToken, PerToken, Scalar, kinds_of
 from async_rl.messages.codec import decode_group
 from async_rl.messages.limits import Limits
-from async_rl.types import GroupFacts, Rollout
+from async_rl.types import GroupFacts, Row
 from buffer.journal.journal import FILE_NAME, check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload
 from buffer.journal.tables import TABLES, TEXT_LISTS, TURN_ARRAYS
@@ -30,10 +30,10 @@ _STATE_COLUMNS = ("state", "drop_reason", "finished_version")
 _TABLE_OF = {
     **dict.fromkeys((*kinds_of(GroupFacts, Scalar), *_STATE_COLUMNS), "groups"),
     **dict.fromkeys(TABLES["episodes"], "episodes"),
-    **dict.fromkeys(TABLES["rollouts"], "rollouts"),
+    **dict.fromkeys(TABLES["rows"], "rows"),
 }
-"""The table that each column comes from. A column of several tables is that of the rollout, or else of the episode."""
-_TOKEN_ARRAYS = kinds_of(Rollout, PerToken)
+"""The table that each column comes from. A column of several tables is that of the row, or else of the episode."""
+_TOKEN_ARRAYS = kinds_of(Row, PerToken)
 _PROMPT_ARRAYS = kinds_of(GroupFacts, PerPromptToken)
 _ARROW_TYPES = {"INTEGER": pa.int64(), "REAL": pa.float64(), "TEXT": pa.string()}
 SCHEMA = pa.schema(
@@ -49,28 +49,28 @@ SCHEMA = pa.schema(
     }
 )
 """The columns of the file. `staleness` is that of the last use. `left_out` has the errors of those episodes of the
-group that have no rollout. Columns of an episode and of turns are null for an answer to a question, those of tokens if
+group that have no row. Columns of an episode and of turns are null for an answer to a question, those of tokens if
 the journal has removed the group's payload."""
-TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "answer_text": pa.string(), "ground_truth": pa.string()})
+TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "response_text": pa.string(), "ground_truth": pa.string()})
 """The columns that `add_texts` fills."""
 
-_ROLLOUTS = f"""
+_ROWS = f"""
 SELECT {", ".join(f"{table}.{name} AS {name}" for name, table in _TABLE_OF.items())},
-    (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rollouts.group_id) AS trained_steps,
-    (SELECT MAX(version) FROM uses WHERE uses.group_id = rollouts.group_id) - oldest_version AS staleness
-FROM rollouts JOIN groups USING (group_id) LEFT JOIN episodes USING (group_id, episode)
-ORDER BY rollouts.group_id, rollouts.rollout
+    (SELECT json_group_array(version + 1) FROM uses WHERE uses.group_id = rows.group_id) AS trained_steps,
+    (SELECT MAX(version) FROM uses WHERE uses.group_id = rows.group_id) - oldest_version AS staleness
+FROM rows JOIN groups USING (group_id) LEFT JOIN episodes USING (group_id, episode)
+ORDER BY rows.group_id, rows.row
 """
 _TURNS = f"""
-SELECT rollout, {", ".join(f"{kind.column} AS {name}" for name, kind in TURN_ARRAYS.items())}
-FROM turns WHERE group_id = ? ORDER BY rollout, turn
+SELECT row, {", ".join(f"{kind.column} AS {name}" for name, kind in TURN_ARRAYS.items())}
+FROM turns WHERE group_id = ? ORDER BY row, turn
 """
 
 
 def export_trajectories(
     run_dir: Path, target: Path, add_texts: Callable[[dict[str, Any]], None] | None = None
 ) -> int:
-    """Write every rollout that arrived, before a resume too, to the Parquet file `target`; return their number.
+    """Write every row that arrived, before a resume too, to the Parquet file `target`; return their number.
 
     The run may still be going on. `add_texts` is called with each row, to fill in the columns of TEXT_SCHEMA; without
     it the file does not have them.
@@ -88,7 +88,7 @@ def export_trajectories(
             database.execute("BEGIN")  # all queries see the same moment of a run that is going on
             if database.execute("SELECT scalars FROM state").fetchone() is None:
                 raise ConfigError(
-                    f"{journal} must hold what a buffer committed, got an empty journal: no rollout group was ever "
+                    f"{journal} must hold what a buffer committed, got an empty journal: no group was ever "
                     f"asked for. The logs in {run_dir / 'logs'} may say why; if the run is starting, try again later"
                 )
             schema = pa.schema([*SCHEMA, *TEXT_SCHEMA]) if add_texts else SCHEMA
@@ -105,8 +105,8 @@ def export_trajectories(
 
 
 def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of the Parquet file, one per rollout, in lists of GROUPS_A_CHUNK whole groups."""
-    cursor = database.execute(_ROLLOUTS)
+    """Yield the lines of the Parquet file, one per row, in lists of GROUPS_A_CHUNK whole groups."""
+    cursor = database.execute(_ROWS)
     names = [column[0] for column in cursor.description]
     chunk: list[dict[str, Any]] = []
     every_row = (dict(zip(names, values, strict=True)) for values in cursor)
@@ -136,9 +136,9 @@ def _texts(database: sqlite3.Connection, table: str, column: str, group_id: int)
 
 
 def _add_turns(rows: list[dict[str, Any]], turns: list[tuple[Any, ...]]) -> None:
-    """Add the arrays of turns to the rows of a group, given (rollout, a value of each array) of all its turns."""
+    """Add the arrays of turns to the rows of a group, given (row, a value of each array) of all its turns."""
     for row in rows:
-        of_row = [values for rollout, *values in turns if rollout == row["rollout"]]
+        of_row = [values for number, *values in turns if number == row["row"]]
         row |= zip(TURN_ARRAYS, map(list, zip(*of_row, strict=True)), strict=True)
 
 
@@ -146,5 +146,5 @@ def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
     """Add the arrays of tokens (tokens, logprobs, versions, mask, and those of the prompt) of an encoded group."""
     group = decode_group(payload, Limits.of_stored(payload, rows[-1]["episode"] + 1))
     of_group = {name: getattr(group, name) for name in _PROMPT_ARRAYS}
-    for row, rollout in zip(rows, group.rollouts, strict=True):
-        row |= of_group | {name: getattr(rollout, name) for name in _TOKEN_ARRAYS}
+    for record, row in zip(rows, group.rows, strict=True):
+        record |= of_group | {name: getattr(row, name) for name in _TOKEN_ARRAYS}

@@ -22,7 +22,7 @@ from buffer.frames import view
 from buffer.journal.arrived_rows import ArrivedRows
 from buffer.journal.payload_files import PayloadFiles, Place, read_payload, share_files
 from buffer.journal.tables import ARRIVED_COLUMNS, ARRIVED_TABLES, ROW_COLUMNS, SCHEMA, SCHEMA_VERSION
-from buffer.store_rows import Outcome, Row
+from buffer.stored_group import Arrival, StoredGroup
 
 FILE_NAME = "trajectories.sqlite"
 PAYLOADS_NAME = "{file_name}-payloads"
@@ -30,9 +30,9 @@ PAYLOADS_NAME = "{file_name}-payloads"
 PAST_FILE_NAME = "trajectories.lineage_{lineage}.sqlite"
 """The name that a resume gives to the journal of the run before it."""
 FINAL = ("trained", "dropped")
-_STORE_COLUMNS = (*ROW_COLUMNS, *Outcome._fields, "final_version")
+_STORE_COLUMNS = (*ROW_COLUMNS, *Arrival._fields, "final_version")
 _of_row, _of_arrived = attrgetter(*ROW_COLUMNS), attrgetter(*ARRIVED_COLUMNS)
-_NO_OUTCOME = (None,) * len(Outcome._fields)
+_NO_ARRIVAL = (None,) * len(Arrival._fields)
 
 
 def _write_groups(columns: Sequence[str]) -> str:
@@ -72,7 +72,7 @@ class Journal:
     def __init__(self, file: Path, keep_steps: int) -> None:
         self._file = file
         self._keep_steps = keep_steps
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, StoredGroup] = {}
         self._arrived = ArrivedRows()
         self._facts: dict[int, GroupFacts] = {}  # [group_id] of groups that arrived since the last commit
         self._scalars: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class Journal:
             self._db.executescript(SCHEMA)
             self._open_payloads()
 
-    def load(self) -> tuple[list[Row], dict[str, Any]] | None:
+    def load(self) -> tuple[list[StoredGroup], dict[str, Any]] | None:
         """Return (rows of the live groups, the store's scalars), or None if nothing was committed.
 
         Live groups are those that were neither dropped nor trained on for the last time.
@@ -135,12 +135,11 @@ class Journal:
                 "some disk. If the file is damaged, move it away: the run then continues without its earlier groups"
             ) from None
 
-    def record(self, row: Row) -> None:
+    def record(self, row: StoredGroup) -> None:
         self._rows[row.group_id] = row
 
     def record_group(self, group: GroupColumns) -> None:
-        """Add a row for each rollout, episode of several turns and turn of an arrived group, whose row is recorded too.
-        """
+        """Add the rows, the episodes of several turns and the turns of an arrived group, which is recorded too."""
         self._arrived.add(group)
         self._facts[group.facts.group_id] = group.facts
 
@@ -227,7 +226,7 @@ def check_schema(database: sqlite3.Connection, file: Path) -> None:
         )
 
 
-def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, Row]:
+def read_arrived(file: Path, group_ids: Iterable[int]) -> dict[int, StoredGroup]:
     """Return, by id, the rows of those groups of `group_ids` that arrived, have a payload and were not dropped.
 
     A group that was dropped only because the run was shut down is returned.
@@ -271,13 +270,13 @@ def _by_name(database: sqlite3.Connection) -> sqlite3.Cursor:
     return cursor
 
 
-def _columns(row: Row, version: int) -> tuple[Any, ...]:
+def _columns(row: StoredGroup, version: int) -> tuple[Any, ...]:
     """Return the values of a row for _STORE_COLUMNS; if its state is final, `version` is its final_version."""
-    return (*_of_row(row), *(row.outcome or _NO_OUTCOME), version if row.state in FINAL else None)
+    return (*_of_row(row), *(row.arrival or _NO_ARRIVAL), version if row.state in FINAL else None)
 
 
-def _row(columns: sqlite3.Row, trained_versions: tuple[int, ...], payload: bytes) -> Row:
+def _row(columns: sqlite3.Row, trained_versions: tuple[int, ...], payload: bytes) -> StoredGroup:
     has_arrived = columns["newest_version"] is not None
-    outcome = Outcome(**{name: columns[name] for name in Outcome._fields}) if has_arrived else None
+    arrival = Arrival(**{name: columns[name] for name in Arrival._fields}) if has_arrived else None
     of_row = {name: columns[name] for name in ROW_COLUMNS}
-    return Row(**of_row, outcome=outcome, trained_versions=trained_versions, payload=payload)
+    return StoredGroup(**of_row, arrival=arrival, trained_versions=trained_versions, payload=payload)

@@ -1,11 +1,11 @@
-"""Defines the journal's tables. Their columns follow from the fields declared in async_rl/types.py and store_rows.py.
+"""Defines the journal's tables. Their columns follow from the fields declared in async_rl/types.py and stored_group.py.
 
-    groups     one row for each rollout group ever admitted, with its state
-    rollouts   one row for each rollout of a group that arrived
-    episodes   one row for each episode of several turns, none for the answer to a question
-    left_out   one row for each episode that has no rollout, because it failed or was dropped
-    turns      one row for each turn that a rollout of such an episode trains
-    uses       one row for each batch that a group was trained in
+    groups     one line for each group ever admitted, with its state
+    rows       one line for each row of a group that arrived
+    episodes   one line for each episode of several turns, none for the answer to a question
+    left_out   one line for each episode that has no row, because it failed or was dropped
+    turns      one line for each turn that a row of such an episode trains
+    uses       one line for each batch that a group was trained in
     payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
                Config.journal_kept_steps versions
     state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
@@ -21,9 +21,9 @@ from typing import Any, get_type_hints
 
 from async_rl.field_kinds import Flag, Number, PerTurn, Scalar, Texts, Whole, kinds_of
 from async_rl.messages import codec
-from async_rl.types import EpisodeFacts, GroupFacts, Rollout
-from buffer.store_rows import Outcome, Row
+from async_rl.types import EpisodeFacts, GroupFacts, Row
 from buffer.store_state import StoreState
+from buffer.stored_group import Arrival, StoredGroup
 
 _SQL_TYPES: dict[type, str] = {
     **dict.fromkeys((int, bool, Whole, Flag), "INTEGER"), **dict.fromkeys((float, Number), "REAL"),
@@ -38,27 +38,27 @@ def _columns(fields: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-ROW_COLUMNS = tuple(name for name in Row._fields if name not in ("outcome", "trained_versions", "payload"))
-_OF_STORE = {name: get_type_hints(Row)[name] for name in ROW_COLUMNS} | get_type_hints(Outcome)
+ROW_COLUMNS = tuple(name for name in StoredGroup._fields if name not in ("arrival", "trained_versions", "payload"))
+_OF_STORE = {name: get_type_hints(StoredGroup)[name] for name in ROW_COLUMNS} | get_type_hints(Arrival)
 _OF_GROUP = kinds_of(GroupFacts, Scalar)
 ARRIVED_COLUMNS = tuple(name for name in _OF_GROUP if name not in _OF_STORE)
 """The columns of `groups` that are written when a group arrives; the store has no use for them."""
 TEXT_LISTS = kinds_of(GroupFacts, Texts)
 """The fields of a group that are lists of texts. Each has a table of its own."""
-TURN_ARRAYS = kinds_of(Rollout, PerTurn)
+TURN_ARRAYS = kinds_of(Row, PerTurn)
 
 _KEYS = {
     "groups": ("group_id",),
-    "rollouts": ("group_id", "rollout"),
+    "rows": ("group_id", "row"),
     "episodes": ("group_id", "episode"),
     **dict.fromkeys(TEXT_LISTS, ("group_id", "number")),
-    "turns": ("group_id", "rollout", "turn"),
+    "turns": ("group_id", "row", "turn"),
 }
 _MORE = {
     "groups": _columns({**_OF_STORE, "final_version": int, **_OF_GROUP}),
-    "rollouts": _columns({
+    "rows": _columns({
         "episode": int, "response_tokens": int, "context_tokens": int, "oldest_version": int, "newest_version": int,
-        **kinds_of(Rollout, Scalar),
+        **kinds_of(Row, Scalar),
     }),
     "episodes": _columns({"reward": float, **kinds_of(EpisodeFacts, Scalar)}),
     **{name: {kind.column: "TEXT"} for name, kind in TEXT_LISTS.items()},
@@ -81,8 +81,8 @@ CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY 
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
 CREATE VIEW IF NOT EXISTS trained AS
-    SELECT uses.version + 1 AS step, uses.version - rollouts.oldest_version AS staleness, rollouts.*
-    FROM uses JOIN rollouts USING (group_id);
+    SELECT uses.version + 1 AS step, uses.version - rows.oldest_version AS staleness, rows.*
+    FROM uses JOIN rows USING (group_id);
 CREATE VIEW IF NOT EXISTS errors AS
     SELECT group_id, data_row, episodes.end AS what, episodes.error FROM episodes JOIN groups USING (group_id)
     WHERE episodes.error <> ''

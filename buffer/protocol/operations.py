@@ -31,7 +31,7 @@ from buffer.protocol.wire import (
     read_request_id,
 )
 from buffer.store import Store
-from buffer.store_rows import Outcome
+from buffer.stored_group import Arrival
 
 MAX_WAIT_S = 60.0
 MAX_ACKNOWLEDGED = 2**20
@@ -52,7 +52,7 @@ class Parked:
 
 
 @dataclass(slots=True)
-class Answer:
+class Outgoing:
     """One reply to one client, which answers those of its requests that have these `ids`."""
 
     identity: bytes
@@ -86,8 +86,8 @@ class Operations:
         self._seen_workers: set[str] = set()
         self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
         self._late_waits = LateWaits()
-        self._answers: list[Answer] = []
-        self._open_acks: dict[tuple[bytes, bool], Answer] = {}  # [client, stored] reply that more puts may join
+        self._replies: list[Outgoing] = []
+        self._open_acks: dict[tuple[bytes, bool], Outgoing] = {}  # [client, stored] reply that more puts may join
 
     def restore(self, refused: int, restarts: int) -> None:
         """Continue after a restart of the buffer, with a restored store, so that clients notice nothing.
@@ -104,21 +104,21 @@ class Operations:
             self._seen_workers.update(self._workers)
 
     def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        """Apply or park a client's message, for `answers` to answer. An invalid one changes nothing and is refused."""
+        """Apply or park a client's message, for `replies` to answer. An invalid one changes nothing and is refused."""
         try:
             request = read_request(frames)
             if request.op == "put":
                 self._acknowledge(identity, request.id, self._put(request))
             elif (result := self._apply(identity, request)) is not None:
-                self._answers.append(Answer(identity, [request.id], result))
+                self._replies.append(Outgoing(identity, [request.id], result))
         except WireError as error:
             self.refused += 1
-            self._answers.append(Answer(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
+            self._replies.append(Outgoing(identity, [read_request_id(frames)], {}, str(error)[:MAX_ERROR_CHARS]))
 
-    def answers(self, now_s: float) -> list[Answer]:
+    def replies(self, now_s: float) -> list[Outgoing]:
         """Return answers to the messages since the last call, and to parked requests now fulfilled or out of time."""
         if parked := self._parked.get((LEARNER, "")):  # it comes first: a batch may drop groups, which frees slots
-            self._answer_learner(parked, now_s)
+            self._reply_to_learner(parked, now_s)
         shares = self._shares()
         for (op, worker), parked in list(self._parked.items()):
             result: dict[str, Any] | None = None
@@ -130,10 +130,10 @@ class Operations:
                 self._last_grant[worker] = (parked.request.id, result)
             if result is not None:
                 del self._parked[op, worker]
-                self._answers.append(Answer(parked.identity, [parked.request.id], result))
-        answers, self._answers = self._answers, []
+                self._replies.append(Outgoing(parked.identity, [parked.request.id], result))
+        replies, self._replies = self._replies, []
         self._open_acks.clear()
-        return answers
+        return replies
 
     def next_due_s(self) -> float:
         """Return when the wait_s of the next parked request ends, by time.monotonic; infinity if none is parked."""
@@ -157,7 +157,7 @@ class Operations:
         return self.store.describe(now_s)
 
     def _apply(self, identity: bytes, request: Request) -> dict[str, Any] | None:
-        """Return the result of a request; None if it can't be fulfilled yet and was parked, for `answers` to answer."""
+        """Return the result of a request; None if it can't be fulfilled yet and was parked, for `replies` to answer."""
         fields = request.fields
         match request.op:
             case "admit":
@@ -200,15 +200,15 @@ class Operations:
         self._parked[kind, worker] = Parked(identity, request, time.monotonic() + wait_s, **asked)
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
-        """Answer a `put`. Until the next call of `answers`, puts of one client that were all stored, or all not, share
+        """Answer a `put`. Until the next call of `replies`, puts of one client that were all stored, or all not, share
         one reply, with the count of flat groups after the last of them.
         """
-        answer = self._open_acks.get((identity, stored))
-        if answer is None or len(answer.ids) == MAX_ANSWERED:
-            answer = self._open_acks[identity, stored] = Answer(identity, [], {"stored": stored})
-            self._answers.append(answer)
-        answer.ids.append(request_id)
-        answer.result["flat_groups"] = self.store.num_flat
+        reply = self._open_acks.get((identity, stored))
+        if reply is None or len(reply.ids) == MAX_ANSWERED:
+            reply = self._open_acks[identity, stored] = Outgoing(identity, [], {"stored": stored})
+            self._replies.append(reply)
+        reply.ids.append(request_id)
+        reply.result["flat_groups"] = self.store.num_flat
 
     def _worker(self, fields: Fields) -> str:
         worker = fields.text("worker")
@@ -234,7 +234,7 @@ class Operations:
         announced = self.store.state.version
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
-        self.store.finish(facts.group_id, payload, Outcome.of(group), self._drop_equal, facts.data_row)
+        self.store.finish(facts.group_id, payload, Arrival.of(group), self._drop_equal, facts.data_row)
         if self._record_group:
             self._record_group(group)
         return True
@@ -246,7 +246,7 @@ class Operations:
             return fair_shares(capacity, asked, self.store.running_by_worker())
         return {}
 
-    def _answer_learner(self, parked: Parked, now_s: float) -> None:
+    def _reply_to_learner(self, parked: Parked, now_s: float) -> None:
         result: dict[str, Any] = {}
         batch: Sequence[Frame] = ()
         if parked.request.op == "may_push":
@@ -265,7 +265,7 @@ class Operations:
             result = {"state": self.describe(now_s)}
             self._late_waits.end(now_s)
         del self._parked[LEARNER, ""]
-        self._answers.append(Answer(parked.identity, [parked.request.id], result, batch=batch))
+        self._replies.append(Outgoing(parked.identity, [parked.request.id], result, batch=batch))
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:

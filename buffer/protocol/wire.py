@@ -35,7 +35,7 @@ from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import MAX_INT, Fields, pack, refusal, unpack
 from async_rl.types import Batch, Slot
 from buffer.frames import Frame, view
-from buffer.store_rows import Row
+from buffer.stored_group import StoredGroup
 
 LONG_POLL_S = 5.0
 """The longest wait_s that a client sends. A request that can't be fulfilled by then gets an empty answer, and the
@@ -68,7 +68,7 @@ class Request(NamedTuple):
     payload: Sequence[Frame]
 
 
-class Reply(NamedTuple):
+class BufferReply(NamedTuple):
     ids: list[int]
     """Ids of the requests of one client that the reply answers."""
     error: str
@@ -111,12 +111,12 @@ def pack_reply(ids: Sequence[int], result: dict[str, Any], error: str = "") -> b
     return pack({"schema": SCHEMA_VERSION, "ids": ids, "error": error, "result": result})
 
 
-def read_reply(frames: list[zmq.Frame]) -> Reply:
+def read_reply(frames: list[zmq.Frame]) -> BufferReply:
     """Return the reply in the frames of a message. Raises WireError if they are not a reply."""
     fields = Fields(unpack(frames[0].buffer), _REPLY_FIELDS, "reply ")
     fields.integer("schema", SCHEMA_VERSION, SCHEMA_VERSION)
     ids, error = fields.items("ids", 1, MAX_ANSWERED), fields.text("error", MAX_ERROR_CHARS)
-    return Reply(ids, error, fields.nested("result"), frames[1:])
+    return BufferReply(ids, error, fields.nested("result"), frames[1:])
 
 
 def pack_slots(slots: Sequence[Slot]) -> dict[str, Any]:
@@ -127,7 +127,9 @@ def read_slots(result: dict[str, Any]) -> list[Slot]:
     return [Slot(group_id=g, prompt_index=p, start_version=s) for g, p, s in result["slots"]]
 
 
-def batch_frames(version: int, groups: Sequence[Row], counters: dict[str, float], limits: Limits) -> list[Frame]:
+def batch_frames(
+    version: int, groups: Sequence[StoredGroup], counters: dict[str, float], limits: Limits
+) -> list[Frame]:
     """Return batch number `version` as frames, which `decode_batch` reads on any rank of the learner."""
     header = {
         "version": version,

@@ -16,4 +16,4 @@ async def solve(question, base_url: str, api_key: str) -> float:
         text = await answer(client, list(question.messages))
     except BadRequestError:  # the policy used up its turns or its room: it has failed, not the agent
         return 0.0
-    return float(re.findall(r"\d+", text)[-1:] == [question.answer])
+    return float(re.findall(r"\d+", text)[-1:] == [question.ground_truth])

@@ -1,7 +1,7 @@
 """Advantages as pure functions of rewards, and of values where there is a critic.
 
-Functions of a rollout group take its rewards x [G] and give one advantage A_i for all tokens of rollout i; functions
-of tokens take [B, T], one row for each of B answers. async_rl/seams/algorithms.py lists them.
+Functions of a group take its rewards x [G] and give one advantage A_i for all tokens of row i; functions
+of tokens take [B, T], one row for each of B rows. async_rl/seams/algorithms.py lists them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def gae(
 
         delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lam * A_{t+1},  return_t = A_t + V_t
 
-    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16. V after the last token is `bootstrap`; an answer is an
+    Source: Schulman et al. 2015, arXiv 1506.02438, equation 16. V after the last token is `bootstrap`; a row is an
     episode that ends, even when it ran into its length limit, so the default is 0. `log_ratios` are not used.
 
     Returns:

@@ -1,7 +1,7 @@
 """Corrections for off-policy data as pure functions: weights that multiply the loss, masks that leave tokens out of it.
 
 Their input is log rho = proximal - behaviour logprobs of N sampled tokens, detached, in float32, 0 where a token is not
-trained; `answers` [N] is the index of each token's answer, `count` the number of answers. A token that a mask drops
+trained; `rows` [N] is the index of each token's row, `count` the number of rows. A token that a mask drops
 still counts in the normaliser, else dropping tokens would raise the weight of the others.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config import MasksConfig
-from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_answer
+from learner.algorithms.masked_ops import bounded_exp, mean_by_row, sum_by_row
 
 
 def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def log_ratios(proximal: Tensor, behaviour: Tensor, trained: Tensor) -> Tensor:
     return torch.where(trained, proximal.detach().float() - behaviour.float(), 0.0)
 
 
-def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
     """The weight rho_t of each token: of least variance, but biased, as it ignores the tokens before it. [N]
 
     Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008,
@@ -33,30 +33,30 @@ def token_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers:
     return bounded_exp(log_rho)
 
 
-def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
-    """The product of rho over the answer: unbiased, but its variance grows with the length. [N]
+def sequence_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The product of rho over the row: unbiased, but its variance grows with the length. [N]
 
     Source: as for token_weights.
     """
-    return bounded_exp(sum_by_answer(log_rho, answers, count))[answers]
+    return bounded_exp(sum_by_row(log_rho, rows, count))[rows]
 
 
-def geometric_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
-    """(prod rho)^(1 / length), the geometric mean of rho over the answer's trained tokens. [N]"""
-    return bounded_exp(mean_by_answer(log_rho, trained, answers, count))[answers]
+def geometric_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
+    """(prod rho)^(1 / length), the geometric mean of rho over the row's trained tokens. [N]"""
+    return bounded_exp(mean_by_row(log_rho, trained, rows, count))[rows]
 
 
-def topr_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+def topr_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
     """1 where A >= 0, min(prod rho, 1) where A < 0. [N]
 
     Source: TOPR, Le Roux et al. 2025, arXiv 2503.14286.
     """
-    products = sequence_weights(log_rho, advantages, trained, answers, count)
+    products = sequence_weights(log_rho, advantages, trained, rows, count)
     return torch.where(advantages < 0, products.clamp(max=1), 1.0)
 
 
 def dropped_tokens(
-    masks: MasksConfig, log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int
+    masks: MasksConfig, log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int
 ) -> Tensor:
     """Return a bool [N]: True for tokens that a mask of `masks` leaves out of the loss. M2PO's is not among these.
 
@@ -68,14 +68,14 @@ def dropped_tokens(
     stability"; opsm, DeepSeek-V3.2's off-policy sequence masking; veto, slime's rs_veto_threshold.
     """
     rho = bounded_exp(log_rho)
-    means = mean_by_answer(log_rho, trained, answers, count)
-    products = bounded_exp(sum_by_answer(log_rho, answers, count))
+    means = mean_by_row(log_rho, trained, rows, count)
+    products = bounded_exp(sum_by_row(log_rho, rows, count))
     whole = _outside(products, masks.sequence) | _outside(bounded_exp(means), masks.geometric)
     if masks.veto > 0:
-        whole |= sum_by_answer((rho < masks.veto).float(), answers, count) > 0
-    dropped = _outside(rho, masks.token) | whole[answers]
+        whole |= sum_by_row((rho < masks.veto).float(), rows, count) > 0
+    dropped = _outside(rho, masks.token) | whole[rows]
     if masks.opsm > 0:
-        dropped |= (advantages < 0) & (means < -masks.opsm)[answers]
+        dropped |= (advantages < 0) & (means < -masks.opsm)[rows]
     return dropped
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from async_rl.telemetry.metrics import Metric, Reduction
 from async_rl.types import Batch
 from learner.algorithms.losses import kl_k1, kl_k3
-from learner.algorithms.masked_ops import bounded_exp, sum_by_answer
+from learner.algorithms.masked_ops import bounded_exp, sum_by_row
 from learner.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import ResponseTokens
 
@@ -101,11 +101,11 @@ def add_offpolicy(
         0, response.staleness.clamp(max=BUCKETS - 1), rho * trained, "amax"
     ))
     count = len(response.lengths)
-    products = bounded_exp(sum_by_answer(log_rho, response.answers, count)).double()
-    exist = sum_by_answer(trained.double(), response.answers, count) > 0
+    products = bounded_exp(sum_by_row(log_rho, response.rows, count)).double()
+    exist = sum_by_row(trained.double(), response.rows, count) > 0
     old_kv = response.old_kv & trained & shows_mismatch
     sums.add(
-        answers=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum(),
+        rows=exist.sum(), product=(products * exist).sum(), product_squared=(products.square() * exist).sum(),
         old_kv=old_kv.sum(), old_kv_mismatch=torch.where(old_kv, log_rho.abs(), 0.0).double().sum(),
     )
 
@@ -150,9 +150,9 @@ def token_metrics(totals: Totals) -> list[Metric]:
         Metric(f"{'policy' if name == 'entropy' else 'offpolicy'}/{name}", value, _reduction(name))
         for name, value in _token_values(overall, float(peaks.max())).items()
     ]
-    answers, product, squared = (float(totals[name]) for name in ("answers", "product", "product_squared"))
-    metrics.append(Metric("offpolicy/ess_sequence", ratio(product**2, answers * squared)))
-    metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, answers) - 1))
+    rows, product, squared = (float(totals[name]) for name in ("rows", "product", "product_squared"))
+    metrics.append(Metric("offpolicy/ess_sequence", ratio(product**2, rows * squared)))
+    metrics.append(Metric("offpolicy/chi2_sequence", ratio(squared, rows) - 1))
     if overall["comparable"]:
         metrics.append(Metric("mismatch/mean_abs", overall["mismatch"] / overall["comparable"]))
     if (old_kv := float(totals["old_kv"])) > 0:
@@ -219,14 +219,14 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     and `in_queue`, the part it aged in the buffer, add up to it. Without trained tokens staleness is left out. The
     length of an episode is the number of tokens that the model sampled in it.
     """
-    episodes = [[group.rollouts[row] for row in rows] for group in batch.groups for rows in rows_by_episode(group)]
+    episodes = [[group.rows[row] for row in rows] for group in batch.groups for rows in rows_by_episode(group)]
     rewards = np.array([reward for group in batch.groups for reward in group.episode_rewards])
     lengths = np.array([tokens for group in batch.groups for tokens in tokens_by_episode(group)])
     finish_reasons = [rows[-1].finish_reason for rows in episodes]
     values = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "batch/rollouts": len(episodes),
+        "batch/episodes": len(episodes),
         "batch/response_tokens": lengths.sum(),
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
@@ -248,7 +248,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
             "staleness/in_flight": (finished - oldest).mean(),
             "staleness/in_queue": (batch.version - finished).mean(),
         }
-        values |= {f"staleness/rollouts_{k}": count for k, count in enumerate(np.bincount(staleness)) if count}
+        values |= {f"staleness/episodes_{k}": count for k, count in enumerate(np.bincount(staleness)) if count}
         buckets = np.minimum(staleness, BUCKETS - 1)
         for bucket in np.unique(buckets):
             cell = buckets == bucket
@@ -258,7 +258,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
 
 
 def _reduction(key: str) -> Reduction:
-    if "/rollouts_" in key:
+    if "/episodes_" in key:
         return "sum"
     return "max" if key.endswith("max") else "mean"
 

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from async_rl.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
-from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_answer
+from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """N response tokens of several answers. Logprobs are 0 where a token is not trained."""
+    """N response tokens of several rows. Logprobs are 0 where a token is not trained."""
 
     logprobs: Tensor  # [N] learner logprobs, with gradient
     centre: Tensor  # [N] logprobs that the ratio is taken to: proximal (decoupled) or behaviour (coupled)
     advantages: Tensor  # [N]
     trained: Tensor  # [N] bool
-    answers: Tensor  # [N] int64 index of each token's answer
+    rows: Tensor  # [N] int64 index of each token's row
     count: int
-    """Number of answers."""
+    """Number of rows."""
     clip: ClipConfig
     """algorithm.clip of the configuration."""
 
@@ -71,14 +71,14 @@ def cispo_loss(x: LossInputs) -> LossOutput:
 
 
 def gspo_loss(x: LossInputs) -> LossOutput:
-    """PPO-clip with one ratio for all tokens of an answer, the geometric mean of their ratios:
+    """PPO-clip with one ratio for all tokens of a row, the geometric mean of their ratios:
 
         s = exp(mean_t (learner - centre)),  L = max(-s A, -clip(s, 1 - low, 1 + high) A)
 
     Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, equations 5 and 7.
     """
-    means = mean_by_answer(x.logprobs - x.centre, x.trained, x.answers, x.count)
-    return _clipped(bounded_exp(means)[x.answers], x)
+    means = mean_by_row(x.logprobs - x.centre, x.trained, x.rows, x.count)
+    return _clipped(bounded_exp(means)[x.rows], x)
 
 
 def dppo_tv_loss(x: LossInputs, settings: DppoTvSettings) -> LossOutput:

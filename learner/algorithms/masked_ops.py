@@ -1,4 +1,4 @@
-"""Computes ratios of probabilities without overflow, and sums and means over the tokens of each answer."""
+"""Computes ratios of probabilities without overflow, and sums and means over the tokens of each row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def bounded_exp(log_ratios: Tensor) -> Tensor:
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def sum_by_answer(values: Tensor, answers: Tensor, count: int) -> Tensor:
-    """Return the sum over the tokens of each of `count` answers. Values [N], index of the answer [N] -> [count]."""
-    return values.new_zeros(count).index_add(0, answers, values)
+def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return the sum over the tokens of each of `count` rows. Values [N], index of the row [N] -> [count]."""
+    return values.new_zeros(count).index_add(0, rows, values)
 
 
-def mean_by_answer(values: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
-    """Return the mean over the trained tokens of each answer, 0 where it has none. [N], [N] bool, [N] -> [count]."""
-    tokens = sum_by_answer(trained.to(values.dtype), answers, count).clamp(min=1)
-    return sum_by_answer(torch.where(trained, values, 0.0), answers, count) / tokens
+def mean_by_row(values: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return the mean over the trained tokens of each row, 0 where it has none. [N], [N] bool, [N] -> [count]."""
+    tokens = sum_by_row(trained.to(values.dtype), rows, count).clamp(min=1)
+    return sum_by_row(torch.where(trained, values, 0.0), rows, count) / tokens

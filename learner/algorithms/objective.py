@@ -5,7 +5,7 @@
     Objective.add_statistics  for each micro-batch, beside its loss: what the metrics of the step are made of
     Objective.finish          once a batch, at its end: its totals -> metrics, and the KL coefficient of the next batch
 
-The caller divides a loss by the normaliser, which counts the tokens or answers of the minibatch on all ranks.
+The caller divides a loss by the normaliser, which counts the tokens or rows of the minibatch on all ranks.
 
     L_t = kept_t * (weight_t * (policy loss_t + kl_coef * KL loss_t) - entropy_coef * entropy_t)
 
@@ -27,7 +27,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError
 from async_rl.seams import find_entry
 from async_rl.telemetry.metrics import Metric
-from async_rl.types import Batch, RolloutGroup
+from async_rl.types import Batch, Group
 from learner.algorithms.advantages import whitening
 from learner.algorithms.corrections import beyond_m2po, dropped_tokens, interpolated_proximal, log_ratios, m2po_limit
 from learner.algorithms.diagnostics import (
@@ -106,8 +106,8 @@ class Objective:
         """Whether a forward pass at step start computes the old values, if there is a critic."""
         self.needs_reference = algorithm.kl.kind != "none"
 
-    def normaliser(self, groups: Sequence[RolloutGroup], pairs: Sequence[tuple[int, int]]) -> float:
-        """Return the number, at least 1, that the summed policy loss of the (group, answer) `pairs` is divided by.
+    def normaliser(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> float:
+        """Return the number, at least 1, that the summed policy loss of the (group, row) `pairs` is divided by.
 
         It follows from algorithm.aggregation. The pairs are those of whole episodes. Trained tokens count, and so do
         those masked only for their age: masking these removes their loss and does not amplify that of the others.
@@ -152,7 +152,7 @@ class Objective:
         Proximal logprobs and old values that were not computed at step start are those of this pass, detached.
         """
         algorithm, response = self.config.algorithm, micro.response
-        trained, answers, count = response.trained, response.answers, len(response.lengths)
+        trained, rows, count = response.trained, response.rows, len(response.lengths)
         logprobs = torch.where(trained, logprobs, 0.0)  # -inf where not trained would make gradients NaN
         proximal = self.proximal(micro, logprobs)
         log_rho = log_ratios(proximal, response.behaviour, trained)
@@ -166,13 +166,13 @@ class Objective:
 
         output = self._loss(LossInputs(
             logprobs=logprobs, centre=response.behaviour if algorithm.proximal == "behaviour" else proximal,
-            advantages=advantages, trained=trained, answers=answers, count=count, clip=algorithm.clip,
+            advantages=advantages, trained=trained, rows=rows, count=count, clip=algorithm.clip,
         ))
         _check_output(output, algorithm.loss, trained)
         weights, truncated = self._weights(log_rho, advantages, response)
         weights = weights / minibatch.mean_weight
         dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit)
-        dropped |= dropped_tokens(algorithm.correction.masks, log_rho, advantages, trained, answers, count)
+        dropped |= dropped_tokens(algorithm.correction.masks, log_rho, advantages, trained, rows, count)
 
         loss = output.loss
         if (estimate := KL_LOSSES[algorithm.kl.kind]) is not None:
@@ -182,7 +182,7 @@ class Objective:
             loss = loss - algorithm.entropy_coef * entropy
         loss = torch.where(trained & ~dropped, loss, 0.0)
         if self._divides_by_length:
-            loss = loss / response.counted.clamp(min=1)[answers]
+            loss = loss / response.counted.clamp(min=1)[rows]
 
         critic = None
         if values is not None:
@@ -221,8 +221,8 @@ class Objective:
 
         If algorithm.kl.target is set, `kl_coef` is multiplied by 1 + 0.1 * clip(kl / target - 1, -0.2, 0.2). Here kl is
         KL(proximal || reference) of the batch, estimated by k3 in nats a token. Source: Ziegler et al. 2019, arXiv
-        1909.08593, section 2.2. `vtrace/reach` is the share of a final reward that reaches the first token of an answer
-        of median length: the product of the traces lam * min(rho, 1) over the answer.
+        1909.08593, section 2.2. `vtrace/reach` is the share of a final reward that reaches the first token of a row
+        of median length: the product of the traces lam * min(rho, 1) over the row.
         """
         kl = self.config.algorithm.kl
         metrics, tokens = [], max(float(totals["tokens"].sum()), 1.0)
@@ -233,7 +233,7 @@ class Objective:
                 error = min(max(divergence / kl.target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + KL_STEP * error
         if "log_trace" in totals:
-            median = np.median([rollout.mask.sum() for group in batch.groups for rollout in group.rollouts])
+            median = np.median([row.mask.sum() for group in batch.groups for row in group.rows])
             metrics.append(Metric("vtrace/reach", math.exp(float(totals["log_trace"]) / tokens * float(median))))
         return metrics
 
@@ -277,7 +277,7 @@ class Objective:
     def _weights(self, log_rho: Tensor, advantages: Tensor, response: ResponseTokens) -> tuple[Tensor, Tensor]:
         """Return (weights [N] of the loss, truncated [N] bool: the correction's weight was outside [floor, cap])."""
         correction = self.config.algorithm.correction
-        raw = self._weights_of(log_rho, advantages, response.trained, response.answers, len(response.lengths))
+        raw = self._weights_of(log_rho, advantages, response.trained, response.rows, len(response.lengths))
         truncated = (raw < correction.floor) | (raw > correction.cap)
         if not self._correction.is_applied:
             return torch.ones_like(log_rho), truncated

@@ -1,6 +1,6 @@
-"""Computes an advantage for each trained token of an answer from the reward of the whole answer.
+"""Computes an advantage for each trained token of a row from the reward of the whole row.
 
-Of episodes of several turns, each row is an answer here: rewards are compared between episodes, and their advantage is
+Of episodes of several turns, each row is a row here: rewards are compared between episodes, and their advantage is
 that of all their rows; returns and critics work on the rewards of turns, row by row. Tokens that the model has not
 sampled, those of an environment, have no advantage, and returns skip them.
 """
@@ -22,16 +22,16 @@ from learner.packing.microbatches import ResponseTokens
 
 
 def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
-    """Return the advantages [group][answer], [T] each, of an estimator without critic; zeros for one with a critic.
+    """Return the advantages [group][row], [T] each, of an estimator without critic; zeros for one with a critic.
 
     They are whitened over the batch's trained tokens if the estimator or algorithm.whiten asks for that, unless
     `whitens_at_start` leaves it for later.
     """
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
     if entry.needs_critic:
-        return [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
+        return [[np.zeros(len(r.tokens), np.float32) for r in group.rows] for group in batch.groups]
     function = algorithm.load_advantage()
-    masks = [torch.tensor(r.mask) for group in batch.groups for r in group.rollouts]
+    masks = [torch.tensor(r.mask) for group in batch.groups for r in group.rows]
     mask = pad_sequence(masks, batch_first=True)  # [k, T]
     if entry.of_returns:
         rewards = [torch.from_numpy(of_row) for group in batch.groups for of_row in reward_at_tokens(group)]
@@ -46,7 +46,7 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     if (entry.whitens or algorithm.whiten) and not whitens_at_start(config):
         advantages = whiten(advantages, mask)
     rows = iter(advantages.float().numpy())
-    return [[next(rows)[: len(r.tokens)] for r in group.rollouts] for group in batch.groups]
+    return [[next(rows)[: len(r.tokens)] for r in group.rows] for group in batch.groups]
 
 
 def whitens_at_start(config: Config) -> bool:
@@ -83,7 +83,7 @@ def penalty_to_go(penalty: Tensor, response: ResponseTokens, gamma: float) -> Te
 
 
 def _rows(tokens: Tensor, response: ResponseTokens) -> Tensor:
-    """Return the tokens [N] as one row for each answer, padded with zeros. [k, T]"""
+    """Return the tokens [N] padded with zeros, one line for each row. [k, T]"""
     return pad_sequence(list(tokens.split(list(response.lengths))), batch_first=True)
 
 

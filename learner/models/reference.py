@@ -20,7 +20,7 @@ from learner.packing.microbatches import ForwardInputs
 
 
 class Reference:
-    """Computes the logprobs of answers under the frozen model of reference.path or, if that is empty, of model.path.
+    """Computes the logprobs of rows under the frozen model of reference.path or, if that is empty, of model.path.
 
     It is sharded like the policy, and with reference.offload in CPU memory between uses. With LoRA and no
     reference.path it is the policy without its adapters, which costs no memory.

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import load_tokenizer
-from async_rl.types import Batch, IntArray, Rollout
+from async_rl.types import Batch, IntArray, Row
 from learner.models.policy import shard
 from learner.packing.plan import Layout, Piece, plan_microbatches
 
@@ -57,30 +57,30 @@ class RewardModel:
     def score(self, batch: Batch) -> Batch:
         """Return the batch with the model's rewards in place of the worker's, the same on all ranks. Collective.
 
-        Each rollout is a whole episode: one with tools has one row, and its reward goes to its last turn. An episode
+        Each row is a whole episode: one with tools has one row, and its reward goes to its last turn. An episode
         that ran out of time keeps the worker's reward, 0, unless task.on_timeout is partial.
 
         Raises:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions.
         """
         sequences = [
-            self._retokenize(group.prompt_tokens, rollout.tokens) if self._retokenize
-            else [*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]
+            self._retokenize(group.prompt_tokens, row.tokens) if self._retokenize
+            else [*group.prompt_tokens.tolist(), *row.tokens.tolist()]
             for group in batch.groups
-            for rollout in group.rollouts
+            for row in group.rows
         ]  # fmt: skip
         rewards = iter(self._score_sequences(sequences).tolist())
         groups = []
         for group in batch.groups:
-            rollouts = tuple(self._rewarded(rollout, next(rewards)) for rollout in group.rollouts)
-            groups.append(replace(group, rollouts=rollouts))
+            rows = tuple(self._rewarded(row, next(rewards)) for row in group.rows)
+            groups.append(replace(group, rows=rows))
         return replace(batch, groups=tuple(groups))
 
-    def _rewarded(self, rollout: Rollout, reward: float) -> Rollout:
-        if rollout.finish_reason == "timeout" and not self._scores_timeouts:
-            return rollout
-        turn_rewards = (*[0.0] * (len(rollout.turn_ends) - 1), reward) if rollout.turn_ends else ()
-        return replace(rollout, reward=reward, turn_rewards=turn_rewards)
+    def _rewarded(self, row: Row, reward: float) -> Row:
+        if row.finish_reason == "timeout" and not self._scores_timeouts:
+            return row
+        turn_rewards = (*[0.0] * (len(row.turn_ends) - 1), reward) if row.turn_ends else ()
+        return replace(row, reward=reward, turn_rewards=turn_rewards)
 
     @torch.no_grad()
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Makes attention masks of packed rows: numbers that are added to scores, or blocks for flex attention."""
+"""Makes attention masks of packs: numbers that are added to scores, or blocks for flex attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attention_mask(
 
 
 def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
-    """Return whether each of the tokens start..end - 1 may attend to each token of its row, a bool [B, end - start, S].
+    """Return whether tokens start..end - 1 may attend to each token of their pack, a bool [B, end - start, S].
 
     It may attend to the tokens of its own segment and of its prompt, not to later ones.
     """
@@ -37,7 +37,7 @@ def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
 def block_mask(segments: Tensor) -> BlockMask:
     """Return the mask that torch's create_block_mask gives for the rule of `may_attend`, with less memory.
 
-    create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a row of
+    create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a pack of
     16k tokens. `segments` is that of `attention_mask`.
     """
     own, root = segments
@@ -60,6 +60,6 @@ def block_mask(segments: Tensor) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of True blocks in each row [B, 1, q], columns, those of True blocks first [B, 1, q, k])."""
+    """Return (number of True blocks in each pack [B, 1, q], columns, those of True blocks first [B, 1, q, k])."""
     numbers = blocks.int().argsort(dim=2, descending=True, stable=True)
     return blocks.sum(2, dtype=torch.int32)[:, None], numbers.int()[:, None]

@@ -1,4 +1,4 @@
-"""The interface of rollout engines, which generate answers. `rollout.engine` names the engine of a run.
+"""The interface of rollout engines, which generate replies. `rollout.engine` names the engine of a run.
 
 An engine has a class that implements `Engine`, a `ServerAdmin` (async_rl/weights/server_admin.py) with which the
 learner pauses and updates it, and an `EngineEntry` (async_rl/seams/engines.py).
@@ -16,19 +16,19 @@ from async_rl.types import FloatArray, IntArray, Prompt
 
 
 class Purpose(StrEnum):
-    """The use that is made of the answers to a request."""
+    """The use that is made of the replies to a request."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
     """A held-out prompt. No batch waits for it."""
     BASELINE = "baseline"
-    """The greedy answer to a group's prompt, whose reward is the group's baseline. It is never trained on, but the
+    """The greedy reply to a group's prompt, whose reward is the group's baseline. It is never trained on, but the
     group waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request to an engine for `n` answers to one prompt."""
+    """A request to an engine for `n` replies to one prompt."""
 
     purpose: Purpose = Purpose.TRAINING
     group_id: int
@@ -36,7 +36,7 @@ class GenerationRequest:
     Several requests of one group run at once if its episodes have several turns."""
     prompt: Prompt
     start_version: int
-    """The served version when the group was admitted; no token of the answers may be older. 0 in an evaluation."""
+    """The served version when the group was admitted; no token of the replies may be older. 0 in an evaluation."""
     seed: int
     n: int
     max_tokens: int
@@ -50,28 +50,28 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One answer: T >= 1 sampled tokens, also the end-of-text token if it was sampled, with logprobs and versions."""
+class SampledReply:
+    """One reply: T >= 1 sampled tokens, also the end-of-text token if it was sampled, with logprobs and versions."""
 
     tokens: IntArray  # [T]
     logprobs: FloatArray  # [T] of log_softmax(logits / temperature), before top_p
     versions: IntArray  # [T] policy version whose weights sampled the token
     finish_reason: str
-    """`stop` (the model ended the answer) or `length` (it reached max_tokens)."""
+    """`stop` (the model ended the reply) or `length` (it reached max_tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of an engine at one instant: how many rollouts it is sampling, and how many it can sample at once."""
+    """The load of an engine at one instant: how many replies it is sampling, and how many it can sample at once."""
 
     running: int
-    """The number of rollouts in the running batch."""
+    """The number of replies in the running batch."""
     slots: int
-    """The largest number of rollouts that the engine runs at once."""
+    """The largest number of replies that the engine samples at once."""
 
 
 class Engine(Protocol):
-    """A rollout engine: samples answers from one policy, whose weights have version 0 at the start."""
+    """A rollout engine: samples replies from one policy, whose weights have version 0 at the start."""
 
     url: str
     """The address at which the engine's `ServerAdmin` reaches it, e.g. http://127.0.0.1:41234. Valid after `start`."""
@@ -81,8 +81,8 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Start the engine; return when it serves version 0. AsyncRLError: it can't start; the message says why."""
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Sample and return `request.n` completions. Calls run concurrently, one per group; the engine batches them.
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+        """Sample and return `request.n` replies. Calls run concurrently, one per group; the engine batches them.
 
         The caller limits the time (timeouts.generate_s) by cancelling the call, which also ends it in the engine.
         """

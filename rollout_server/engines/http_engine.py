@@ -1,7 +1,7 @@
-"""The base class of engines whose answers come from a server process by HTTP: SGLang's and vLLM's.
+"""The base class of engines whose replies come from a server process by HTTP: SGLang's and vLLM's.
 
-With `weight_sync.on_update: abort` a push ends all requests. Their answers so far are kept, and the rest is requested
-again, from prompt and answer so far. The server answers it after the push, which has emptied the prefix cache, so that
+With `weight_sync.on_update: abort` a push ends all requests. Their replies so far are kept, and the rest is requested
+again, from prompt and reply so far. The server answers it after the push, which has emptied the prefix cache, so that
 all of its KV comes from the new weights.
 """
 
@@ -21,15 +21,15 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ProcessDiedError
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
-from rollout_server.engines.answers import Answer
-from rollout_server.engines.base import Completion, GenerationRequest, check_prompt
+from rollout_server.engines.base import GenerationRequest, SampledReply, check_prompt
+from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.server_process import ServerProcess
 
 LOAD_TIMEOUT_S = 2.0
 
 
 class HttpEngine(ABC):
-    """An `Engine` whose answers come from a server process; the subclass knows the server's program and endpoints."""
+    """An `Engine` whose replies come from a server process; the subclass knows the server's program and endpoints."""
 
     def __init__(self, config: Config, index: int, log_dir: Path, program: str) -> None:
         self.url = ""
@@ -61,49 +61,49 @@ class HttpEngine(ABC):
         self._aborting = asyncio.create_task(self._abort_cancelled())
         await self._open_server(model, on_gpu)
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Wait for the server to sample `request.n` answers, and return them. If cancelled, end its requests too.
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+        """Wait for the server to sample `request.n` replies, and return them. If cancelled, end its requests too.
 
         Raises:
             ValueError: the prompt has no tokens, or a token outside the vocabulary.
             ProcessDiedError: the server broke the connection.
-            AsyncRLError: the server refused the request, ended an answer early, or sent an incomplete reply.
+            AsyncRLError: the server refused the request, ended a reply early, or sent an incomplete response.
         """
         check_prompt(request.prompt, self.vocab_size)
-        answers = [Answer(sample=sample) for sample in range(request.n)]
-        while open_answers := [answer for answer in answers if not answer.finish_reason]:
-            await self._extend(request, open_answers)
-        return [answer.completion() for answer in answers]
+        replies = [OpenReply(sample=sample) for sample in range(request.n)]
+        while open_replies := [reply for reply in replies if not reply.finish_reason]:
+            await self._extend(request, open_replies)
+        return [reply.reply() for reply in replies]
 
     @abstractmethod
     async def _open_server(self, model: Any, on_gpu: bool) -> None:
         """Start the server or attach to one, and set `url`. `model` is the text part of the model's config."""
 
     @abstractmethod
-    async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Request the missing rest of `answers` and append it. If a push aborts it, some stay unfinished."""
+    async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
+        """Request the missing rest of `replies` and append it. If a push aborts it, some stay unfinished."""
 
     @abstractmethod
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         """Return (path, body) of the POST request that ends a request on the server."""
 
     async def _post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], key: str) -> Any:
-        """Send requests for answers, and return the JSON of the reply. If cancelled, end them on the server.
+        """Send requests for replies, and return the JSON of the response. If cancelled, end them on the server.
 
         Args:
             key: that of the GenerationRequest, for errors.
 
         Raises:
             ProcessDiedError: the server broke the connection.
-            AsyncRLError: the server refused the requests; the message has its answer.
+            AsyncRLError: the server refused the requests; the message has its text.
         """
         try:
-            async with self._session.post(self.url + path, json=body) as reply:
-                if reply.status != 200:
+            async with self._session.post(self.url + path, json=body) as response:
+                if response.status != 200:
                     raise AsyncRLError(
-                        f"{self._name} refused request {key} (HTTP {reply.status}): {(await reply.text())[:500]}"
+                        f"{self._name} refused request {key} (HTTP {response.status}): {(await response.text())[:500]}"
                     )
-                return await reply.json()
+                return await response.json()
         except asyncio.CancelledError:
             for request_id in request_ids:
                 self._cancelled.put_nowait(request_id)
@@ -126,11 +126,11 @@ class HttpEngine(ABC):
             self._cancelled.task_done()
 
     async def _get_text(self, path: str) -> str | None:
-        """Return the text of the server's reply to GET `path`; None if it refuses or sends none in LOAD_TIMEOUT_S."""
+        """Return the text of the response to GET `path`; None if the server refuses or sends none in LOAD_TIMEOUT_S."""
         with suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
-            async with self._session.get(self.url + path, timeout=timeout) as reply:
-                return await reply.text() if reply.status == 200 else None
+            async with self._session.get(self.url + path, timeout=timeout) as response:
+                return await response.text() if response.status == 200 else None
         return None
 
     async def aclose(self) -> None:
@@ -148,8 +148,8 @@ def cache_key(request: GenerationRequest) -> str:
     baseline has one of its own. It has no policy version, because nobody knows at the time of a request which weights
     will compute it: it may wait at the server until a push is done. The server makes sure of the version instead: every
     pause for a push but `in_place` empties its prefix cache, and it computes nothing between that and the new weights.
-    With `in_place` it keeps the cache, so that a turn may begin on KV of older weights, as the rest of an answer does
-    after such a push; `RolloutGroup.old_kv` flags both.
+    With `in_place` it keeps the cache, so that a turn may begin on KV of older weights, as the rest of a reply does
+    after such a push; `Group.old_kv` flags both.
     """
     return request.key
 

@@ -1,4 +1,4 @@
-"""One HTTP request to a rollout server with a reply in JSON, for the `ServerAdmin` of engines that speak HTTP."""
+"""One HTTP request to a rollout server with a response in JSON, for the `ServerAdmin` of engines that speak HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 def ask(
     base_url: str, method: str, path: str, headers: dict[str, str], limit: Limit, body: dict[str, Any] | None = None
 ) -> Any:
-    """Send one request, wait for the reply, and return its JSON, or {} if the reply is not JSON.
+    """Send one request, wait for the response, and return its JSON, or {} if the response is not JSON.
 
     Raises:
         WeightSyncError: the server can't be reached, or answered with another HTTP status than 200.
@@ -26,8 +26,8 @@ def ask(
     try:
         data = None if body is None else json.dumps(body)
         connection.request(method, url.path + path, data, {"Content-Type": "application/json", **headers})
-        reply = connection.getresponse()
-        text = reply.read().decode(errors="replace")
+        response = connection.getresponse()
+        text = response.read().decode(errors="replace")
     except TimeoutError:
         raise WaitTimeoutError(f"waited {limit} for the rollout server to answer {base_url}{path}") from None
     except (OSError, HTTPException) as error:
@@ -36,8 +36,8 @@ def ask(
         ) from error
     finally:
         connection.close()
-    if reply.status != 200:
-        raise WeightSyncError(f"the rollout server at {base_url}{path} answered {reply.status}: {text[:600]}")
+    if response.status != 200:
+        raise WeightSyncError(f"the rollout server at {base_url}{path} answered {response.status}: {text[:600]}")
     try:
         return json.loads(text)
     except ValueError:

@@ -11,7 +11,7 @@ _KV_SHARE = 0.25
 
 
 def kv_tokens(config: Config, token_bytes: int, rollout_tokens: int, free_memory_bytes: int) -> int:
-    """Return for how many tokens a server's KV cache has room: all rollouts in flight if memory allows, else fewer.
+    """Return for how many tokens a server's KV cache has room: all rows in flight if memory allows, else fewer.
 
     There is room for one rollout at least.
 
@@ -24,7 +24,7 @@ def kv_tokens(config: Config, token_bytes: int, rollout_tokens: int, free_memory
 
 
 def max_running_rollouts(config: Config) -> int:
-    """Return the largest number of answers that one server can be asked for at once, evaluations included."""
+    """Return the largest number of replies that one server can be asked for at once, evaluations included."""
     groups = min(config.rollout.concurrency, config.max_slots)
     return groups * config.rollout.group_size + config.eval.size * config.eval.samples
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import EpisodeEnd
-from rollout_server.episodes.conversation.rows import Row
+from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S
 from rollout_server.episodes.conversation.session import EpisodeOver, Session
 from rollout_server.episodes.tools.tool import ToolCounts
@@ -58,7 +58,7 @@ class EpisodeLimits:
 class Episode:
     """An episode that has ended: its trainable rows, the model's last reply, the way it ended, and its metrics."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[WholeRow, ...]
     """Its trainable rows; empty if it failed, is dropped, or sampled no reply."""
     answer: str
     """The content of the model's last reply."""
@@ -240,7 +240,7 @@ class Attempt(ABC):
             error = _described(EpisodeFailedError(f"the environment's close raised {fault}", fault))
         return await self.foreign.end_created_tasks(), error
 
-    def _rows(self, end: End) -> tuple[Row, ...]:
+    def _rows(self, end: End) -> tuple[WholeRow, ...]:
         rows = self.session.rows()
         if not rows or end == "failed" or (end == "timeout" and self.limits.on_timeout == "drop"):
             return ()

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from async_rl.types import EpisodeFacts, IntArray, Rollout
-from rollout_server.episodes.conversation.rows import Row, num_shared_tokens
+from async_rl.types import EpisodeFacts, IntArray, Row
+from rollout_server.episodes.conversation.rows import WholeRow, num_shared_tokens
 from rollout_server.episodes.episode import Episode
 
 
 class GroupRows(NamedTuple):
-    """The tokens and facts of a group's episodes, as the fields of `RolloutGroup` with these names."""
+    """The tokens and facts of a group's episodes, as the fields of `Group` with these names."""
 
     prompt_tokens: IntArray  # [P]
-    rollouts: tuple[Rollout, ...]
+    rows: tuple[Row, ...]
     episodes: tuple[EpisodeFacts, ...]
     left_out: tuple[str, ...]
 
@@ -30,13 +30,13 @@ def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: in
     played = [episode for episode in episodes if episode.rows]
     kept = [_last_rows(episode.rows, max_rows) for episode in played]
     num_prompt = num_shared_tokens([row for rows in kept for row in rows], max_prompt_tokens)
-    rollouts = tuple(rollout for rows in kept for rollout in _rollouts(rows, num_prompt))
+    rows = tuple(row for rows in kept for row in _rows(rows, num_prompt))
     facts = tuple(_facts(episode, len(rows)) for episode, rows in zip(played, kept, strict=True))
     left_out = tuple(episode.error for episode in episodes if not episode.rows)
-    return GroupRows(kept[0][0].tokens[:num_prompt], rollouts, facts, left_out)
+    return GroupRows(kept[0][0].tokens[:num_prompt], rows, facts, left_out)
 
 
-def _last_rows(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
+def _last_rows(rows: Sequence[WholeRow], max_rows: int) -> Sequence[WholeRow]:
     """Return the last `max_rows` rows. Rewards of turns in the others are added to the first turn that is kept."""
     dropped, (first, *rest) = rows[:-max_rows], rows[-max_rows:]
     earned = sum(reward for row in dropped for reward in row.turn_rewards)
@@ -46,24 +46,24 @@ def _last_rows(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
 
 def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> GroupRows:
     """Return the rows of a group without turns: the answer of each episode to the question `prompt_tokens`."""
-    rollouts = (
-        _rollout(row, len(prompt_tokens), row.turn_rewards[0]) for episode in episodes for row in episode.rows
+    rows = (
+        _row(row, len(prompt_tokens), row.turn_rewards[0]) for episode in episodes for row in episode.rows
     )
-    return GroupRows(prompt_tokens, tuple(rollouts), (), ())
+    return GroupRows(prompt_tokens, tuple(rows), (), ())
 
 
-def _rollouts(rows: Sequence[Row], num_prompt: int) -> Iterator[Rollout]:
+def _rows(rows: Sequence[WholeRow], num_prompt: int) -> Iterator[Row]:
     """Yield the rows of one episode, whose reward is the sum of the rewards of all turns that they train."""
     reward = float(sum(reward for row in rows for reward in row.turn_rewards))
     for row in rows:
         ends = tuple(end - num_prompt for end in row.turn_ends)
-        yield _rollout(row, num_prompt, reward, ends, row.turn_rewards)
+        yield _row(row, num_prompt, reward, ends, row.turn_rewards)
 
 
-def _rollout(
-    row: Row, num_prompt: int, reward: float, turn_ends: tuple[int, ...] = (), turn_rewards: tuple[float, ...] = ()
-) -> Rollout:
-    return Rollout(
+def _row(
+    row: WholeRow, num_prompt: int, reward: float, turn_ends: tuple[int, ...] = (), turn_rewards: tuple[float, ...] = ()
+) -> Row:
+    return Row(
         tokens=row.tokens[num_prompt:], logprobs=row.logprobs[num_prompt:], versions=row.versions[num_prompt:],
         mask=row.mask[num_prompt:], reward=reward, finish_reason=row.finish_reason,
         turn_ends=turn_ends, turn_rewards=turn_rewards,

@@ -68,6 +68,6 @@ def _load_function(name: str) -> Reward:
         attribute = name.partition(":")[2]
         raise ConfigError(
             f"{_KEY} {name!r} must be a `def {attribute}(question, response)`, got {attribute}{signature}: {error}. "
-            "The question has messages, answer (the reference answer), extra and source"
+            "The question has messages, answer (the right answer), extra and source"
         ) from None
     return function

@@ -1,4 +1,4 @@
-"""The type of a reward, the rules that compare a response with the reference answer, and the table that names them.
+"""The type of a reward, the rules that compare a response with the right answer, and the table that names them.
 
 Every reward is called as `reward(question, response)`: these rules, a task's `verify`, and a function of the user's.
 """
@@ -30,27 +30,27 @@ def gsm8k(question: Question, response: str, *, flexible: bool = False) -> float
     """Return 1 if the last `#### number` in the response's last 300 characters is the answer, else 0.
 
     As in verl, one space follows `####`, and texts are compared, without commas: neither 72. nor 72.0 nor 072 is 72.
-    Commas in the reference answer, with which verl finds no answer right, are ignored too.
+    Commas in the right answer, with which verl finds no answer right, are ignored too.
     Source: verl/utils/reward_score/gsm8k.py, for the format of Cobbe et al. 2021, arXiv 2110.14168.
 
     Args:
         flexible: take the last number, marked by `####` or not, and compare values: 72.0 is 72.
     """
-    found, answer = find_number("gsm8k_flexible" if flexible else "gsm8k", response), str(question.answer)
+    found, answer = find_number("gsm8k_flexible" if flexible else "gsm8k", response), str(question.ground_truth)
     if flexible:
         return float(found != "" and _number(found) == _number(answer))
     return float(found != "" and found.replace(",", "") == answer.replace(",", ""))
 
 
 def find_number(rule: str, response: str) -> str:
-    """Return the number in a response that `rule`, of NUMBER_RULES, compares with the reference answer; "" if none."""
+    """Return the number in a response that `rule`, of NUMBER_RULES, compares with the right answer; "" if none."""
     pattern = _MARKED_NUMBER if rule == "gsm8k" else _NUMBER
     return next(reversed(pattern.findall(response[-TAIL_CHARACTERS:])), "")
 
 
 def math_verify(question: Question, response: str) -> float:
     """Return 1 if math-verify finds the response's final answer equal to the reference, else 0."""
-    return float(_math_checker().is_equal(response, str(question.answer)))
+    return float(_math_checker().is_equal(response, str(question.ground_truth)))
 
 
 RULES: dict[str, Reward] = {
@@ -60,7 +60,7 @@ RULES: dict[str, Reward] = {
 }
 """The rules by their name in `task.reward`."""
 NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
-"""The rules of which the reference answer is one number."""
+"""The rules of which the right answer is one number."""
 
 
 def rule_for_source(source: str) -> str:
@@ -82,7 +82,7 @@ def rule_for_source(source: str) -> str:
 
 
 def check_reference(rule: str, answer: Any, where: str) -> None:
-    """Raise ConfigError if `rule` needs a number and the reference answer is neither text nor a number."""
+    """Raise ConfigError if `rule` needs a number and the right answer is neither text nor a number."""
     if rule in NUMBER_RULES and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise ConfigError(
             f"{where}: reward_model.ground_truth must be text or a number for the rule {rule}, got {str(answer)[:120]}"

@@ -67,7 +67,7 @@ class Task(ABC):
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
         """Return whether the reward finds an answer, right or wrong, in the response; None if the rule can't tell."""
-        rule = self.rule_of(prompt.reference)
+        rule = self.rule_of(prompt.question)
         return bool(find_number(rule, response)) if rule in NUMBER_RULES else None
 
     def prompt(self, index: int) -> Prompt:
@@ -94,16 +94,16 @@ class Task(ABC):
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
         """Return (prompt tokens, answer tokens) of each of the first `n` training prompts, for supervised fine-tuning.
 
-        The answer is the worked solution or, if there is none, the reference answer. It ends with the eos token.
+        The answer is the worked solution or, if there is none, the right answer. It ends with the eos token.
         """
         pairs = []
         for index in range(n):
             prompt = self.prompt(index)
-            question: Question = prompt.reference
-            answer = question.solution or question.answer
+            question: Question = prompt.question
+            answer = question.solution or question.ground_truth
             if not isinstance(answer, str):
                 raise ConfigError(
-                    f"a question of {question.source} has no reference answer that is text (got {answer!r}), so sft "
+                    f"a question of {question.source} has no right answer that is text (got {answer!r}), so sft "
                     "can't learn from it. Use another task for sft."
                 )
             tokens = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
@@ -143,7 +143,7 @@ class Task(ABC):
     def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
         text = self._text(question)
         return Prompt(
-            index=index, tokens=self._tokens(text), text=text, reference=question, source=question.source,
+            index=index, tokens=self._tokens(text), text=text, question=question, source=question.source,
             data_row=data_row, origin=origin,
         )
 

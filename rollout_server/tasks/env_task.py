@@ -36,12 +36,12 @@ class EnvTask(Task):
 
     def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
         raise ConfigError(
-            f"the environment {self._config.env} has no reference answers, so sft can't learn from it. "
+            f"the environment {self._config.env} has no right answers, so sft can't learn from it. "
             "Set sft.oracle to the package.module:function that writes the replies to learn"
         )
 
     def _question(self, number: int) -> Question:
-        return Question(messages=(), answer=number, source=self._config.env)
+        return Question(messages=(), ground_truth=number, source=self._config.env)
 
     def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
         number = -1 - position if is_held_out else position
@@ -49,6 +49,6 @@ class EnvTask(Task):
 
     def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
         return Prompt(
-            index=index, tokens=np.zeros(0, np.int32), text=origin, reference=question, source=question.source,
+            index=index, tokens=np.zeros(0, np.int32), text=origin, question=question, source=question.source,
             data_row=data_row, origin=origin,
         )

@@ -64,21 +64,21 @@ class ReasoningGymTask(Task):
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
         if self._config.reward:
             return super().has_answer(prompt, response)
-        return bool(response.strip()) and self._score(prompt.reference, response) is not None
+        return bool(response.strip()) and self._score(prompt.question, response) is not None
 
     def _score(self, question: Question, response: str) -> float | None:
         """Return the dataset's score of the response's answer, or None if its scorer raises on this answer."""
         tagged = _TAGGED_ANSWER.findall(response)
         answer = (tagged[-1] if tagged else response).strip()
         text = question.messages[-1]["content"]
-        entry = {"question": text, "answer": question.answer, "metadata": question.extra}
+        entry = {"question": text, "answer": question.ground_truth, "metadata": question.extra}
         dataset = self._dataset(_TRAIN, 0)
         try:
             return float(dataset.score_answer(answer=answer, entry=entry))
         except Exception:
             # Some scorers do not catch what a wrong answer raises, e.g. int("abc") in prime_factorization. The answer
             # is wrong then. If the right answer raises too, the scorer is broken and the group fails.
-            dataset.score_answer(answer=question.answer, entry=entry)
+            dataset.score_answer(answer=question.ground_truth, entry=entry)
             return None
 
     def _draw(self, position: int) -> Question:
@@ -117,7 +117,7 @@ class ReasoningGymTask(Task):
         item = self._dataset(kind, draw)[position]
         dataset = item["metadata"]["source_dataset"] if self._parts else self._name
         return Question(
-            messages=({"role": "user", "content": item["question"]},), answer=item["answer"],
+            messages=({"role": "user", "content": item["question"]},), ground_truth=item["answer"],
             extra=item["metadata"], source=f"reasoning_gym/{dataset}",
         )
 

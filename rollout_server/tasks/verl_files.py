@@ -61,7 +61,7 @@ class VerlFilesTask(Task):
             self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
         rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(found)]
         for i, question in enumerate(rows):
-            check_reference(self.rule_of(question), question.answer, f"{path}, row {i}")
+            check_reference(self.rule_of(question), question.ground_truth, f"{path}, row {i}")
         questions = [(i, question) for i, question in enumerate(rows) if self.is_short_enough(question)]
         if not questions:
             limit = self._config.max_prompt_tokens
@@ -156,7 +156,7 @@ def _question(row: dict[str, Any], where: str) -> Question:
     solution = extra.get("answer")
     return Question(
         messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),
-        answer=answer["ground_truth"], solution=solution if isinstance(solution, str) else "",
+        ground_truth=answer["ground_truth"], solution=solution if isinstance(solution, str) else "",
         extra=extra, source=str(row["data_source"]),
     )
 

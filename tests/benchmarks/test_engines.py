@@ -13,7 +13,7 @@ from benchmarks.engines import comparison
 
 
 def cell(number: int, engine: str, rate: float, **more: float) -> dict[str, Any]:
-    return {"round": number, "tokens": 6, "engine": engine, "rollouts_per_s": rate, "tokens_per_s": 6 * rate, **more}
+    return {"round": number, "tokens": 6, "engine": engine, "episodes_per_s": rate, "tokens_per_s": 6 * rate, **more}
 
 
 def test_the_table_has_the_median_of_the_rounds_for_each_engine() -> None:
@@ -30,7 +30,7 @@ def test_a_repeated_command_goes_on_where_the_last_one_ended(tmp_path: Path, mon
     def train(engine: str, config: str, overrides: list[str], seconds: float, folder: Path) -> dict[str, float]:
         assert (folder / "model" / "config.json").exists()
         trained.append((engine, overrides[1]))
-        return {"rollouts_per_s": 1.0, "tokens_per_s": 6.0}
+        return {"episodes_per_s": 1.0, "tokens_per_s": 6.0}
 
     monkeypatch.setattr(engines, "train", train)
     words = ["engines", "c.yaml", "--engines", "hf,trl", "--tokens", "6,64", "--rounds", "1", "--max-cells", "3"]

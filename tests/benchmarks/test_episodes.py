@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
-from async_rl.types import EpisodeFacts, Rollout, RolloutGroup
+from async_rl.types import EpisodeFacts, Group, Row
 from benchmarks.episodes import Round, Turn, bare_load, end_times, played_turns, report
 from benchmarks.tool_load import Hang, call_key, look_up, look_up_s, read_reply
 from learner.models.tiny_model import character_tokenizer
@@ -60,14 +60,14 @@ def test_what_was_played_is_read_from_its_tokens() -> None:
     first, observed, second = [*encode(CALL), END], encode("\nfound"), encode(ANSWER)
     mask = np.array([True] * 2 + [False] * len(observed) + [True])
     tokens = np.array(first + observed + second, np.int32)
-    rollout = Rollout(
+    row = Row(
         tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), versions=np.zeros(len(tokens), np.int32), mask=mask,
         reward=0.0, finish_reason="stop", turn_ends=(1, len(tokens) - 1), turn_rewards=(0.0, 0.0),
     )
     facts = EpisodeFacts(rows=1, turns=2, tool_calls=1, tool_s=1.0, generate_s=0.0, duration_s=1.0, end="done")
-    group = RolloutGroup(
+    group = Group(
         group_id=0, prompt_index=0, start_version=0, temperature=1.0, prompt_tokens=np.array([7, 3], np.int32),
-        rollouts=(rollout,), duration_s=1.0, episodes=(facts,),
+        rows=(row,), duration_s=1.0, episodes=(facts,),
     )
     key = call_key(CALL)
     assert key is not None

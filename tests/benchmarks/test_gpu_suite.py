@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from async_rl.sweeps.tables import write_page
-from benchmarks.gpu_steps import STEPS, SWEEP, Step
+from benchmarks.gpu_steps import STEPS, SWEEP, SuiteStep
 from benchmarks.gpu_suite import PLOTS, Suite, write_results
 from benchmarks.learner_step import utilisation
 
 ROOT = Path(__file__).parents[2]
 
 
-def step(name: str, code: str, *needs: str, minutes: float = 1.0, continues: bool = False) -> Step:
-    return Step(name, minutes, lambda folder, server, left: [sys.executable, "-c", code], needs, continues)
+def step(name: str, code: str, *needs: str, minutes: float = 1.0, continues: bool = False) -> SuiteStep:
+    return SuiteStep(name, minutes, lambda folder, server, left: [sys.executable, "-c", code], needs, continues)
 
 
 def states(suite: Suite) -> dict[str, str]:

@@ -24,11 +24,11 @@ from async_rl.config import (
 )
 from async_rl.messages.codec import check_group, encode_group
 from async_rl.messages.limits import Limits
-from async_rl.types import Rollout, RolloutGroup, Slot
+from async_rl.types import Group, Row, Slot
 from buffer.journal.journal import Journal
 from buffer.server import BufferServer
 from buffer.staleness import Rules
-from buffer.store_rows import Outcome, Row, State
+from buffer.stored_group import Arrival, State, StoredGroup
 
 
 def make_config(
@@ -52,15 +52,15 @@ def plain_rules(max_staleness: int, prompts_per_step: int, **changes: Any) -> Ru
     return Rules(**{**sizes, **changes})
 
 
-def make_outcome(newest_version: int = 0, **changes: Any) -> Outcome:
+def make_arrival(newest_version: int = 0, **changes: Any) -> Arrival:
     fields = {
         "newest_version": newest_version, "response_tokens": 4.0, "reward": 0.5, "equal_rewards": False,
         "duration_s": 1.0,
     }
-    return Outcome(**{**fields, **changes})
+    return Arrival(**{**fields, **changes})
 
 
-def make_rollout(length: int = 3, version: int = 0, **changes: Any) -> Rollout:
+def make_row(length: int = 3, version: int = 0, **changes: Any) -> Row:
     fields: dict[str, Any] = {
         "tokens": np.arange(length, dtype=np.int32),
         "logprobs": np.linspace(-2.0, -0.5, length, dtype=np.float32),
@@ -69,31 +69,31 @@ def make_rollout(length: int = 3, version: int = 0, **changes: Any) -> Rollout:
         "reward": 0.5,
         "finish_reason": "stop",
     }
-    return Rollout(**{**fields, **changes})
+    return Row(**{**fields, **changes})
 
 
-def make_group(slot: Slot, group_size: int = 2, **changes: Any) -> RolloutGroup:
+def make_group(slot: Slot, group_size: int = 2, **changes: Any) -> Group:
     fields: dict[str, Any] = {
         "group_id": slot.group_id,
         "prompt_index": slot.prompt_index,
         "start_version": slot.start_version,
         "temperature": 1.0,
         "prompt_tokens": np.array([7, 8], np.int32),
-        "rollouts": tuple(make_rollout(3 + i, slot.start_version) for i in range(group_size)),
+        "rows": tuple(make_row(3 + i, slot.start_version) for i in range(group_size)),
         "duration_s": 1.5,
         "worker": "rollout/0",
     }
-    return RolloutGroup(**{**fields, **changes})
+    return Group(**{**fields, **changes})
 
 
-def record_arrival(journal: Journal, group: RolloutGroup, state: State, limits: Limits) -> None:
+def record_arrival(journal: Journal, group: Group, state: State, limits: Limits) -> None:
     """Record a group that arrived, as the buffer does."""
     payload = encode_group(group)
     columns = check_group(payload, limits)
     journal.record_group(columns)
-    journal.record(Row(
+    journal.record(StoredGroup(
         group.group_id, group.prompt_index, group.start_version, group.worker, data_row=group.data_row, state=state,
-        outcome=Outcome.of(columns), payload=payload, trained_versions=(0,) if state == "trained" else (),
+        arrival=Arrival.of(columns), payload=payload, trained_versions=(0,) if state == "trained" else (),
     ))  # fmt: skip
 
 

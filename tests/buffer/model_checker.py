@@ -21,9 +21,9 @@ from buffer.journal.journal import Journal, payload_folder, read_arrived
 from buffer.journal.payload_files import Place, read_payload
 from buffer.staleness import Rules
 from buffer.store import Store
-from buffer.store_rows import Row
 from buffer.store_state import StoreState
-from tests.buffer.factories import make_outcome
+from buffer.stored_group import StoredGroup
+from tests.buffer.factories import make_arrival
 
 WORKERS = ("rollout/0", "rollout/1")
 EVERYTHING = 10**6
@@ -37,11 +37,11 @@ class ModelChecker:
     def __init__(self, rules: Rules, every_steps: int, files: Path | None = None, keep_steps: int = -1) -> None:
         self.rules, self.every_steps = rules, every_steps
         self.files, self.keep_steps = files, keep_steps
-        self.rows: dict[int, Row] = {}  # [group id] the newest row
+        self.rows: dict[int, StoredGroup] = {}  # [group id] the newest row
         self.version = self.served_version = self.first_version = self.oldest_trained = self.num_events = 0
         self.crashes = self.resumes = self.kept = 0
         self.is_draining = False
-        self.batch: list[Row] | None = None
+        self.batch: list[StoredGroup] | None = None
         self.starts: dict[int, int] = {}
         self.workers: dict[int, str] = {}
         self.running: list[int] = []
@@ -72,7 +72,7 @@ class ModelChecker:
         if self.journal:
             self.journal.commit(self.store.state.scalars())
 
-    def record(self, row: Row) -> None:
+    def record(self, row: StoredGroup) -> None:
         self.rows[row.group_id] = row
         if self.journal:
             self.journal.record(row)
@@ -105,7 +105,7 @@ class ModelChecker:
             start = self.starts[group_id]
             self.newest[group_id] = start if self.rules.drain else min(max(start, newest), self.version)
             self.running.remove(group_id)
-            outcome = make_outcome(self.newest[group_id], equal_rewards=equal, reward=float(group_id))
+            outcome = make_arrival(self.newest[group_id], equal_rewards=equal, reward=float(group_id))
             self.store.finish(group_id, b"%d" % group_id, outcome, drop_equal=True)
 
     def fail(self, pick: int, requeue: bool) -> None:
@@ -143,7 +143,7 @@ class ModelChecker:
             self.batch = batch
             self.check_batch(batch)
 
-    def check_batch(self, batch: list[Row]) -> None:
+    def check_batch(self, batch: list[StoredGroup]) -> None:
         rules, v = self.rules, self.version
         ids = [row.group_id for row in batch]
         assert len(ids) == rules.prompts_per_step and ids == sorted(set(ids))
@@ -203,7 +203,7 @@ class ModelChecker:
             self.journal.import_past(past_file, saved)
         past = read_arrived(past_file, [i for i, *_ in saved.buffer["live"]]) if past_file else {}
         self.store = Store(self.rules, StoreState(record=self.record))
-        restore_checkpoint(saved, self.store.state, self.store.policy, past)
+        restore_checkpoint(saved, self.store.state, self.store.mode, past)
         finished = self.store.state.finished
         assert all(self.newest[i] <= saved.version and row.payload == b"%d" % i for i, row in finished.items())
         assert sum(row.drop_reason == "future_version" for row in self.rows.values()) == sum(

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from async_rl.config import Config, TimeoutsConfig
-from async_rl.types import Batch, RolloutGroup, Slot
+from async_rl.types import Batch, Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
-from tests.buffer.factories import make_group, make_rollout
+from tests.buffer.factories import make_group, make_row
 
 TIMEOUTS = TimeoutsConfig(wire_s=5.0, work_s=20.0)
 QUICK = dataclasses.replace(TIMEOUTS, wire_s=1.0)
@@ -45,13 +45,13 @@ async def put_all(worker: WorkerClient) -> None:
         await worker.put(make_group(slot))
 
 
-GroupMaker = Callable[[Slot, np.random.Generator, int], RolloutGroup]
+GroupMaker = Callable[[Slot, np.random.Generator, int], Group]
 """Makes a group for a slot, with token versions from the slot's up to the given one."""
 
 
-def make_answers(slot: Slot, rng: np.random.Generator, newest: int, group_size: int = 2) -> RolloutGroup:
+def make_answers(slot: Slot, rng: np.random.Generator, newest: int, group_size: int = 2) -> Group:
     versions = np.array([slot.start_version, newest], np.int32)
-    return make_group(slot, rollouts=tuple(make_rollout(2, versions=versions) for _ in range(group_size)))
+    return make_group(slot, rows=tuple(make_row(2, versions=versions) for _ in range(group_size)))
 
 
 async def admit_until(stop: threading.Event, client: WorkerClient) -> list[Slot]:

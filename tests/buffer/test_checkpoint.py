@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from async_rl.storage.checkpoints import TrainingState
 from buffer.checkpoint import buffer_checkpoint, restore_checkpoint
-from buffer.policies import open_policy
+from buffer.modes import open_mode
 from buffer.staleness import Rules
 from buffer.store import Store
-from buffer.store_rows import Row
 from buffer.store_state import StoreState
-from tests.buffer.factories import make_outcome, plain_rules
+from buffer.stored_group import StoredGroup
+from tests.buffer.factories import make_arrival, plain_rules
 
 RULES = plain_rules(max_staleness=2, prompts_per_step=3)
 
@@ -35,16 +35,18 @@ def train_batches(store: Store, number: int) -> list[int]:
         store.admit("w", 99, 0.0)
         while (taken := store.take(store.state.version)) is None:
             oldest = store.state.running[min(store.state.running)]
-            store.finish(oldest.group_id, b"group", make_outcome(newest_version=oldest.start_version))
+            store.finish(oldest.group_id, b"group", make_arrival(newest_version=oldest.start_version))
         prompts += [row.prompt_index for row in taken]
         store.trained(store.state.version + 1)
         store.served(store.state.version)
     return prompts
 
 
-def resumed_state(saved: TrainingState, past: Mapping[int, Row] | None = None, rules: Rules = RULES) -> StoreState:
+def resumed_state(
+    saved: TrainingState, past: Mapping[int, StoredGroup] | None = None, rules: Rules = RULES
+) -> StoreState:
     state = StoreState()
-    restore_checkpoint(saved, state, open_policy(rules), past or {})
+    restore_checkpoint(saved, state, open_mode(rules), past or {})
     return state
 
 
@@ -79,9 +81,9 @@ def test_group_ids_continue_after_a_resume() -> None:
     assert resumed.state.counters()["buffer/dropped_failed"] == 9
 
 
-def old_run(rules: Rules = RULES) -> tuple[Store, dict[int, Row]]:
+def old_run(rules: Rules = RULES) -> tuple[Store, dict[int, StoredGroup]]:
     """A store at version 2 with the prompts from 6 on granted, and the newest row of each group, as in a journal."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, StoredGroup] = {}
     store = Store(rules, StoreState(record=lambda row: rows.update({row.group_id: row})))
     train_batches(store, 2)
     store.admit("w", 99, 0.0)
@@ -96,9 +98,9 @@ def test_an_arrived_group_is_kept_unless_its_weights_are_gone() -> None:
     store, past = old_run()
     saved = checkpoint(store)
     early, late = min(store.state.running), max(store.state.running)
-    store.finish(early, b"early", make_outcome(newest_version=2))
+    store.finish(early, b"early", make_arrival(newest_version=2))
     store.state.version = 3
-    store.finish(late, b"late", make_outcome(newest_version=3))
+    store.finish(late, b"late", make_arrival(newest_version=3))
     live = len(store.state.running) + 2
     resumed = resumed_state(saved, {group_id: row for group_id, row in past.items() if row.payload})
     assert [row.payload for row in resumed.finished.values()] == [b"early"]
@@ -112,7 +114,7 @@ def test_an_arrived_group_is_kept_unless_its_weights_are_gone() -> None:
 def test_a_resume_with_a_lower_bound_keeps_only_what_that_bound_allows() -> None:
     store, past = old_run()
     for group_id in list(store.state.running):
-        store.finish(group_id, b"group", make_outcome(newest_version=store.state.running[group_id].start_version))
+        store.finish(group_id, b"group", make_arrival(newest_version=store.state.running[group_id].start_version))
     saved = checkpoint(store)
     starts = sorted(row.start_version for row in store.state.finished.values())
     assert starts[0] < 2 and len(starts) > 6
@@ -132,7 +134,7 @@ def test_a_resume_with_a_lower_bound_keeps_only_what_that_bound_allows() -> None
 @pytest.mark.parametrize("has_past", [True, False])
 def test_exact_mode_continues_or_counts_anew_from_the_resume(has_past: bool) -> None:
     rules = plain_rules(2, 3, exact=True)
-    rows: dict[int, Row] = {}
+    rows: dict[int, StoredGroup] = {}
     store = Store(rules, StoreState(record=lambda row: rows.update({row.group_id: row})))
     assert exact_ages(store, 4) == [0, 1, 2, 2]
     resumed = resumed_state(checkpoint(store), rows if has_past else {}, rules)
@@ -146,7 +148,7 @@ def exact_ages(store: Store, number: int) -> list[int]:
     for _ in range(number):
         store.admit("w", 99, 0.0)
         for group_id, row in list(store.state.running.items()):
-            store.finish(group_id, b"group", make_outcome(newest_version=row.start_version))
+            store.finish(group_id, b"group", make_arrival(newest_version=row.start_version))
         taken = store.take(store.state.version)
         assert taken
         (age,) = {store.state.version - row.start_version for row in taken}

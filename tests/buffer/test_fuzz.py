@@ -68,7 +68,7 @@ def test_mutated_messages_of_a_worker_are_refused_or_valid(
     """The messages are those of a worker that has slots, so some are still valid and change the state."""
     rng = random.Random(1)
     originals = valid_messages(put)
-    answers = refusals = admitted = 0
+    replies = refusals = admitted = 0
     config = make_config(max_staleness=1)
     config = dataclasses.replace(config, task=dataclasses.replace(config.task, env=env))
     for seed in range(10):
@@ -76,17 +76,17 @@ def test_mutated_messages_of_a_worker_are_refused_or_valid(
         operations = Operations(config, store)
         for frames in [[pack_request("served", 1, version=0)], originals[5]]:
             operations.handle(b"worker", frames)
-        operations.answers(0.0)  # grants the slots
+        operations.replies(0.0)  # grants the slots
         rng.seed(seed)
         for _ in range(number // 10):
             operations.handle(b"worker", mutate(rng.choice(originals), rng))
-            for answer in operations.answers(0.0):
-                answers += len(answer.ids)
-                refusals += bool(answer.error)
+            for reply in operations.replies(0.0):
+                replies += len(reply.ids)
+                refusals += bool(reply.error)
         admitted += int(operations.counters()["buffer/admitted"])
         assert operations.counters()["buffer/refused"] > 0.5 * number // 10
         store.close()  # checks the accounting
-    assert refusals < answers <= number + 10, "some were valid"
+    assert refusals < replies <= number + 10, "some were valid"
     assert admitted >= 10 * 3
 
 

@@ -11,7 +11,7 @@ from async_rl.config import AlgorithmConfig, Config, StalenessConfig, WeightSync
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.store import FLAT_BATCHES, Store
-from tests.buffer.factories import make_config, make_group, make_outcome, make_rollout, plain_rules, serving
+from tests.buffer.factories import make_arrival, make_config, make_group, make_row, plain_rules, serving
 from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
 
 
@@ -35,7 +35,7 @@ def test_a_worker_is_told_of_dropped_groups_until_it_acknowledges_them() -> None
             more = await worker.admit(4)
             assert [slot.start_version for slot in more] == [1, 1]
             for slot in more:
-                await worker.put(make_group(slot, rollouts=(make_rollout(version=1),) * 2))
+                await worker.put(make_group(slot, rows=(make_row(version=1),) * 2))
             batch = learner.take(1)  # the two of version 0 that still run can only miss their deadline
             assert [group.group_id for group in batch.groups] == [4, 5]
             assert await worker.aborts([]) == await worker.aborts([]) == [0, 1]
@@ -66,7 +66,7 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
             learner.take(0)
             learner.trained(1)
             hasty = LearnerClient(server.address, replace(QUICK, work_s=0.2))
-            told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* until no rollout group runs .*: " \
+            told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* until no group runs .*: " \
                 r"1 of 2 groups finished, 1 running \(oldest 0 s, worker rollout/0\)"
             with pytest.raises(WaitTimeoutError, match=told):
                 hasty.await_push(1)
@@ -90,7 +90,7 @@ def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
         learner.served(0)
         for _ in range(FLAT_BATCHES):
             with_worker(server.address, put_all)
-        with pytest.raises(NothingToLearnError, match=r"^16 rollout groups in a row .* 0.5, .* is solved"):
+        with pytest.raises(NothingToLearnError, match=r"^16 groups in a row .* 0.5, .* is solved"):
             learner.take(0)
         counters = server.counters()
         assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0
@@ -104,13 +104,13 @@ def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> No
     rewards = [1.0] * (FLAT_BATCHES - 1) + [0.0] + [1.0] * (FLAT_BATCHES - 1)
     for reward in rewards:
         (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=reward), drop_equal=True)
+        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=reward), drop_equal=True)
     assert not store.end_reason
     (slot,) = store.admit("rollout/0", 1, 0.0)
-    store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=1.0), drop_equal=True)
+    store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=1.0), drop_equal=True)
     assert "task is solved" in store.end_reason and store.end_reason.endswith("Choose a harder one.")
     (slot,) = store.admit("rollout/0", 1, 0.0)  # one more group can disprove that, before the learner has asked
-    store.finish(slot.group_id, b"", make_outcome(equal_rewards=False, reward=0.5), drop_equal=True)
+    store.finish(slot.group_id, b"", make_arrival(equal_rewards=False, reward=0.5), drop_equal=True)
     assert not store.end_reason
 
 
@@ -120,7 +120,7 @@ def test_flat_groups_that_are_kept_are_counted_and_end_nothing() -> None:
     counts = []
     for equal, reward in [(True, 1.0), (True, 1.0), (False, 1.0), *[(True, 0.0)] * FLAT_BATCHES]:
         (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_outcome(equal_rewards=equal, reward=reward))
+        store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal, reward=reward))
         counts.append(store.num_flat)
     assert counts == [1, 2, 0, *range(1, FLAT_BATCHES + 1)] and not store.end_reason
 
@@ -130,7 +130,7 @@ def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
     store.served(0)
     for _ in range(FLAT_BATCHES):
         (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_outcome(equal_rewards=True, reward=0.0), drop_equal=True)
+        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=0.0), drop_equal=True)
     assert "task is out of reach" in store.end_reason and store.end_reason.endswith("Choose an easier one.")
 
 
@@ -138,7 +138,7 @@ def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:
     store = Store(plain_rules(1, 2, fresh_per_step=1, max_uses=3))
     store.served(0)
     for slot in store.admit("rollout/0", 9, 0.0):
-        store.finish(slot.group_id, b"", make_outcome())
+        store.finish(slot.group_id, b"", make_arrival())
     assert store.state.slots_held == 2
     assert store.take(0) is not None
     store.trained(1)
@@ -146,7 +146,7 @@ def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:
     assert store.state.slots_held == 0 and store.state.counters()["buffer/used"] == 2
     (slot, _) = store.admit("rollout/0", 9, 0.0)
     assert store.take(1) is None
-    store.finish(slot.group_id, b"", make_outcome(1))
+    store.finish(slot.group_id, b"", make_arrival(1))
     batch = store.take(1)
     assert batch is not None and [(row.group_id, row.start_version) for row in batch] == [(0, 0), (2, 1)]
     store.trained(2)

@@ -11,7 +11,7 @@ from async_rl.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
 from buffer.late_waits import LateWaits
 from buffer.store import Store
-from tests.buffer.factories import make_config, make_group, make_outcome, plain_rules, serving
+from tests.buffer.factories import make_arrival, make_config, make_group, plain_rules, serving
 from tests.buffer.running import TIMEOUTS, with_worker
 
 
@@ -42,16 +42,16 @@ def test_only_with_enough_other_groups_does_a_learner_wait_for_late_ones() -> No
     first, second, third, fourth = (slot.group_id for slot in store.admit("rollout/0", 9, 0.0))
     for group_id in (first, second):
         assert not store.misses_late
-        store.finish(group_id, b"", make_outcome())
+        store.finish(group_id, b"", make_arrival())
     assert store.take(0)
     store.trained(1)
     store.served(1)
     later = [slot.group_id for slot in store.admit("rollout/0", 9, 0.0)]
     for group_id in later:
-        store.finish(group_id, b"", make_outcome(1))
+        store.finish(group_id, b"", make_arrival(1))
     assert store.take(1) is None and store.misses_late
-    store.finish(third, b"", make_outcome())
-    store.finish(fourth, b"", make_outcome())
+    store.finish(third, b"", make_arrival())
+    store.finish(fourth, b"", make_arrival())
     assert [row.group_id for row in store.take(1) or ()] == [third, fourth]
 
 

@@ -15,7 +15,7 @@ import pytest
 from async_rl.config import RolloutConfig
 from async_rl.messages.codec import encode_group
 from buffer.client import LearnerClient, WorkerClient
-from tests.buffer.factories import make_config, make_group, make_rollout, serving
+from tests.buffer.factories import make_config, make_group, make_row, serving
 from tests.buffer.running import TIMEOUTS, with_worker
 
 TOKENS = 2048
@@ -33,7 +33,7 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
     monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.05)
     rollout = RolloutConfig(group_size=4, max_response_tokens=TOKENS)
     config = replace(make_config(max_staleness=3, prompts_per_step=32), rollout=rollout)
-    rollouts = tuple(make_rollout(TOKENS, logprobs=np.full(TOKENS, -1.0 - i, np.float32)) for i in range(4))
+    rows = tuple(make_row(TOKENS, logprobs=np.full(TOKENS, -1.0 - i, np.float32)) for i in range(4))
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
@@ -45,7 +45,7 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
             while time.monotonic() < until_s:
                 slots = await worker.admit(1000)
                 for slot in slots:
-                    group = make_group(slot, rollouts=rollouts)
+                    group = make_group(slot, rows=rows)
                     stored += await worker.put(group)
                     assert not await worker.put(group)
                     size = len(encode_group(group))

@@ -179,7 +179,7 @@ def test_four_batches_in_flight_break_a_rule_without_look_ahead(monkeypatch: pyt
         enough = len(finished) >= rules.prompts_per_step and all(d > version for d in running)
         return rules.prompts_per_step if enough else None
 
-    monkeypatch.setattr("buffer.policies.fresh_to_take", today_only)
+    monkeypatch.setattr("buffer.modes.fresh_to_take", today_only)
     with pytest.raises(Exception, match=r"over staleness.max = 3"):
         simulate(CROWDED, 3, steps=60)
 

@@ -17,7 +17,7 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, make_group, make_rollout, serving
+from tests.buffer.factories import make_config, make_group, make_row, serving
 from tests.buffer.running import TIMEOUTS, with_worker
 
 
@@ -39,7 +39,7 @@ PUT = pack_request("put", 77, worker="rollout/0")
 FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
-FUTURE = {"rollouts": (make_rollout(3), make_rollout(3, versions=np.array([0, 0, 1], np.int32)))}
+FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int32)))}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ FUTURE = {"rollouts": (make_rollout(3), make_rollout(3, versions=np.array([0, 0,
         (put_frames(OTHER_PROMPT), "prompt_index: got 3, allowed 0 as granted to group 0"),
         (put_frames(OTHER_START), "start_version: got 1, allowed 0 as granted to group 0"),
         (put_frames(FIRST, **FUTURE), "versions: got 1, allowed at most 0, the newest announced"),
-        (put_frames(FIRST, rollouts=(make_rollout(3),)), "lengths: 1 elements, allowed 2"),
+        (put_frames(FIRST, rows=(make_row(3),)), "lengths: 1 elements, allowed 2"),
     ],
 )
 def test_a_bad_message_is_refused_and_counted_and_changes_nothing(

@@ -20,7 +20,7 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request
-from tests.buffer.factories import make_group, make_rollout, serving
+from tests.buffer.factories import make_group, make_row, serving
 from tests.buffer.journal.test_journal import journalled, select, serving_until_a_crash
 from tests.buffer.running import TIMEOUTS, with_worker
 from tests.buffer.test_refusals import ask
@@ -43,11 +43,11 @@ def run_past_its_checkpoint(config: Config) -> Config:
         async def finish_later(worker: WorkerClient) -> None:
             await worker.admit(2)  # groups 4 and 5, at version 1
             slot = Slot(group_id=3, prompt_index=3, start_version=0)
-            await worker.put(make_group(slot, rollouts=(make_rollout(2, versions=np.array([0, 1], np.int32)),) * 2))
+            await worker.put(make_group(slot, rows=(make_row(2, versions=np.array([0, 1], np.int32)),) * 2))
 
         async def finish_last(worker: WorkerClient) -> None:
             slot = Slot(group_id=4, prompt_index=4, start_version=1)
-            await worker.put(make_group(slot, rollouts=(make_rollout(2, versions=np.array([1, 2], np.int32)),) * 2))
+            await worker.put(make_group(slot, rows=(make_row(2, versions=np.array([1, 2], np.int32)),) * 2))
 
         with_worker(server.address, finish)
         learner.take(0)
@@ -101,14 +101,14 @@ def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> 
         past_files = sorted(file.name for file in config.run_dir.glob("*.lineage_*.sqlite"))
         past = [f"trajectories.lineage_{i}.sqlite" for i in range(number)]
         assert past_files == past, "a resume has overwritten the files of another"
-    assert select(config, "SELECT group_id, step, staleness, response_tokens FROM trained WHERE rollout = 0") == [
+    assert select(config, "SELECT group_id, step, staleness, response_tokens FROM trained WHERE row = 0") == [
         (0, 1, 0, 3), (1, 1, 0, 3), (2, 2, 1, 3), (3, 2, 1, 2),
     ]
     ids = [group_id for (group_id,) in select(config, "SELECT group_id FROM groups ORDER BY group_id")]
     assert ids == list(range(len(ids))), "every group ever admitted"
     target = tmp_path / "out.parquet"
     assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
-    steps = {(row["group_id"], row["rollout"]): row["trained_steps"] for row in pq.read_table(target).to_pylist()}
+    steps = {(row["group_id"], row["row"]): row["trained_steps"] for row in pq.read_table(target).to_pylist()}
     assert steps == {(group_id, i): [1 + group_id // 2] for group_id in range(4) for i in range(2)}
     assert all(row["tokens"] for row in pq.read_table(target).to_pylist())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from buffer.policies import Drop, Mask, Wait
+from buffer.modes import Drop, Mask, Wait
 from buffer.staleness import (
     Rules,
     admission_capacity,
@@ -17,8 +17,8 @@ from buffer.staleness import (
     vacant_batches,
     young_enough,
 )
-from buffer.store_rows import Row
-from tests.buffer.factories import make_outcome
+from buffer.stored_group import StoredGroup
+from tests.buffer.factories import make_arrival
 
 
 def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: object) -> Rules:
@@ -63,7 +63,7 @@ def test_dropping_and_masking_wait_for_nobody_that_runs() -> None:
 
 
 def test_a_masked_group_lasts_as_long_as_its_newest_token() -> None:
-    row = Row(group_id=0, prompt_index=0, start_version=3, worker="", outcome=make_outcome(newest_version=5))
+    row = StoredGroup(group_id=0, prompt_index=0, start_version=3, worker="", arrival=make_arrival(newest_version=5))
     assert Wait(rules(2, 1)).deadline(row) == 5
     assert Mask(rules(2, 1)).deadline(row) == 7
     assert young_enough(np.array([1, 2, 3, 5], np.int32), 5, 2).tolist() == [False, False, True, True]

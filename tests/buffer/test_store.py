@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from async_rl.errors import StalenessError, WireError
-from buffer.policies import Wait
+from buffer.modes import Wait
 from buffer.store import Store
-from tests.buffer.factories import make_outcome, plain_rules
+from tests.buffer.factories import make_arrival, plain_rules
 
 
 def open_store(max_staleness: int = 0, prompts_per_step: int = 2) -> Store:
@@ -16,7 +16,7 @@ def open_store(max_staleness: int = 0, prompts_per_step: int = 2) -> Store:
 
 def finish_all(store: Store, group_ids: list[int]) -> None:
     for group_id in group_ids:
-        store.finish(group_id, b"%d" % group_id, make_outcome())
+        store.finish(group_id, b"%d" % group_id, make_arrival())
 
 
 def train(store: Store) -> list[int]:
@@ -112,7 +112,7 @@ def test_a_group_belongs_to_the_worker_it_was_granted_to() -> None:
         store.running_slot(0, "rollout/1")
     with pytest.raises(WireError, match=r"group_id: got 7, allowed one that was granted \(1 so far\)"):
         store.running_slot(7, "rollout/0")
-    store.finish(0, b"", make_outcome())
+    store.finish(0, b"", make_arrival())
     assert store.running_slot(0, "rollout/0") is None
 
 
@@ -149,7 +149,7 @@ def test_a_lost_group_is_found_by_the_accounting() -> None:
 
 
 def test_a_group_past_its_deadline_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Wait, "choose", lambda policy, state, version: list(state.finished.values())[-1:])
+    monkeypatch.setattr(Wait, "choose", lambda mode, state, version: list(state.finished.values())[-1:])
     store = open_store(max_staleness=1, prompts_per_step=1)
     store.admit("rollout/0", 2, 0.0)
     finish_all(store, [0, 1])

@@ -33,10 +33,10 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ),
         (
             ["placement.learner.ranks=256"],
-            "placement.learner.ranks must be at most 128, the rollouts of a step (learner.prompts_per_step * "
+            "placement.learner.ranks must be at most 128, the episodes of a step (learner.prompts_per_step * "
             "rollout.group_size), got 256 (command line). Each rank",
         ),
-        (["algorithm.minibatches=65", "placement.learner.ranks=2"], "algorithm.minibatches must be at most 128 roll"),
+        (["algorithm.minibatches=65", "placement.learner.ranks=2"], "algorithm.minibatches must be at most 128 e"),
         (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
         (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
         (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be greater than 0, got 0 (command line)"),
@@ -176,7 +176,7 @@ SMALL_ENGINE = EngineEntry(
     open="no_module:engine", open_admin="no_module:admin", update_policies=("drain", "abort"), receives=("folder",),
     max_tensor_parallel=4,
 )
-PER_ANSWER_LOSS = Loss(function="no_module:loss", needs_answer_advantage=True, aggregations=("constant",))
+PER_ANSWER_LOSS = Loss(function="no_module:loss", needs_row_advantage=True, aggregations=("constant",))
 ADVANTAGE = Advantage(of_group_and_baseline="no_module:advantage")
 BY_FOLDER = TransportEntry(open="no_module:publisher", delivers="folder", devices=("cpu",))
 BY_MAGIC = TransportEntry(open="no_module:publisher", delivers="magic", devices=("cpu",))

@@ -246,7 +246,7 @@ def test_an_error_names_the_override_or_the_preset_and_no_place_for_a_default(tm
     assert "staleness.mode exact, got 'in_place'. An" in error_of(tmp_path, text, "staleness.mode=exact")
     message = error_of(tmp_path, text, "algorithm.preset=gspo", "algorithm.advantage=gae")
     assert message.startswith("algorithm.loss must be one of ppo_clip, cispo, dppo_tv with algorithm.advantage gae ")
-    assert "got 'gspo' (preset gspo). gspo has one ratio an answer" in message
+    assert "got 'gspo' (preset gspo). gspo has one ratio a row" in message
 
 
 def test_all_errors_of_a_configuration_are_listed_at_once(tmp_path: Path) -> None:

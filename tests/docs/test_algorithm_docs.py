@@ -170,7 +170,7 @@ REFUSED = [
     ),
     (["algorithm.advantage=vtrace", "algorithm.correction.kind=token_tis"], "carry the truncated ratio already"),
     (["algorithm.advantage=vtrace", "algorithm.proximal=behaviour"], "carry the ratio to the behaviour policy already"),
-    (["algorithm.preset=gspo", "algorithm.advantage=gae"], "one advantage an answer"),
+    (["algorithm.preset=gspo", "algorithm.advantage=gae"], "one advantage a row"),
     (["algorithm.preset=gspo", "algorithm.aggregation=token_mean"], "algorithm.aggregation must be sequence_mean"),
     (["algorithm.preset=gspo", "algorithm.kl.kind=k1_reward"], "gives each token an advantage of its own"),
     (["algorithm.gamma=0.9"], "algorithm.gamma must be 1 with algorithm.advantage grpo"),

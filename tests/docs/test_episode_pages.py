@@ -24,7 +24,7 @@ from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
-from rollout_server.episodes.conversation.rows import Row
+from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.demonstrations import load_oracle
@@ -55,7 +55,7 @@ CONFIGS = {"orders": (EPISODES, 0), "env": (EPISODES, 1), "agent": (AGENTS, 0), 
 LIMITS = EpisodeLimits(tool_s=5, turn_s=5, episode_s=20)
 SIZES = SessionLimits(max_tokens=4000, max_reply_tokens=200, max_turns=6)
 CALLS = '<tool_call>\n{"name": "price", "arguments": {"item": "apple"}}\n</tool_call>\n' * 2
-QUESTION = Question(messages=({"role": "user", "content": "2 apple(s)?"},), answer="6")
+QUESTION = Question(messages=({"role": "user", "content": "2 apple(s)?"},), ground_truth="6")
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_the_environment_of_the_page_is_played(folder: Path) -> None:
 
 def test_the_agent_of_the_page_is_one_row(folder: Path) -> None:
     agent, oracle = load_agent(load_config(folder / "agent.yaml").task.agent), load_oracle(load_config(SHOP).sft.oracle)
-    question = Question(messages=({"role": "user", "content": "What do 2 apples cost?"},), answer="6")
+    question = Question(messages=({"role": "user", "content": "What do 2 apples cost?"},), ground_truth="6")
     rng = random.Random(2)  # which does not make it wrong
     call = oracle(question.messages, rng)  # type: ignore[arg-type]
     answer = oracle([*question.messages, {"role": "tool", "content": "3"}], rng)  # type: ignore[list-item]
@@ -172,7 +172,7 @@ def test_thinking_that_an_agent_sends_back_is_one_row_and_stripped_it_is_one_a_t
     tokenizer, ends = tokenizer_of("qwen3"), end_tokens("qwen3")
     renderer, reader = TurnRenderer(tokenizer, ends), ReplyReader(tokenizer, ends, JsonParser("hermes"))
 
-    async def rows(strips: bool) -> list[Row]:
+    async def rows(strips: bool) -> list[WholeRow]:
         session = Session(scripted(tokenizer, ["<think>\nhm\n</think>\n\nyes"] * 3), renderer, reader, SIZES)
         said = [user("is it?")]
         for _ in range(3):

@@ -28,7 +28,7 @@ def test_the_single_gpu_config_has_the_settings_that_users_of_verl_know() -> Non
     assert (config.learner.prompts_per_step, config.learner.lr, config.critic.lr) == (64, 1e-6, 1e-5)
     assert (config.task.max_prompt_tokens, config.rollout.max_response_tokens) == (512, 512)
     assert (config.algorithm.kl.kind, config.algorithm.kl.coef) == ("k1_reward", 0.001)
-    assert (config.rollout.mem_fraction, config.takes_turns) == (0.4, True)
+    assert (config.rollout.mem_fraction, config.shares_gpus) == (0.4, True)
 
 
 @pytest.mark.parametrize("name", ["gsm8k_single_gpu", "gsm8k_two_node"])

@@ -187,7 +187,7 @@ def test_the_reward_function_in_the_guide_is_called_as_it_says(monkeypatch: pyte
     exec(block, names)
     function = names["short_and_right"]
     assert callable(function)
-    question = Question(messages=({"role": "user", "content": "1 + 1?"},), answer="2")
+    question = Question(messages=({"role": "user", "content": "1 + 1?"},), ground_truth="2")
     assert function(question, "It is 2") == 1.0
     assert function(question, "It is 3") == 0.0
 

@@ -9,7 +9,7 @@ import pytest
 from async_rl import pipeline
 from async_rl.cli import main
 
-ENDED = "16 rollout groups in a row had the same reward, 0, for every answer. Choose an easier one."
+ENDED = "16 groups in a row had the same reward, 0, for every answer. Choose an easier one."
 
 
 @pytest.mark.parametrize(("steps", "code"), [(0, 1), (3, 0)])

@@ -95,7 +95,7 @@ class SilentTask(Task):
     num_prompts = 1
 
     def train_question(self, position: int) -> Question:
-        return Question(messages=({"role": "user", "content": ""},), answer="", source="silence")
+        return Question(messages=({"role": "user", "content": ""},), ground_truth="", source="silence")
 
     def eval_questions(self) -> list[Question]:
         return []
@@ -243,8 +243,8 @@ def test_a_host_with_gpus_enough_takes_what_needs_them(
 def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConfig, tmp_path: Path) -> None:
     text = dry_run(config_of(model, TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=100), tmp_path))
     derived = dict(re.findall(r"^# (.*?)  +(\S+)$", text, re.MULTILINE))
-    assert derived["rollouts per step"] == "128"  # 16 prompts * 8 answers
-    assert derived["rollouts at the engines, at most"] == "128"  # staleness 0: no more than a step's
+    assert derived["episodes per step"] == "128"  # 16 prompts * 8 answers
+    assert derived["episodes at the engines, at most"] == "128"  # staleness 0: no more than a step's
     assert derived["longest sequence, tokens"] == "356"
     assert not (tmp_path / "runs").exists()
 

@@ -23,7 +23,7 @@ from buffer.client import LearnerClient
 from buffer.protocol.keys import own_keys
 from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
-from learner.trainer import Learner
+from learner.learner import Learner
 from rollout_server.rewards.base import open_reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task

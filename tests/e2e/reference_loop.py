@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config
 from async_rl.storage.model_folder import load_tokenizer
-from async_rl.types import Batch, Prompt, RolloutGroup
+from async_rl.types import Batch, Group, Prompt
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.hf.batch import DecodingBatch, Group
+from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
 
@@ -57,16 +57,16 @@ class Reference:
             answers = []
             for group in self._sample([task.prompt(index) for index in range(first, first + size)]):
                 prompt = group.request.prompt
-                for completion in group.answers:
-                    text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                    tokens = completion.tokens.tolist()
-                    answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt.reference, text)))
+                for reply in group.replies:
+                    text = tokenizer.decode(reply.tokens, skip_special_tokens=True)
+                    tokens = reply.tokens.tolist()
+                    answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt.question, text)))
             yield self.train(answers)
 
-    def _sample(self, prompts: list[Prompt]) -> list[Group]:
+    def _sample(self, prompts: list[Prompt]) -> list[OpenRequest]:
         rollout = self.config.rollout
         groups = [
-            Group(GenerationRequest(
+            OpenRequest(GenerationRequest(
                 group_id=i, prompt=prompt, start_version=0, seed=self.config.run.seed, n=rollout.group_size,
                 max_tokens=rollout.max_response_tokens, temperature=rollout.temperature,
             ))
@@ -109,7 +109,7 @@ class Reference:
 
 
 def answers_of(batch: Batch) -> list[Answer]:
-    def of(group: RolloutGroup) -> list[Answer]:
-        return [Answer(group.prompt_tokens.tolist(), r.tokens.tolist(), r.reward) for r in group.rollouts]
+    def of(group: Group) -> list[Answer]:
+        return [Answer(group.prompt_tokens.tolist(), r.tokens.tolist(), r.reward) for r in group.rows]
 
     return [answer for group in batch.groups for answer in of(group)]

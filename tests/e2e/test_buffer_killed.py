@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.marked_command import MarkedCommand, wait_until
 from buffer.journal.journal import FILE_NAME
-from buffer.store_rows import DROP_REASONS
+from buffer.stored_group import DROP_REASONS
 from tests.e2e.test_processes import metrics_lines
 
 pytestmark = pytest.mark.e2e

@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
-from buffer.store_rows import DROP_REASONS
+from buffer.stored_group import DROP_REASONS
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
@@ -77,7 +77,7 @@ def check(run: Run, config: Config, case: Case) -> None:
         assert 0 <= step["buffer/waited_for_late_s"] <= step["time/wait_data_s"] + 0.05
     for batch in run.batches:
         for group in batch.groups:
-            sampled = np.concatenate([r.versions[r.mask] for r in group.rollouts])
+            sampled = np.concatenate([r.versions[r.mask] for r in group.rows])
             assert sampled.min() >= group.start_version
             if late != "mask":
                 assert sampled.min() >= batch.version - BOUND

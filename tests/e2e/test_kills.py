@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kill_matrix import Outcome, kill_once
+from benchmarks.kill_matrix import KillResult, kill_once
 
 pytestmark = pytest.mark.e2e
 
@@ -66,7 +66,7 @@ def test_a_run_that_loses_a_rank_or_its_driver_ends_in_a_minute_and_resumes(
     check(outcome)
 
 
-def check(outcome: Outcome) -> None:
+def check(outcome: KillResult) -> None:
     assert outcome.counts_add_up
     assert outcome.staleness_max <= 2
     assert outcome.orphans == 0

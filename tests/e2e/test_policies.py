@@ -13,7 +13,7 @@ import pytest
 from async_rl.config import BufferConfig, Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from buffer.store_rows import DROP_REASONS
+from buffer.stored_group import DROP_REASONS
 from rollout_server.question import Question
 from tests.conftest import EngineInThread
 from tests.e2e.assembled import Run, run_assembled
@@ -38,7 +38,7 @@ IN_CI = [
 
 def slow_for_some(question: Question, response: str) -> float:
     """A reward that takes long for about a third of the prompts, so that their groups are late."""
-    if len(question.answer) == 5:
+    if len(question.ground_truth) == 5:
         time.sleep(0.3)
     return sum(letter in "aeiou" for letter in response) / 64
 
@@ -71,7 +71,7 @@ def check(run: Run, config: Config, case: Case) -> None:
     for batch in run.batches:
         for group in batch.groups:
             assert group.keeps_kv == (on_update == "in_place")
-            versions = np.concatenate([r.versions for r in group.rollouts])
+            versions = np.concatenate([r.versions for r in group.rows])
             assert versions.min() >= group.start_version
             if late != "mask":
                 assert versions.min() >= batch.version - bound

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config.loading import load_config
 from async_rl.seams.engines import UPDATE_POLICIES
-from buffer.store_rows import DROP_REASONS
+from buffer.stored_group import DROP_REASONS
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
@@ -108,10 +108,10 @@ def test_a_push_waits_for_no_tool_and_loses_no_episode(
     groups = [group for batch in run.batches for group in batch.groups]
     assert sorted(group.group_id for group in groups if group.start_version == 0) == list(range(STEPS * BATCH))
     assert {(episode.turns, group.start_version) for group in groups for episode in group.episodes} == {(2, 0)}
-    assert {rollout.finish_reason for group in groups for rollout in group.rollouts} <= {"stop", "length"}
+    assert {row.finish_reason for group in groups for row in group.rows} <= {"stop", "length"}
     dropped = {reason: run.counters[f"buffer/dropped_{reason}"] for reason in DROP_REASONS}
     assert run.counters["buffer/admitted"] == len(groups) + dropped.pop("shutdown")
     assert set(dropped.values()) == {0.0} and run.counters["buffer/unaccounted"] == 0
-    versions = [set(r.versions[r.mask].tolist()) for batch in run.batches[1:] for g in batch.groups for r in g.rollouts]
+    versions = [set(r.versions[r.mask].tolist()) for batch in run.batches[1:] for g in batch.groups for r in g.rows]
     assert all(min(each) == 0 and max(each) >= 1 for each in versions)  # a turn before the push, and one after it
     assert max(step.get("mismatch/mean_abs", 0.0) for step in run.steps) < 1e-4

@@ -71,7 +71,7 @@ def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed
     found = records(run_dir)
     for step in (3, 4):
         assert found[step].pop("log/restored") == 1.0
-        for key in ("policy/loss", "reward/mean", "staleness/mean", "batch/rollouts", "time/train_s", "push/bytes"):
+        for key in ("policy/loss", "reward/mean", "staleness/mean", "batch/episodes", "time/train_s", "push/bytes"):
             assert found[step][key] == whole[step][key], (step, key)
         assert "utilisation/learner" not in found[step]
         assert found[step]["time/written_at_s"] > found[2]["time/written_at_s"]

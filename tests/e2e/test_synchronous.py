@@ -71,7 +71,7 @@ def test_with_sglang_losses_are_those_of_a_plain_loop_on_its_groups(
     run = run_assembled(config)
     for batch in run.batches:
         assert [group.group_id for group in batch.groups] == list(range(4 * batch.version, 4 * batch.version + 4))
-        versions = np.concatenate([r.versions for group in batch.groups for r in group.rollouts])
+        versions = np.concatenate([r.versions for group in batch.groups for r in group.rows])
         assert set(versions.tolist()) == {batch.version}
     reference = Reference(config)
     assert_same(config, run, [reference.train(answers_of(batch)) for batch in run.batches], reference)

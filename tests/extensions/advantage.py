@@ -1,4 +1,4 @@
-"""An advantage from outside the packages: which share of its group an answer beats."""
+"""An advantage from outside the packages: which share of its group a row beats."""
 
 from __future__ import annotations
 

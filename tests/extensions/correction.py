@@ -7,7 +7,7 @@ from torch import Tensor
 from async_rl.seams import Correction
 
 
-def root_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, answers: Tensor, count: int) -> Tensor:
+def root_weights(log_rho: Tensor, advantages: Tensor, trained: Tensor, rows: Tensor, count: int) -> Tensor:
     """sqrt(rho) of each token. [N]"""
     return (0.5 * log_rho).exp()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from async_rl.config import Config
 from async_rl.config.section import section
 from async_rl.seams import EngineEntry
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.engines.sglang.admin import SGLangAdmin
 
@@ -28,11 +28,11 @@ class CountingEngine(HFEngine):
         settings: CountingSettings = config.rollout.settings
         self._log_file = log_dir / f"{settings.file}-{index}.log"
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        completions = await super().generate(request)
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+        replies = await super().generate(request)
         with self._log_file.open("a") as log:
-            log.writelines(f"{version}\n" for completion in completions for version in completion.versions)
-        return completions
+            log.writelines(f"{version}\n" for reply in replies for version in reply.versions)
+        return replies
 
 
 COUNTING = EngineEntry(

@@ -13,10 +13,10 @@ class Additions(Task):
 
     def train_question(self, position: int, first: int = 1) -> Question:
         messages = ({"role": "user", "content": f"{first} + {position} ="},)
-        return Question(messages=messages, answer=str(first + position), source="additions")
+        return Question(messages=messages, ground_truth=str(first + position), source="additions")
 
     def eval_questions(self) -> list[Question]:
         return [self.train_question(number, first=0) for number in range(self.eval_size)]
 
     def verify(self, question: Question, response: str) -> float:
-        return float(response.strip() == question.answer)
+        return float(response.strip() == question.ground_truth)

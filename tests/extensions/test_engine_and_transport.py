@@ -16,7 +16,7 @@ from async_rl.config import Config, RunConfig, WeightSyncConfig
 from async_rl.errors import ConfigError
 from async_rl.weights import open_publisher
 from async_rl.weights.server_admin import ServerAdmin
-from rollout_server.engines.base import Completion, open_engine
+from rollout_server.engines.base import SampledReply, open_engine
 from tests.extensions.engine import COUNTING
 from tests.extensions.transport import NewFolderPublisher
 from tests.rollout_server.engines.hf_cases import config_for, recomputed_logprobs, request_for, sharp_model
@@ -41,7 +41,7 @@ def test_an_engine_and_a_transport_from_outside_push_and_generate(model_folder: 
     config.run_dir.mkdir()
     new = sharp_model("tiny-qwen2", 5).eval()
 
-    async def generate_push_generate() -> tuple[list[Completion], list[Completion]]:
+    async def generate_push_generate() -> tuple[list[SampledReply], list[SampledReply]]:
         engine = open_engine(config, 0, tmp_path)
         await engine.start()
         try:

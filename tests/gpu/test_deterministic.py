@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from async_rl.config import Config, EvalConfig, LoggingConfig, RunConfig, StalenessConfig
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from tests.conftest import EngineInThread
 from tests.gpu.conftest import Note
-from tests.rollout_server.engines.hf_cases import request_for, same_answers
+from tests.rollout_server.engines.hf_cases import request_for, same_replies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
@@ -37,7 +37,7 @@ def test_answers_do_not_depend_on_what_else_the_server_computes(
     server = EngineInThread(deterministic, tmp_path / "logs")
     requests = [request_for(index, n=8, max_tokens=128) for index in range(24)]
 
-    async def together() -> list[list[Completion]]:
+    async def together() -> list[list[SampledReply]]:
         return list(await asyncio.gather(*map(server.engine.generate, requests)))
 
     try:
@@ -46,7 +46,7 @@ def test_answers_do_not_depend_on_what_else_the_server_computes(
         alone = server.run(server.engine.generate(requests[0]), timeout_s=300.0)
     finally:
         server.close()
-    assert same_answers(crowded, alone)
+    assert same_replies(crowded, alone)
     note("alone against among 24 groups", np.concatenate([a.logprobs for a in crowded])
          - np.concatenate([a.logprobs for a in alone]))
     assert len({tuple(a.tokens.tolist()) for a in alone}) > 1

@@ -1,4 +1,4 @@
-"""Logprobs and gradient of packed rows compared with every answer alone, for each kind of attention."""
+"""Logprobs and gradient of packed rows compared with every row alone, for each kind of attention."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from async_rl.config import Config
 from async_rl.types import Batch
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
-from learner.train_step import Updater
-from rollout_server.engines.base import Completion
-from tests.gpu.answers import batch_of, learner_logprobs, with_dtype
+from learner.updater import Updater
+from rollout_server.engines.base import SampledReply
 from tests.gpu.conftest import OPEN, Note
+from tests.gpu.rows import batch_of, learner_logprobs, with_dtype
 from tests.rollout_server.engines.hf_cases import request_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 def random_batch(config: Config) -> Batch:
-    """A batch of answers with random lengths and random tokens, as if a uniform policy had sampled them."""
+    """A batch of rows with random lengths and random tokens, as if a uniform policy had sampled them."""
     rng = np.random.default_rng(0)
     requests = [request_for(index) for index in range(8)]
-    answers = []
+    rows = []
     for _ in requests:
         lengths = rng.integers(1, config.rollout.max_response_tokens + 1, size=config.rollout.group_size)
-        answers.append([
-            Completion(
+        rows.append([
+            SampledReply(
                 tokens=rng.integers(4, 90, size=length).astype(np.int32),
                 logprobs=np.full(length, -4.5, np.float32), versions=np.zeros(length, np.int32), finish_reason="stop",
             )
             for length in lengths.tolist()
         ])
-    return batch_of(requests, answers)
+    return batch_of(requests, rows)
 
 
 def opened(config: Config, attention: str, max_tokens: int, device: torch.device) -> Updater:

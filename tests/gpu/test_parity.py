@@ -18,11 +18,11 @@ from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from async_rl.weights.base import serving_dtype
 from learner.models.policy import full_parameters
-from learner.train_step import Updater
-from rollout_server.engines.base import Completion, GenerationRequest
+from learner.updater import Updater
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.conftest import EngineInThread
-from tests.gpu.answers import behaviour_logprobs, generated, learner_logprobs, with_dtype
 from tests.gpu.conftest import OPEN, Note
+from tests.gpu.rows import behaviour_logprobs, generated, learner_logprobs, with_dtype
 from tests.rollout_server.engines.hf_cases import request_for
 from tests.rollout_server.engines.sglang_cases import load_model
 from tests.rollout_server.engines.tags import check_tags
@@ -149,7 +149,7 @@ def test_every_token_has_the_version_that_sampled_it_across_a_push(
         publisher.push(((name, p.to(device)) for name, p in models[version].named_parameters()), version)
         publisher.close()
 
-    async def answers_over_a_push(request: GenerationRequest, transport: str, in_turns: bool) -> list[Completion]:
+    async def answers_over_a_push(request: GenerationRequest, transport: str, in_turns: bool) -> list[SampledReply]:
         running = asyncio.create_task(server.engine.generate(request))
         await server.engine.generate(request_for(0))  # the group runs once this is answered
         await asyncio.to_thread(push, transport, in_turns)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config, ModelConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from tests.conftest import EngineInThread
 from tests.rollout_server.engines.hf_cases import request_for
 from tests.rollout_server.engines.tags import check_tags
@@ -51,7 +51,7 @@ def test_answers_over_a_push_are_true_to_their_versions(
     server = EngineInThread(config, tmp_path)
     request = request_for(6, n=16, max_tokens=450, temperature=TEMPERATURE)
 
-    async def generate_over_a_push() -> list[Completion]:
+    async def generate_over_a_push() -> list[SampledReply]:
         running = asyncio.create_task(server.engine.generate(request))
         await server.engine.generate(request_for(7))  # the group runs once this is answered
         publisher = open_publisher(config, [server.engine.url], 0, device)

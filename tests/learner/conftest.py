@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from hypothesis import settings
 
 from async_rl.types import Batch
-from learner import trainer
+from learner import learner as learner_module
 from tests.learner.fakes import FakeClient, FakePublisher
 from tests.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, rank_main
 from tests.learner.tiny_batches import make_batch, save_tiny_model, save_tiny_reward_model
@@ -53,13 +53,13 @@ def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dic
 @pytest.fixture
 def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
     fake = FakePublisher()
-    monkeypatch.setattr(trainer, "open_publisher", lambda *_: fake)
+    monkeypatch.setattr(learner_module, "open_publisher", lambda *_: fake)
     return fake
 
 
 @pytest.fixture
 def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "LearnerClient", FakeClient)
+    monkeypatch.setattr(learner_module, "LearnerClient", FakeClient)
 
     def decode(frames: list[bytes]) -> Batch:
         version = frames[0][0]
@@ -67,4 +67,4 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         groups = tuple(dataclasses.replace(g, group_id=3 * version + g.group_id) for g in batch.groups)
         return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
 
-    monkeypatch.setattr(trainer, "decode_batch", decode)
+    monkeypatch.setattr(learner_module, "decode_batch", decode)

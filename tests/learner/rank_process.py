@@ -27,7 +27,7 @@ from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
 from learner.batch_taking import NoBatch, share_taken
 from learner.models.policy import full_parameters, save_policy
-from learner.train_step import Updater
+from learner.updater import Updater
 from tests.learner.tiny_batches import make_batch, make_config, make_episode_batch
 
 ALGORITHMS = {

@@ -16,8 +16,8 @@ from learner.algorithms.objective import Objective
 from learner.batch_checks import check_bound, check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
-from learner.train_step import Updater
-from tests.learner.tiny_batches import make_batch, make_config, make_group, make_minibatch, make_rollout
+from learner.updater import Updater
+from tests.learner.tiny_batches import make_batch, make_config, make_group, make_minibatch, make_row
 
 MASK = StalenessConfig(max=1, late="mask")
 
@@ -25,24 +25,24 @@ MASK = StalenessConfig(max=1, late="mask")
 def aged_batch() -> Batch:
     """Return a batch of version 5. Its first answer is of versions 2..5, the second of version 2, the others of 5."""
     batch = make_batch(seed=0, version=5)
-    first, second, *others = batch.groups[0].rollouts
+    first, second, *others = batch.groups[0].rows
     spanning = np.sort(np.resize(np.array([2, 4, 5], np.int32), len(first.versions)))
-    rollouts = (
+    rows = (
         replace(first, versions=spanning), replace(second, versions=np.full_like(second.versions, 2)),
         *(replace(r, versions=np.full_like(r.versions, 5)) for r in others),
     )
     rest = [
-        replace(g, rollouts=tuple(replace(r, versions=np.full_like(r.versions, 5)) for r in g.rollouts))
+        replace(g, rows=tuple(replace(r, versions=np.full_like(r.versions, 5)) for r in g.rows))
         for g in batch.groups[1:]
     ]
-    return replace(batch, groups=(replace(batch.groups[0], rollouts=rollouts), *rest))
+    return replace(batch, groups=(replace(batch.groups[0], rows=rows), *rest))
 
 
 def test_tokens_over_the_bound_are_masked_and_the_rest_is_trained_on() -> None:
     batch = aged_batch()
     masked, metrics = check_staleness(batch, 5, MASK)
-    first, second, *others = masked.groups[0].rollouts
-    before = batch.groups[0].rollouts
+    first, second, *others = masked.groups[0].rows
+    before = batch.groups[0].rows
     assert first.mask.tolist() == (before[0].mask & (first.versions >= 4)).tolist()
     assert not second.mask.any()
     assert all(np.array_equal(r.mask, b.mask) for r, b in zip(others, before[2:], strict=True))
@@ -58,13 +58,13 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
     algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
     config = make_config(tiny_model_path, algorithm=algorithm)
     batch = aged_batch()
-    advantages = [[np.ones(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
-    pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    advantages = [[np.ones(len(r.tokens), np.float32) for r in group.rows] for group in batch.groups]
+    pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rows))]
     gradients, trained = [], []
     for of_batch in (batch, check_staleness(batch, 5, MASK)[0]):
         rows = [[Piece(g, (i,), 64)] for g, i in pairs]
         micro = collate(of_batch, rows, advantages, torch.device("cpu"))
-        logprobs = torch.cat([torch.tensor(batch.groups[g].rollouts[i].logprobs) for g, i in pairs]).requires_grad_()
+        logprobs = torch.cat([torch.tensor(batch.groups[g].rows[i].logprobs) for g, i in pairs]).requires_grad_()
         zeros = torch.zeros_like(logprobs)
         loss = Objective(config).losses(make_minibatch(micro), micro, logprobs, zeros, None).policy
         loss.backward()
@@ -97,14 +97,14 @@ def test_an_answer_without_a_young_token_trains_nothing_and_counts_in_the_reward
     config = make_config(tiny_model_path, staleness=MASK)
     values = {m.key: m.value for m in Updater(config, torch.device("cpu")).update(masked)}
     assert values["staleness/max"] <= 1
-    assert values["batch/rollouts"] == 12 and np.isfinite(values["policy/loss"])
+    assert values["batch/episodes"] == 12 and np.isfinite(values["policy/loss"])
 
 
 def batch_with_versions(versions: list[int], version: int) -> Batch:
-    rollout = make_rollout([5] * len(versions), [-1.0] * len(versions), 1.0)
-    rollout.versions[:] = np.array(versions)
+    row = make_row([5] * len(versions), [-1.0] * len(versions), 1.0)
+    row.versions[:] = np.array(versions)
     return Batch(
-        version=version, groups=(make_group(7, [3], [rollout], versions[0]),), finished_versions=(version,)
+        version=version, groups=(make_group(7, [3], [row], versions[0]),), finished_versions=(version,)
     )
 
 

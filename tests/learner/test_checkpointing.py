@@ -31,10 +31,10 @@ from async_rl.messages.reports import EvaluationDue
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, read_training_state
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
-from learner.train_step import Updater
-from learner.trainer import Learner
+from learner.learner import Learner
+from learner.updater import Updater
 from tests.learner.fakes import FakePublisher
-from tests.learner.test_trainer import open_learner, pushed_bytes
+from tests.learner.test_learner import open_learner, pushed_bytes
 from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")

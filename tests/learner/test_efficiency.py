@@ -18,9 +18,9 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.models.policy import full_parameters
 from learner.packing.microbatches import MicroBatch
 from learner.packing.plan import Layout
-from learner.train_step import Updater
+from learner.updater import Updater
 from tests.learner.rank_process import measure_roles
-from tests.learner.test_train_step import reference_logprobs
+from tests.learner.test_updater import reference_logprobs
 from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
@@ -43,17 +43,17 @@ def check_logprobs(updater: Updater, path: Path, batch: Batch) -> tuple[MicroBat
     """Every answer of the batch scored once, as transformers scores it alone; returns the micro-batches."""
     lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
-    answers = []
+    rows = []
     for micro in minibatch.micro_batches:
         with torch.no_grad():
             logprobs = updater.policy(micro.inputs)[0].split(micro.response.lengths)
-        for (g, i), ours in zip(micro.answers, logprobs, strict=True):
+        for (g, i), ours in zip(micro.rows, logprobs, strict=True):
             group = batch.groups[g]
             with torch.no_grad():
-                alone = reference_logprobs(lm, group.prompt_tokens, group.rollouts[i].tokens, group.temperature)
+                alone = reference_logprobs(lm, group.prompt_tokens, group.rows[i].tokens, group.temperature)
             torch.testing.assert_close(ours, alone, atol=1e-5, rtol=1e-5)
-            answers.append((g, i))
-    assert sorted(answers) == [(g, i) for g in range(6) for i in range(4)]
+            rows.append((g, i))
+    assert sorted(rows) == [(g, i) for g in range(6) for i in range(4)]
     return minibatch.micro_batches
 
 

@@ -24,21 +24,21 @@ from learner.batch_checks import check_bound, check_staleness
 from learner.episodes import reward_at_tokens, rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import MicroBatch, collate
 from learner.packing.plan import Piece
-from learner.train_step import Updater
+from learner.updater import Updater
 from tests.learner.tiny_batches import (
     make_config,
     make_episode_batch,
     make_episodes,
     make_group,
     make_minibatch,
-    make_rollout,
     make_row,
+    make_turns_row,
 )
 
 CPU = torch.device("cpu")
-FORKED = (make_row(".rR.rR", [0.25, 0.5], 1.75), make_row("..R", [1.0], 1.75))
+FORKED = (make_turns_row(".rR.rR", [0.25, 0.5], 1.75), make_turns_row("..R", [1.0], 1.75))
 """The two rows of an episode, with five trained tokens and three turns."""
-PLAIN = make_row("..rR", [0.25], 0.25)
+PLAIN = make_turns_row("..rR", [0.25], 0.25)
 """The row of an episode of one turn."""
 
 
@@ -54,8 +54,8 @@ def config_of(tmp_path: Path, **algorithm: Any) -> Config:
 
 def row_by_row(batch: Batch, advantages: list[list[np.ndarray]] | None = None) -> list[MicroBatch]:
     """One micro-batch for each row."""
-    zeros = [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
-    pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    zeros = [[np.zeros(len(r.tokens), np.float32) for r in group.rows] for group in batch.groups]
+    pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rows))]
     return [collate(batch, [[Piece(g, (i,), 64)]], advantages or zeros, CPU) for g, i in pairs]
 
 
@@ -73,9 +73,9 @@ def test_a_turn_is_rewarded_at_its_end_and_a_row_for_the_later_rows_too() -> Non
 
 
 def test_an_answer_to_a_question_is_rewarded_at_its_last_trained_token() -> None:
-    answer = make_rollout([5, 6, 7], [-1.0] * 3, 0.5)
-    none = dataclasses.replace(answer, mask=np.zeros(3, bool))
-    placed = reward_at_tokens(make_group(0, [3], [answer, none]))
+    row = make_row([5, 6, 7], [-1.0] * 3, 0.5)
+    none = dataclasses.replace(row, mask=np.zeros(3, bool))
+    placed = reward_at_tokens(make_group(0, [3], [row, none]))
     assert [of_row.tolist() for of_row in placed] == [[0, 0, 0.5], [0, 0, 0]]
 
 
@@ -137,16 +137,16 @@ def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
     if masks_first_row:
         (group,) = batch.groups
         hidden = dataclasses.replace(FORKED[0], mask=np.zeros(6, bool), num_too_old=4)
-        batch = dataclasses.replace(batch, groups=(dataclasses.replace(group, rollouts=(hidden, *group.rollouts[1:])),))
+        batch = dataclasses.replace(batch, groups=(dataclasses.replace(group, rows=(hidden, *group.rows[1:])),))
     objective = Objective(config_of(tmp_path, aggregation=aggregation, correction=CorrectionConfig(kind="none")))
     normaliser = objective.normaliser(batch.groups, [(0, 2), (0, 1), (0, 0)])
-    ones = [[np.ones(len(r.tokens), np.float32) for r in batch.groups[0].rollouts]]
+    ones = [[np.ones(len(r.tokens), np.float32) for r in batch.groups[0].rows]]
     for row, micro in enumerate(row_by_row(batch, ones)):
         logprobs = micro.response.behaviour.clone().requires_grad_()
         zeros = torch.zeros_like(logprobs)
         loss = objective.losses(make_minibatch(micro), micro, logprobs, zeros, None).policy
         (gradient,) = torch.autograd.grad(loss / normaliser, logprobs)
-        expected = batch.groups[0].rollouts[row].mask / -divisors[0 if row < 2 else 1]
+        expected = batch.groups[0].rows[row].mask / -divisors[0 if row < 2 else 1]
         assert gradient.tolist() == pytest.approx(expected.tolist())
 
 
@@ -157,7 +157,7 @@ def test_splitting_an_episode_into_rows_keeps_the_advantages_of_its_tokens(seed:
     for is_split in (False, True):
         batch = make_episode_batch(seed, is_split)
         found.append([
-            np.concatenate([of_group[row][group.rollouts[row].mask] for row in rows])
+            np.concatenate([of_group[row][group.rows[row].mask] for row in rows])
             for group, of_group in zip(batch.groups, batch_advantages(config, batch), strict=True)
             for rows in rows_by_episode(group)
         ])  # fmt: skip
@@ -231,8 +231,8 @@ def test_logprobs_of_rows_with_and_without_a_prompt_are_those_of_the_plain_model
     num_compared = 0
     for micro in minibatch.micro_batches:
         found = updater.policy(micro.inputs)[0].split(list(micro.response.lengths))
-        for logprobs, (g, i) in zip(found, micro.answers, strict=True):
-            group, row = batch.groups[g], batch.groups[g].rollouts[i]
+        for logprobs, (g, i) in zip(found, micro.rows, strict=True):
+            group, row = batch.groups[g], batch.groups[g].rows[i]
             tokens = torch.tensor([*group.prompt_tokens.tolist(), *row.tokens.tolist()])
             logits = lm(tokens[None]).logits[0, :-1] / group.temperature
             expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[-len(row.tokens) :, 0]
@@ -250,11 +250,11 @@ def test_metrics_of_a_batch_count_episodes_by_hand() -> None:
     batch = Batch(version=5, groups=(group,), finished_versions=(4,))
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
     expected = {
-        "reward/mean": 1.0, "reward/std": 0.75, "batch/rollouts": 2, "batch/response_tokens": 7,
+        "reward/mean": 1.0, "reward/std": 0.75, "batch/episodes": 2, "batch/response_tokens": 7,
         "response/length_mean": 3.5, "response/length_max": 5, "response/truncated_fraction": 0.0,
         "response/timeout_fraction": 0.5, "episode/rows": 1.5,
         "staleness/mean": 1.5, "staleness/max": 2, "staleness/in_flight": 0.5, "staleness/in_queue": 1.0,
-        "staleness/rollouts_1": 1, "staleness/rollouts_2": 1,
+        "staleness/episodes_1": 1, "staleness/episodes_2": 1,
         "by_staleness/1/reward": 0.25, "by_staleness/1/response_length": 2,
         "by_staleness/2/reward": 1.75, "by_staleness/2/response_length": 5,
     }  # fmt: skip
@@ -270,7 +270,7 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     group = dataclasses.replace(make_group(0, [3], [first, second, old], version=2), episodes=make_episodes([2, 1]))
     batch = Batch(version=5, groups=(group,), finished_versions=(5,))
     masked, metrics = check_staleness(batch, 5, StalenessConfig(max=1, late="mask"))
-    rows = masked.groups[0].rollouts
+    rows = masked.groups[0].rows
     assert [row.mask.nonzero()[0].tolist() for row in rows] == [[4, 5], [2], []]
     assert [row.num_too_old for row in rows] == [2, 0, 2]
     values = {metric.key: metric.value for metric in metrics}
@@ -280,5 +280,5 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     placed = [of_row.tolist() for of_row in reward_at_tokens(masked.groups[0])]
     assert placed == [[0, 0, 0, 0, 0, 1.5], [0, 0, 1.0], [0, 0, 0, 0]]
     check_bound(masked, 5, 1)
-    in_time = dataclasses.replace(group, rollouts=(dataclasses.replace(first, mask=first.versions >= 4), second))
+    in_time = dataclasses.replace(group, rows=(dataclasses.replace(first, mask=first.versions >= 4), second))
     check_bound(Batch(version=5, groups=(in_time,), finished_versions=(5,)), 5, 1)

@@ -24,8 +24,8 @@ from async_rl.config import (
 )
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
-from learner.train_step import Updater
-from tests.learner.test_train_step import reference_logprobs, values_of, weights_of
+from learner.updater import Updater
+from tests.learner.test_updater import reference_logprobs, values_of, weights_of
 from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
@@ -49,11 +49,11 @@ def kl_by_hand(path: Path, batch: Batch) -> float:
     lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     terms = []
     for group in batch.groups:
-        for rollout in group.rollouts:
+        for row in group.rows:
             with torch.no_grad():
-                ours = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature).numpy()
-            difference = ours.astype(np.float64) - rollout.logprobs
-            terms.append((np.exp(difference) - 1 - difference)[rollout.mask])
+                ours = reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature).numpy()
+            difference = ours.astype(np.float64) - row.logprobs
+            terms.append((np.exp(difference) - 1 - difference)[row.mask])
     return float(np.concatenate(terms).mean())
 
 
@@ -122,9 +122,9 @@ def test_dropout_does_not_reach_the_proximal_logprobs(tiny_model_path: Path, one
         updater.update(make_batch(temperature=1.0))
     batch = make_batch(temperature=1.0)
     for group in batch.groups:
-        for rollout in group.rollouts:
-            tokens = [*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]
-            rollout.logprobs[:] = updater.probe_logprobs(tokens)[len(group.prompt_tokens) - 1 :]
+        for row in group.rows:
+            tokens = [*group.prompt_tokens.tolist(), *row.tokens.tolist()]
+            row.logprobs[:] = updater.probe_logprobs(tokens)[len(group.prompt_tokens) - 1 :]
     metrics = values_of(updater.update(batch))
     assert metrics["mismatch/mean_abs"] < 1e-5
     assert metrics["offpolicy/ess"] == pytest.approx(1.0, rel=1e-5)
@@ -143,8 +143,8 @@ def test_a_batch_without_any_trained_token_raises_nothing(
 ) -> None:
     batch = make_batch()
     for group in batch.groups:
-        for rollout in group.rollouts:
-            rollout.mask[:] = False
+        for row in group.rows:
+            row.mask[:] = False
     metrics = values_of(open_updater(tiny_model_path, **algorithm).update(batch))
     assert metrics["policy/loss"] == 0 == metrics["policy/grad_norm"]
     assert "staleness/max" not in metrics and all(np.isfinite(list(metrics.values())))
@@ -157,13 +157,13 @@ def kl_moved(path: Path, updater: Updater, batch: Batch) -> list[float]:
     now.load_state_dict(weights_of(updater), strict=False)
     terms: list[float] = []
     for group in batch.groups:
-        for rollout in group.rollouts:
+        for row in group.rows:
             with torch.no_grad():
                 p, q = (
-                    reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature).double()
+                    reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature).double()
                     for lm in (start, now)
                 )
-            terms += (torch.exp(q - p) - 1 - (q - p))[torch.tensor(rollout.mask)].tolist()
+            terms += (torch.exp(q - p) - 1 - (q - p))[torch.tensor(row.mask)].tolist()
     return terms
 
 
@@ -171,8 +171,8 @@ def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
     tiny_model_path: Path, one_rank: None
 ) -> None:
     bad = make_batch()
-    bad.groups[0].rollouts[0].logprobs[:] = float("nan")
-    bad.groups[0].rollouts[0].mask[:] = True
+    bad.groups[0].rows[0].logprobs[:] = float("nan")
+    bad.groups[0].rows[0].mask[:] = True
     config = make_config(tiny_model_path, learner=dataclasses.replace(LEARNER, max_skipped_steps=1))
     with pytest.raises(AsyncRLError, match="policy: 1 optimizer steps in a row had no finite loss"):
         Updater(config, CPU).update(bad)

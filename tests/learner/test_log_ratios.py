@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import AlgorithmConfig, BufferConfig, RunConfig
 from async_rl.storage.log_ratios import FOLDER, read_log_ratios
 from async_rl.types import Batch
+from learner.learner import Learner
 from learner.log_ratios import LogRatioRecorder
-from learner.train_step import Updater
-from learner.trainer import Learner
+from learner.updater import Updater
 from tests.learner.fakes import FakePublisher
-from tests.learner.test_train_step import reference_logprobs
-from tests.learner.test_trainer import open_learner
+from tests.learner.test_learner import open_learner
+from tests.learner.test_updater import reference_logprobs
 from tests.learner.tiny_batches import make_batch, make_config
 
 
@@ -38,16 +38,16 @@ def test_recorded_ratios_are_those_of_the_model_at_the_start_of_the_step(
     record(tiny_model_path, tmp_path, batch, AlgorithmConfig(epochs=epochs, minibatches=epochs))
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     for group in batch.groups:
-        for number, rollout in enumerate(group.rollouts):
+        for number, row in enumerate(group.rows):
             found = read_log_ratios(tmp_path / "run", 1, group.group_id, number)
             assert found is not None
             with torch.no_grad():
-                proximal = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature).numpy()
-            expected = np.where(rollout.mask, proximal - rollout.logprobs, np.nan)
+                proximal = reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature).numpy()
+            expected = np.where(row.mask, proximal - row.logprobs, np.nan)
             np.testing.assert_allclose(found.proximal, expected, rtol=2e-3, atol=1e-4)
             assert (found.learner is None) == (epochs == 1)
-            if found.learner is not None and rollout.mask.any():
-                np.testing.assert_array_equal(np.isnan(found.learner), ~rollout.mask)
+            if found.learner is not None and row.mask.any():
+                np.testing.assert_array_equal(np.isnan(found.learner), ~row.mask)
                 assert np.nanmax(np.abs(found.learner)) > 0
 
 

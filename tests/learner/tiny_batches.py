@@ -23,7 +23,7 @@ from async_rl.config import (
     StalenessConfig,
     TaskConfig,
 )
-from async_rl.types import Batch, EpisodeFacts, Rollout, RolloutGroup
+from async_rl.types import Batch, EpisodeFacts, Group, Row
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
 
 VOCAB = 23
@@ -74,11 +74,11 @@ def make_config(path: Path, /, **overrides: Any) -> Config:
     return Config(**components | overrides)
 
 
-def make_rollout(
+def make_row(
     tokens: Sequence[int], logprobs: Sequence[float], reward: float, version: int = 0
-) -> Rollout:
+) -> Row:
     length = len(tokens)
-    return Rollout(
+    return Row(
         tokens=np.array(tokens, np.int32),
         logprobs=np.array(logprobs, np.float32),
         versions=np.full(length, version, np.int32),
@@ -89,32 +89,32 @@ def make_rollout(
 
 
 def make_batch(
-    seed: int = 0, version: int = 0, groups: int = 3, answers: int = 4, temperature: float = 0.8
+    seed: int = 0, version: int = 0, groups: int = 3, group_size: int = 4, temperature: float = 0.8
 ) -> Batch:
-    """Random prompts of 2..12 and answers of 1..9 tokens, a fifth of them not trained, but the last one always is.
+    """Random prompts of 2..12 and rows of 1..9 tokens, a fifth of them not trained, but the last one always is.
 
     Behaviour logprobs are near a uniform policy's.
     """
     rng = np.random.default_rng(seed)
     made = []
     for index in range(groups):
-        rollouts = []
-        for _ in range(answers):
+        rows = []
+        for _ in range(group_size):
             length = int(rng.integers(1, 10))
-            rollout = make_rollout(
+            row = make_row(
                 rng.integers(3, VOCAB, length).tolist(),
                 rng.normal(-3, 0.7, length).tolist(),
                 float(rng.random()),
                 version,
             )
-            rollout.mask[:-1] = rng.random(length)[:-1] >= 0.2
-            rollout.logprobs[~rollout.mask] = 0
-            rollouts.append(rollout)
+            row.mask[:-1] = rng.random(length)[:-1] >= 0.2
+            row.logprobs[~row.mask] = 0
+            rows.append(row)
         made.append(
             make_group(
                 index,
                 rng.integers(3, VOCAB, int(rng.integers(2, 13))).tolist(),
-                rollouts,
+                rows,
                 version=version,
                 temperature=temperature,
             )
@@ -123,23 +123,23 @@ def make_batch(
 
 
 def make_group(
-    index: int, prompt: Sequence[int], rollouts: Sequence[Rollout], version: int = 0, temperature: float = 1.0
-) -> RolloutGroup:
-    return RolloutGroup(
+    index: int, prompt: Sequence[int], rows: Sequence[Row], version: int = 0, temperature: float = 1.0
+) -> Group:
+    return Group(
         group_id=index,
         prompt_index=index,
         start_version=version,
         temperature=temperature,
         prompt_tokens=np.array(prompt, np.int32),
-        rollouts=tuple(rollouts),
+        rows=tuple(rows),
         duration_s=1.0,
     )
 
 
-def make_row(text: str, turn_rewards: Sequence[float], reward: float, version: int = 0) -> Rollout:
+def make_turns_row(text: str, turn_rewards: Sequence[float], reward: float, version: int = 0) -> Row:
     """A row of an episode. Each character is a token: `r` of a reply, `R` its last one, `.` not trained."""
     return replace(
-        make_rollout([3 + i % 20 for i in range(len(text))], [-1.0 * (c != ".") for c in text], reward, version),
+        make_row([3 + i % 20 for i in range(len(text))], [-1.0 * (c != ".") for c in text], reward, version),
         mask=np.array([c != "." for c in text]),
         turn_ends=tuple(i for i, c in enumerate(text) if c == "R"),
         turn_rewards=tuple(turn_rewards),
@@ -161,24 +161,24 @@ def make_episode_batch(seed: int = 0, is_split: bool = True) -> Batch:
     rng = np.random.default_rng(seed)
     groups = []
     for index, num_prompt_tokens in enumerate((0, 3, 6)):
-        rollouts, counts = [], []
+        rows, counts = [], []
         for _ in range(3):
             text, rewards = "", rng.random(int(rng.integers(1, 4))).tolist()
             for _ in rewards:
                 text += "." * int(rng.integers(1, 3)) + "r" * int(rng.integers(0, 3)) + "R"
             whole = replace(
-                make_row(text, rewards, sum(rewards)), tokens=rng.integers(3, VOCAB, len(text)).astype(np.int32)
+                make_turns_row(text, rewards, sum(rewards)), tokens=rng.integers(3, VOCAB, len(text)).astype(np.int32)
             )
             whole.logprobs[whole.mask] = rng.normal(-3, 0.7, int(whole.mask.sum()))
-            rows = turn_rows(whole) if is_split else [whole]
-            rollouts += rows
-            counts.append(len(rows))
-        group = make_group(index, rng.integers(3, VOCAB, num_prompt_tokens).tolist(), rollouts, temperature=0.8)
+            parts = turn_rows(whole) if is_split else [whole]
+            rows += parts
+            counts.append(len(parts))
+        group = make_group(index, rng.integers(3, VOCAB, num_prompt_tokens).tolist(), rows, temperature=0.8)
         groups.append(replace(group, episodes=make_episodes(counts)))
     return Batch(version=0, groups=tuple(groups), finished_versions=(0,) * len(groups))
 
 
-def turn_rows(whole: Rollout) -> list[Rollout]:
+def turn_rows(whole: Row) -> list[Row]:
     """The row as one row for each of its turns."""
     rows, start = [], 0
     for end, reward in zip(whole.turn_ends, whole.turn_rewards, strict=True):
@@ -192,16 +192,16 @@ def turn_rows(whole: Rollout) -> list[Rollout]:
 
 
 def make_response(lengths: Sequence[int], **given: Any) -> ResponseTokens:
-    """Tokens of answers of these lengths, float64; all trained, of staleness 0 and advantage 0 unless given."""
+    """Tokens of rows of these lengths, float64; all trained, of staleness 0 and advantage 0 unless given."""
     n = sum(lengths)
     zeros = torch.zeros(n, dtype=torch.float64)
     values: dict[str, Any] = {
         "behaviour": zeros, "trained": torch.ones(n).bool(), "comparable": zeros.bool(), "old_kv": zeros.bool(),
         "staleness": zeros.long(), "advantages": zeros,
-        "answers": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        "rows": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         "places": torch.arange(n), "rewards": torch.zeros(n),
     } | given  # fmt: skip
-    counted = torch.zeros(len(lengths)).index_add(0, values["answers"], values["trained"].float())
+    counted = torch.zeros(len(lengths)).index_add(0, values["rows"], values["trained"].float())
     return ResponseTokens(lengths=tuple(lengths), **{"counted": counted} | values)
 
 
@@ -211,7 +211,7 @@ def make_micro(response: ResponseTokens, **at_start: Tensor) -> MicroBatch:
     inputs = ForwardInputs(
         tokens=nothing[None], segments=None, positions=None, where=nothing, targets=nothing, temperature=nothing
     )
-    return MicroBatch(inputs=inputs, response=response, answers=(), **at_start)
+    return MicroBatch(inputs=inputs, response=response, rows=(), **at_start)
 
 
 def make_minibatch(*micro_batches: MicroBatch) -> MiniBatch:

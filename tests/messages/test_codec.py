@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from async_rl.errors import WireError
 from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
 from async_rl.messages.limits import Limits
-from async_rl.types import Rollout, RolloutGroup, Slot
-from tests.buffer.factories import make_group, make_rollout
+from async_rl.types import Group, Row, Slot
+from tests.buffer.factories import make_group, make_row
 
 LIMITS = Limits(
     group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
@@ -22,14 +22,14 @@ LIMITS = Limits(
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
 
 
-def assert_same(a: RolloutGroup, b: RolloutGroup) -> None:
-    for field in dataclasses.fields(RolloutGroup):
-        if field.name not in ("prompt_tokens", "rollouts"):
+def assert_same(a: Group, b: Group) -> None:
+    for field in dataclasses.fields(Group):
+        if field.name not in ("prompt_tokens", "rows"):
             assert getattr(a, field.name) == getattr(b, field.name), field.name
     np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
-    assert len(a.rollouts) == len(b.rollouts)
-    for left, right in zip(a.rollouts, b.rollouts, strict=True):
-        for field in dataclasses.fields(Rollout):
+    assert len(a.rows) == len(b.rows)
+    for left, right in zip(a.rows, b.rows, strict=True):
+        for field in dataclasses.fields(Row):
             x, y = getattr(left, field.name), getattr(right, field.name)
             np.testing.assert_array_equal(x, y)
             assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
@@ -45,8 +45,8 @@ def assert_same(a: RolloutGroup, b: RolloutGroup) -> None:
 def test_a_group_comes_back_as_it_was(lengths: list[int], reward: float, seed: int, worker: str) -> None:
     rng = np.random.default_rng(seed)
     masks = [np.append(rng.random(n - 1) < 0.5, True) for n in lengths]
-    rollouts = tuple(
-        Rollout(
+    rows = tuple(
+        Row(
             tokens=rng.integers(0, 2**31 - 1, len(mask), dtype=np.int32),
             logprobs=np.where(mask, -rng.exponential(size=len(mask)), 0).astype(np.float32),
             versions=np.sort(rng.integers(3, 9, len(mask))).astype(np.int32),
@@ -56,7 +56,7 @@ def test_a_group_comes_back_as_it_was(lengths: list[int], reward: float, seed: i
         )
         for mask in masks
     )
-    group = make_group(SLOT, rollouts=rollouts, worker=worker)
+    group = make_group(SLOT, rows=rows, worker=worker)
     assert_same(decode_group(encode_group(group), LIMITS), group)
 
 
@@ -64,7 +64,7 @@ def test_the_largest_valid_group_is_within_the_byte_limit() -> None:
     biggest = make_group(
         dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
         prompt_tokens=np.zeros(16, np.int32),
-        rollouts=(make_rollout(32, 3), make_rollout(32, 3)),
+        rows=(make_row(32, 3), make_row(32, 3)),
         worker="\N{PILE OF POO}" * 200,
     )
     data = encode_group(biggest)
@@ -74,11 +74,11 @@ def test_the_largest_valid_group_is_within_the_byte_limit() -> None:
 def test_decoded_arrays_are_views_that_nobody_can_write_to() -> None:
     group = decode_group(encode_group(make_group(SLOT)), LIMITS)
     with pytest.raises(ValueError, match="read-only"):
-        group.rollouts[0].tokens[0] = 1
+        group.rows[0].tokens[0] = 1
 
 
 def with_rollout(**changes: Any) -> dict[str, Any]:
-    return {"rollouts": (make_rollout(3, 3), make_rollout(3, 3, **changes))}
+    return {"rows": (make_row(3, 3), make_row(3, 3, **changes))}
 
 
 F, I = np.float32, np.int32  # noqa: E741
@@ -98,26 +98,26 @@ F, I = np.float32, np.int32  # noqa: E741
         ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16, as the first token of"),
         ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 0..16"),
         ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed whole numbers >= 0"),
-        ({"rollouts": (make_rollout(3, 3),)}, "lengths: 1 elements, allowed 2"),
-        ({"rollouts": (make_rollout(0, 3), make_rollout(3, 3))}, r"lengths: got 0, allowed 1..32 tokens a rollout"),
-        ({"rollouts": (make_rollout(33, 3), make_rollout(3, 3))}, "lengths: got 33, allowed 1..32 tokens"),
-        (with_rollout(tokens=np.array([1, -1, 2], I)), r"rollouts\[1\].tokens: got -1"),
+        ({"rows": (make_row(3, 3),)}, "lengths: 1 elements, allowed 2"),
+        ({"rows": (make_row(0, 3), make_row(3, 3))}, r"lengths: got 0, allowed 1..32 tokens a row"),
+        ({"rows": (make_row(33, 3), make_row(3, 3))}, "lengths: got 33, allowed 1..32 tokens"),
+        (with_rollout(tokens=np.array([1, -1, 2], I)), r"rows\[1\].tokens: got -1"),
         (
             with_rollout(mask=np.full(3, 2, np.uint8).view(np.bool_)),
             r"mask: got 2, allowed bytes 0 and 1",
         ),
-        (with_rollout(mask=np.array([1, 1, 0], np.bool_)), r"rollouts\[1\].mask: got False, allowed true for the last"),
+        (with_rollout(mask=np.array([1, 1, 0], np.bool_)), r"rows\[1\].mask: got False, allowed true for the last"),
         (
             with_rollout(mask=np.array([1, 0, 1], np.bool_)),
-            r"rollouts\[1\].logprobs: got -1.25, allowed 0 for a token that is not trained",
+            r"rows\[1\].logprobs: got -1.25, allowed 0 for a token that is not trained",
         ),
-        (with_rollout(logprobs=np.array([-1, 0.5, -1], F)), r"rollouts\[1\].logprobs: got 0.5, allowed finite"),
-        (with_rollout(logprobs=np.array([-1, np.nan, -1], F)), r"rollouts\[1\].logprobs: got nan"),
-        (with_rollout(logprobs=np.array([-np.inf, -1, -1], F)), r"rollouts\[1\].logprobs: got -inf"),
-        (with_rollout(versions=np.array([2, 3, 3], I)), r"rollouts\[1\].versions: got 2, allowed start_version = 3"),
-        (with_rollout(versions=np.array([3, 5, 4], I)), r"rollouts\[1\].versions: got 4, allowed 5 and up, as the"),
-        (with_rollout(reward=float("inf")), r"rollouts\[1\].reward: got inf"),
-        (with_rollout(finish_reason="abort"), r"rollouts\[1\].finish_reason: got 'abort', allowed stop or length or t"),
+        (with_rollout(logprobs=np.array([-1, 0.5, -1], F)), r"rows\[1\].logprobs: got 0.5, allowed finite"),
+        (with_rollout(logprobs=np.array([-1, np.nan, -1], F)), r"rows\[1\].logprobs: got nan"),
+        (with_rollout(logprobs=np.array([-np.inf, -1, -1], F)), r"rows\[1\].logprobs: got -inf"),
+        (with_rollout(versions=np.array([2, 3, 3], I)), r"rows\[1\].versions: got 2, allowed start_version = 3"),
+        (with_rollout(versions=np.array([3, 5, 4], I)), r"rows\[1\].versions: got 4, allowed 5 and up, as the"),
+        (with_rollout(reward=float("inf")), r"rows\[1\].reward: got inf"),
+        (with_rollout(finish_reason="abort"), r"rows\[1\].finish_reason: got 'abort', allowed stop or length or t"),
     ],
 )
 def test_a_refused_group_names_the_field_and_the_value(changes: dict[str, Any], message: str) -> None:
@@ -126,7 +126,7 @@ def test_a_refused_group_names_the_field_and_the_value(changes: dict[str, Any], 
 
 
 def test_versions_may_fall_from_one_rollout_to_the_next() -> None:
-    group = make_group(SLOT, rollouts=(make_rollout(3, 8), make_rollout(3, 3)))
+    group = make_group(SLOT, rows=(make_row(3, 8), make_row(3, 3)))
     assert_same(decode_group(encode_group(group), LIMITS), group)
 
 
@@ -137,12 +137,12 @@ def test_the_rounding_of_a_certain_token_is_removed_by_its_sender() -> None:
 
 def test_arrays_that_do_not_fit_their_rollout_are_refused_by_its_sender() -> None:
     for changes, message in (
-        ({"tokens": np.arange(3)}, r"rollouts\[1\].tokens: dtype '<i8', allowed <i4"),
-        ({"logprobs": -np.ones(3)}, r"rollouts\[1\].logprobs: dtype '<f8', allowed <f4"),
-        ({"tokens": np.arange(4, dtype=I)}, r"rollouts\[1\].logprobs: 3 elements for 4 tokens"),
-        ({"versions": np.full(2, 3, I)}, r"rollouts\[1\].versions: 2 elements for 3 tokens"),
-        ({"mask": np.ones(4, np.bool_)}, r"rollouts\[1\].mask: 4 elements for 3 tokens"),
-        ({"tokens": [1, 2, 3]}, r"rollouts\[1\].tokens: got list"),
+        ({"tokens": np.arange(3)}, r"rows\[1\].tokens: dtype '<i8', allowed <i4"),
+        ({"logprobs": -np.ones(3)}, r"rows\[1\].logprobs: dtype '<f8', allowed <f4"),
+        ({"tokens": np.arange(4, dtype=I)}, r"rows\[1\].logprobs: 3 elements for 4 tokens"),
+        ({"versions": np.full(2, 3, I)}, r"rows\[1\].versions: 2 elements for 3 tokens"),
+        ({"mask": np.ones(4, np.bool_)}, r"rows\[1\].mask: 4 elements for 3 tokens"),
+        ({"tokens": [1, 2, 3]}, r"rows\[1\].tokens: got list"),
     ):
         with pytest.raises(WireError, match=message):
             encode_group(make_group(SLOT, **with_rollout(**changes)))
@@ -160,8 +160,8 @@ def test_arrays_are_sent_in_little_endian_order() -> None:
     big = with_rollout(tokens=np.arange(3, dtype=">i4"), logprobs=np.array([-3, -2, -1], ">f4"))
     data = encode_group(make_group(SLOT, **big))
     assert msgpack.unpackb(data)["tokens"][0] == "<i4"
-    assert decode_group(data, LIMITS).rollouts[1].tokens.tolist() == [0, 1, 2]
-    assert decode_group(data, LIMITS).rollouts[1].logprobs.tolist() == [-3, -2, -1]
+    assert decode_group(data, LIMITS).rows[1].tokens.tolist() == [0, 1, 2]
+    assert decode_group(data, LIMITS).rows[1].logprobs.tolist() == [-3, -2, -1]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_arrays_are_sent_in_little_endian_order() -> None:
     ],
 )
 def test_an_invalid_column_of_another_sender_is_refused_by_name(column: str, value: Any, message: str) -> None:
-    good = msgpack.unpackb(encode_group(make_group(SLOT, rollouts=(make_rollout(3, 3), make_rollout(3, 3)))))
+    good = msgpack.unpackb(encode_group(make_group(SLOT, rows=(make_row(3, 3), make_row(3, 3)))))
     with pytest.raises(WireError, match=message):
         decode_group(msgpack.packb({**good, column: value}), LIMITS)
 

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from async_rl.errors import WireError
 from async_rl.messages.codec import check_group, decode_group, encode_group
 from async_rl.messages.limits import Limits
-from async_rl.types import EpisodeFacts, Rollout, RolloutGroup, Slot
-from tests.buffer.factories import make_config, make_group, make_rollout
+from async_rl.types import EpisodeFacts, Group, Row, Slot
+from tests.buffer.factories import make_config, make_group, make_row
 from tests.messages.random_episodes import LIMITS, random_episodes
 from tests.messages.test_codec import assert_same
 
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
 
 
-def make_row(mask: str, turn_ends: tuple[int, ...], rewards: tuple[float, ...], reward: float) -> Rollout:
+def make_turns_row(mask: str, turn_ends: tuple[int, ...], rewards: tuple[float, ...], reward: float) -> Row:
     is_trained = np.array([each == "1" for each in mask])
     logprobs = np.where(is_trained, np.float32(-0.5), np.float32(0))
-    return make_rollout(
+    return make_row(
         len(mask), 3, mask=is_trained, logprobs=logprobs, reward=reward, turn_ends=turn_ends, turn_rewards=rewards
     )
 
@@ -41,10 +41,10 @@ def facts(rows: int, turns: int, **changes: Any) -> EpisodeFacts:
 
 GROUP = make_group(
     SLOT,
-    rollouts=(
-        make_row("110011", (1, 5), (0.25, 1.0), 1.25),
-        make_row("0000111", (6,), (-1.0,), 0.5),  # the first of two rows of the second episode
-        make_row("0101", (1, 3), (0.5, 1.0), 0.5),
+    rows=(
+        make_turns_row("110011", (1, 5), (0.25, 1.0), 1.25),
+        make_turns_row("0000111", (6,), (-1.0,), 0.5),  # the first of two rows of the second episode
+        make_turns_row("0101", (1, 3), (0.5, 1.0), 0.5),
     ),
     episodes=(facts(1, 2), facts(2, 3, end="timeout")),
 )
@@ -71,7 +71,7 @@ def test_a_group_of_episodes_comes_back_as_it_was(seed: int) -> None:
 def test_the_columns_know_the_trained_tokens_and_their_oldest_version(seed: int) -> None:
     group = random_episodes(SLOT, np.random.default_rng(seed), newest=7)
     columns = check_group(encode_group(group), LIMITS)
-    sampled = [[int(v) for v, m in zip(r.versions, r.mask, strict=True) if m] for r in group.rollouts]
+    sampled = [[int(v) for v, m in zip(r.versions, r.mask, strict=True) if m] for r in group.rows]
     assert columns.trained_tokens == [len(versions) for versions in sampled]
     assert columns.oldest_versions() == [min(versions) for versions in sampled]
     assert columns.newest_version == max(max(versions) for versions in sampled)
@@ -79,7 +79,7 @@ def test_the_columns_know_the_trained_tokens_and_their_oldest_version(seed: int)
 
 
 def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() -> None:
-    group = make_group(SLOT, rollouts=(make_rollout(3, 4, reward=1.0), make_rollout(5, 3, reward=0.0)))
+    group = make_group(SLOT, rows=(make_row(3, 4, reward=1.0), make_row(5, 3, reward=0.0)))
     columns = check_group(encode_group(group), LIMITS)
     assert columns.episodes is None and columns.group().episodes == ()
     assert columns.trained_tokens == columns.lengths == [3, 5]
@@ -89,10 +89,10 @@ def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() ->
 def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
     limits = dataclasses.replace(LIMITS, max_rows=4, max_turns=16)
     metrics = {f"{i:03}" + "\N{PILE OF POO}" * 197: 0.1 for i in range(64)}
-    row = make_rollout(32, 3, reward=1.0, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8)
+    row = make_row(32, 3, reward=1.0, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8)
     biggest = make_group(
         dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
-        prompt_tokens=np.zeros(16, np.int32), rollouts=(row,) * 4, worker="\N{PILE OF POO}" * 200,
+        prompt_tokens=np.zeros(16, np.int32), rows=(row,) * 4, worker="\N{PILE OF POO}" * 200,
         episodes=(facts(2, 16, end="timeout", metrics=metrics, error="\N{PILE OF POO}" * 2000),) * 2,
         data_row=2**62,
     )  # fmt: skip
@@ -103,17 +103,17 @@ def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
 
 def test_rows_that_share_no_first_token_need_no_prompt() -> None:
     empty = {"prompt_tokens": np.zeros(0, np.int32)}
-    rows = (make_row("01", (1,), (0.5,), 0.5), make_row("0011", (3,), (0.0,), 0.0))
-    group = make_group(SLOT, rollouts=rows, episodes=(facts(1, 1), facts(1, 1)), **empty)
+    rows = (make_turns_row("01", (1,), (0.5,), 0.5), make_turns_row("0011", (3,), (0.0,), 0.0))
+    group = make_group(SLOT, rows=rows, episodes=(facts(1, 1), facts(1, 1)), **empty)
     assert_same(decode_group(encode_group(group), LIMITS), group)
-    with pytest.raises(WireError, match=r"prompt_tokens: 0 elements, allowed 1..16, as the first token of rollout 0"):
+    with pytest.raises(WireError, match=r"prompt_tokens: 0 elements, allowed 1..16, as the first token of row 0"):
         decode_group(encode_group(dataclasses.replace(GROUP, **empty)), LIMITS)
 
 
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("rows", ints(1, 3), r"episodes\.rows: got 4, allowed a sum of 3, the number of rollouts"),
+        ("rows", ints(1, 3), r"episodes\.rows: got 4, allowed a sum of 3, the number of rows"),
         ("rows", ints(3, 0), r"episodes\[1\]\.rows: got 0, allowed an integer in 1\.\.2147483647"),
         ("rows", ints(1, 1, 1), r"episodes\.rows: 3 elements, allowed 2"),
         ("turns", ints(2, 2), r"episodes\[1\]\.turns: got 2, allowed at least 3, the number of turns that its"),
@@ -135,23 +135,23 @@ def test_rows_that_share_no_first_token_need_no_prompt() -> None:
         ("error", ["", 5], r"episodes\[1\]\.error: got 5, allowed a string of at most 2000 characters"),
         ("error", ["", "x" * 2001], r"episodes\[1\]\.error: got 'xx.*, allowed a string of at most 2000 characters"),
         ("error", [""], r"episodes\.error: got a list of 1, allowed a list of 2\.\.2 items"),
-        ("row_turns", ints(2, 0, 3), r"episodes\.row_turns: got 0, allowed at least 1 turn in a rollout"),
+        ("row_turns", ints(2, 0, 3), r"episodes\.row_turns: got 0, allowed at least 1 turn in a row"),
         ("row_turns", ints(2, 3), r"episodes\.row_turns: 2 elements, allowed 3"),
         ("row_turns", ints(1, 1, 2), r"episodes\.turn_ends: 5 elements, allowed 4"),
         ("row_turns", ints(2, 2**31 - 1, 2**31 - 1), r"episodes\[1\]\.turns: got 3, allowed at least 4294967294"),
-        ("turn_ends", ints(1, 5, 6, 1, 4), r"rollouts\[2\]\.turn_ends: got 4, allowed a position in the rollout"),
-        ("turn_ends", ints(-1, 5, 6, 1, 3), r"rollouts\[0\]\.turn_ends: got -1, allowed a position in the rollout"),
-        ("turn_ends", ints(1, 5, 6, 3, 3), r"rollouts\[2\]\.turn_ends: got 3, allowed a position after that of the"),
-        ("turn_ends", ints(2, 5, 6, 1, 3), r"rollouts\[0\]\.turn_ends: got 2, allowed the position of a trained token"),
-        ("turn_ends", ints(0, 1, 6, 1, 3), r"rollouts\[0\]\.turn_ends: got 1, allowed the rollout's last token, which"),
+        ("turn_ends", ints(1, 5, 6, 1, 4), r"rows\[2\]\.turn_ends: got 4, allowed a position in the row"),
+        ("turn_ends", ints(-1, 5, 6, 1, 3), r"rows\[0\]\.turn_ends: got -1, allowed a position in the row"),
+        ("turn_ends", ints(1, 5, 6, 3, 3), r"rows\[2\]\.turn_ends: got 3, allowed a position after that of the"),
+        ("turn_ends", ints(2, 5, 6, 1, 3), r"rows\[0\]\.turn_ends: got 2, allowed the position of a trained token"),
+        ("turn_ends", ints(0, 1, 6, 1, 3), r"rows\[0\]\.turn_ends: got 1, allowed the row's last token, which"),
         ("turn_rewards", floats(0.25, 1, -1, 0.5), r"episodes\.turn_rewards: 4 elements, allowed 5"),
         (
             "turn_rewards", floats(0.25, 1, -1, 0.5, 1.001),
             r"episodes\[1\], sum of turn_rewards: got 0.50.*, allowed 0.5, the reward of the episode",
         ),
-        ("turn_rewards", floats(math.nan, 1, -1, 0.5, 1), r"rollouts\[0\]\.turn_rewards: got nan, allowed finite num"),
+        ("turn_rewards", floats(math.nan, 1, -1, 0.5, 1), r"rows\[0\]\.turn_rewards: got nan, allowed finite num"),
         ("turn_rewards", floats(1e308, 1e308, -1, 0.5, 1), r"episodes\[0\], sum of turn_rewards: got inf"),
-        ("turn_rewards", floats(1, 1, -1, math.inf, -math.inf), r"rollouts\[2\]\.turn_rewards: got inf"),
+        ("turn_rewards", floats(1, 1, -1, math.inf, -math.inf), r"rows\[2\]\.turn_rewards: got inf"),
     ],
 )  # fmt: skip
 def test_an_invalid_column_of_episodes_is_refused_by_name(column: str, value: Any, message: str) -> None:
@@ -162,10 +162,10 @@ def test_an_invalid_column_of_episodes_is_refused_by_name(column: str, value: An
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": floats(1.25, 0.5, 0.25)}, r"rollouts\[2\]\.reward: got 0.25, allowed 0.5, the reward of the epis"),
+        ({"reward": floats(1.25, 0.5, 0.25)}, r"rows\[2\]\.reward: got 0.25, allowed 0.5, the reward of the epis"),
         ({"reward": floats(1.0, 0.5, 0.5)}, r"episodes\[0\], sum of turn_rewards: got 1.25, allowed 1.0, the reward"),
-        ({"mask": ["|b1", 17, bytes([1] * 16 + [0])]}, r"rollouts\[2\]\.mask: got False, allowed true for the last"),
-        ({"logprobs": ["<f4", 17, np.full(17, -1, np.float32).tobytes()]}, r"rollouts\[0\]\.logprobs: got -1.0, all"),
+        ({"mask": ["|b1", 17, bytes([1] * 16 + [0])]}, r"rows\[2\]\.mask: got False, allowed true for the last"),
+        ({"logprobs": ["<f4", 17, np.full(17, -1, np.float32).tobytes()]}, r"rows\[0\]\.logprobs: got -1.0, all"),
         ({"episodes": {}}, r"episodes\.duration_s: missing"),
         ({"data_row": -2}, r"data_row: got -2, allowed an integer in -1\.\."),
         ({"left_out": ["x" * 2001]}, r"left_out\[0\]: got 'xx.*, allowed a string of at most 2000 characters"),
@@ -173,7 +173,7 @@ def test_an_invalid_column_of_episodes_is_refused_by_name(column: str, value: An
         ({"episodes": {**GOOD["episodes"], "colour": 1}}, r"episodes\.colour: got 'a field', allowed no such field"),
         ({"episodes": None}, r"lengths: 3 elements, allowed 2"),
         ({"lengths": ints(*[1] * 7)}, r"lengths: 7 elements, allowed 2\.\.6"),
-        ({"finish_reason": ["stop", "timeout", "turns"]}, r"rollouts\[2\]\.finish_reason: got 'turns'"),
+        ({"finish_reason": ["stop", "timeout", "turns"]}, r"rows\[2\]\.finish_reason: got 'turns'"),
     ],
 )  # fmt: skip
 def test_a_group_that_its_episodes_do_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -183,18 +183,18 @@ def test_a_group_that_its_episodes_do_not_fit_is_refused(changes: dict[str, Any]
 
 def test_rounding_of_the_sum_of_turn_rewards_is_allowed() -> None:
     rewards = (1e6, -1e6 + 0.1, 0.3)
-    row = make_row("111", (0, 1, 2), rewards, 0.4)
+    row = make_turns_row("111", (0, 1, 2), rewards, 0.4)
     assert sum(rewards) != 0.4
-    group = make_group(SLOT, rollouts=(row, row), episodes=(facts(1, 3), facts(1, 3)))
+    group = make_group(SLOT, rows=(row, row), episodes=(facts(1, 3), facts(1, 3)))
     assert_same(decode_group(encode_group(group), LIMITS), group)
 
 
 def test_episodes_that_failed_may_be_left_out_of_a_group_up_to_a_limit() -> None:
-    left = dataclasses.replace(GROUP, rollouts=GROUP.rollouts[1:], episodes=GROUP.episodes[1:])
+    left = dataclasses.replace(GROUP, rows=GROUP.rows[1:], episodes=GROUP.episodes[1:])
     assert_same(decode_group(encode_group(left), dataclasses.replace(LIMITS, fewest_episodes=1)), left)
     with pytest.raises(WireError, match=r"episodes\.rows: 1 elements, allowed 2"):
         decode_group(encode_group(left), LIMITS)
-    four = dataclasses.replace(GROUP, rollouts=GROUP.rollouts * 2, episodes=GROUP.episodes * 2)
+    four = dataclasses.replace(GROUP, rows=GROUP.rows * 2, episodes=GROUP.episodes * 2)
     with pytest.raises(WireError, match=r"episodes\.rows: 4 elements, allowed 1\.\.2"):
         decode_group(encode_group(four), dataclasses.replace(LIMITS, fewest_episodes=1))
 
@@ -210,10 +210,10 @@ def test_a_long_error_or_one_that_is_no_text_is_sent_as_far_as_it_can_be() -> No
 
 
 def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
-    one_reward = make_row("11", (0, 1), (0.5,), 0.5)
-    with pytest.raises(WireError, match=r"rollouts\[1\]\.turn_rewards: 1 values for 2 turns"):
-        encode_group(make_group(SLOT, rollouts=(make_rollout(2, 3), one_reward)))
-    with pytest.raises(WireError, match=r"rollouts\[0\]\.turn_ends: got \(1, 5\), allowed none in a group without"):
+    one_reward = make_turns_row("11", (0, 1), (0.5,), 0.5)
+    with pytest.raises(WireError, match=r"rows\[1\]\.turn_rewards: 1 values for 2 turns"):
+        encode_group(make_group(SLOT, rows=(make_row(2, 3), one_reward)))
+    with pytest.raises(WireError, match=r"rows\[0\]\.turn_ends: got \(1, 5\), allowed none in a group without"):
         encode_group(dataclasses.replace(GROUP, episodes=()))
 
 
@@ -235,10 +235,10 @@ def test_the_limits_follow_from_the_config() -> None:
     )
 
 
-def check_by_hand(group: RolloutGroup) -> None:
+def check_by_hand(group: Group) -> None:
     """Assert, token by token, all that a learner relies on."""
-    assert sum(episode.rows for episode in group.episodes) == len(group.rollouts)
-    rows = iter(group.rollouts)
+    assert sum(episode.rows for episode in group.episodes) == len(group.rows)
+    rows = iter(group.rows)
     for episode in group.episodes:
         of_episode = [next(rows) for _ in range(episode.rows)]
         total = sum(reward for row in of_episode for reward in row.turn_rewards)

@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 from openai import AsyncOpenAI
 
-from rollout_server.engines.base import Completion, GenerationRequest, Load
+from rollout_server.engines.base import GenerationRequest, Load, SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
@@ -42,7 +42,7 @@ class TalkingEngine:
     async def load(self) -> Load:
         return Load(running=0, slots=1)
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         self.requests.append(request)
         self.num_running += 1
         version = max(self.version, request.start_version)
@@ -54,10 +54,10 @@ class TalkingEngine:
         texts = [self.say(last, number, request.n) for number in range(request.n)]
         return [self._completion(text, version, request.max_tokens) for text in texts]
 
-    def _completion(self, text: str, version: int, max_tokens: int) -> Completion:
+    def _completion(self, text: str, version: int, max_tokens: int) -> SampledReply:
         tokens = TOKENIZER(text + "<eos>", add_special_tokens=False)["input_ids"][:max_tokens]
         length = len(tokens)
-        return Completion(
+        return SampledReply(
             tokens=np.array(tokens, np.int32), logprobs=np.full(length, -0.5, np.float32),
             versions=np.full(length, version, np.int32),
             finish_reason="stop" if tokens[-1] == TOKENIZER.eos_token_id else "length",

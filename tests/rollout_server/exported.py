@@ -12,7 +12,7 @@ from async_rl.config.loading import dump_config
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder
 from learner.checkpointing import Checkpointer
 from learner.models.export import export
-from learner.train_step import Updater
+from learner.updater import Updater
 from tests.learner.tiny_batches import make_batch, make_config
 
 TOKENS = [3, 7, 5, 11, 13, 4, 9]

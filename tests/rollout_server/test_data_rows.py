@@ -79,7 +79,7 @@ def no_reward(*_: Any) -> float:
 def test_a_prompt_knows_its_row_though_rows_are_shuffled_and_long_ones_left_out(config: Config) -> None:
     task = open_task(config, TOKENIZER)
     prompts = [task.prompt(index) for index in range(2 * (len(QUESTIONS) - 1))]
-    assert [p.reference.messages[0]["content"] for p in prompts] == [QUESTIONS[p.data_row] for p in prompts]
+    assert [p.question.messages[0]["content"] for p in prompts] == [QUESTIONS[p.data_row] for p in prompts]
     assert {p.data_row for p in prompts} == {0, 2, 3, 4, 5, 6} and LONG not in {p.data_row for p in prompts}
     assert prompts[0].origin == f"row {prompts[0].data_row} of {config.task.path}"
 
@@ -98,7 +98,7 @@ def test_other_tasks_number_their_questions(task: TaskConfig, origin: str) -> No
     assert all(prompt.origin.startswith(origin.format(prompt.data_row)) for prompt in prompts)
     held_out = opened.eval_prompts()[1]
     assert held_out.data_row == 1 and held_out.origin.startswith(
-        f"episode {held_out.reference.answer} of" if task.env else "held-out question 1 of"
+        f"episode {held_out.question.ground_truth} of" if task.env else "held-out question 1 of"
     )
 
 

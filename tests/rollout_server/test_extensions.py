@@ -25,8 +25,8 @@ def test_a_worker_rolls_out_an_outside_task_and_scores_it(reward: dict[str, str]
     task = open_task(config, TOKENIZER)
     (batch,), *_ = rolled_out(config, EchoEngine(), open_reward(config, task))
     for group in batch.groups:
-        answer = task.prompt(group.prompt_index).reference.answer
-        assert [rollout.reward for rollout in group.rollouts] == [len(answer) if reward else 1] * 3
+        answer = task.prompt(group.prompt_index).question.ground_truth
+        assert [row.reward for row in group.rows] == [len(answer) if reward else 1] * 3
 
 
 def test_the_eval_command_measures_an_outside_task_and_reward(

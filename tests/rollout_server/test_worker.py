@@ -31,7 +31,7 @@ from async_rl.types import Batch
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion, GenerationRequest, Load, Purpose
+from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.question import Question
 from rollout_server.rewards.base import Reward
@@ -60,7 +60,7 @@ def config_of(path: str = "none", *, staleness: int = 0, steps: int = 100, **cha
 
 
 class EchoEngine:
-    """Answers every request with the reference answer, labelled with the request's start version."""
+    """Answers every request with the right answer, labelled with the request's start version."""
 
     url, vocab_size = "", len(TOKENIZER)
 
@@ -74,13 +74,13 @@ class EchoEngine:
     async def load(self) -> Load:
         return Load(running=3, slots=12)
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         self.requests.append(request)
         await asyncio.sleep(0.002)
-        tokens = TOKENIZER(request.prompt.reference.answer + "<eos>")["input_ids"][: request.max_tokens]
+        tokens = TOKENIZER(request.prompt.question.ground_truth + "<eos>")["input_ids"][: request.max_tokens]
         length = len(tokens)
         return [
-            Completion(
+            SampledReply(
                 tokens=np.array(tokens, np.int32), logprobs=np.full(length, -0.5, np.float32),
                 versions=np.full(length, request.start_version, np.int32), finish_reason="stop",
             )
@@ -158,7 +158,7 @@ def learn(address: str, config: Config, steps: int, push: Callable[[int], None])
 
 def kind_of(question: Question) -> int:
     """One of five kinds of questions, 0..4."""
-    return sum(map(ord, question.answer)) % 5
+    return sum(map(ord, question.ground_truth)) % 5
 
 
 def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
@@ -168,7 +168,7 @@ def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
 def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> None:
     config = config_of()
     task = open_task(config, TOKENIZER)
-    reward = lambda question, text: SCORED if text == question.answer else 0.0  # noqa: E731
+    reward = lambda question, text: SCORED if text == question.ground_truth else 0.0  # noqa: E731
     batches, reports, _, _ = rolled_out(config, EchoEngine(), reward, steps=3)
     for version, batch in enumerate(batches):
         assert [group.group_id for group in batch.groups] == list(range(4 * version, 4 * version + 4))
@@ -176,16 +176,16 @@ def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> 
             assert group.start_version == version and group.worker == "rollout/0"
             prompt = task.prompt(group.prompt_index)
             assert np.array_equal(group.prompt_tokens, prompt.tokens)
-            assert len(group.rollouts) == 3 and group.duration_s > 0
-            for rollout in group.rollouts:
-                expected = (prompt.reference.answer + "<eos>") if len(prompt.reference.answer) < 8 else None
+            assert len(group.rows) == 3 and group.duration_s > 0
+            for row in group.rows:
+                expected = (prompt.question.ground_truth + "<eos>") if len(prompt.question.ground_truth) < 8 else None
                 if expected:
-                    assert TOKENIZER.decode(rollout.tokens) == expected
-                    assert rollout.reward == SCORED
-                assert rollout.mask.all() and len(rollout.mask) == len(rollout.tokens)
+                    assert TOKENIZER.decode(row.tokens) == expected
+                    assert row.reward == SCORED
+                assert row.mask.all() and len(row.mask) == len(row.tokens)
     values = metric_values(reports)
     assert values["rollout/groups"] >= 12
-    assert values["rollout/rollouts"] == 3 * values["rollout/groups"]
+    assert values["rollout/rows"] == 3 * values["rollout/groups"]
     assert values["rollout/failed"] == 0
 
 
@@ -197,8 +197,8 @@ def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_pat
         engine = HFEngine(config, 0)
         batches, _, _, _ = rolled_out(config, engine, lambda question, text: len(text) / 8, steps=3)
         return [
-            (group.group_id, rollout.reward, rollout.tokens.tolist(), rollout.logprobs.tolist())
-            for batch in batches for group in batch.groups for rollout in group.rollouts
+            (group.group_id, row.reward, row.tokens.tolist(), row.logprobs.tolist())
+            for batch in batches for group in batch.groups for row in group.rows
         ]
 
     assert run_once() == run_once()
@@ -215,7 +215,7 @@ def test_a_failing_reward_fails_its_group_and_other_groups_fill_the_batch() -> N
 
     batches, reports, server, _ = rolled_out(config_of(), EchoEngine(), reward, steps=3)
     task = open_task(config_of(), TOKENIZER)
-    trained = [task.prompt(group.prompt_index).reference for batch in batches for group in batch.groups]
+    trained = [task.prompt(group.prompt_index).question for batch in batches for group in batch.groups]
     assert not [question for question in trained if kind_of(question) == 2]
     # The run ends as soon as its last batch is full: a reward that has just been called then is not reported any more.
     assert 2 <= server.counters()["buffer/dropped_failed"] <= len(failed)
@@ -239,7 +239,7 @@ class CountingEngine(EchoEngine):
         self.running: Counter[bool] = Counter()
         self.most = {False: 0, True: 0}
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         trains = request.purpose is Purpose.TRAINING
         self.running[trains] += 1
         self.most[trains] = max(self.most[trains], self.running[trains])
@@ -279,8 +279,8 @@ def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
 def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:
     config = config_of(staleness=1)
     held_out = open_task(config, TOKENIZER).eval_prompts()
-    accurate = [prompt.reference for prompt in held_out[:4]]
-    broken = held_out[5].reference
+    accurate = [prompt.question for prompt in held_out[:4]]
+    broken = held_out[5].question
 
     def reward(question: Question, text: str) -> float:
         if question == broken:
@@ -325,7 +325,7 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
     )
     assert all(request.n == 1 and request.purpose is Purpose.BASELINE for request in greedy)
     assert advantage == "remax" or not greedy
-    assert all(len(group.rollouts) == 3 for group in batch.groups)
+    assert all(len(group.rows) == 3 for group in batch.groups)
 
 
 def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_pruned(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tm
 
 
 def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:
-    expected = r"8 rollout groups in a row .*, and 100% ended with an error of the agent .*: the agent raised "
+    expected = r"8 groups in a row .*, and 100% ended with an error of the agent .*: the agent raised "
     expected += r"KeyError: 'plum', at .*cases\.py:\d+$"
     config = config_for("break_always", tmp_path)
     with pytest.raises(RewardError, match=expected):

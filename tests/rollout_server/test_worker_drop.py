@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from async_rl.config import StalenessConfig
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.rollout_server.test_worker import SCORED, EchoEngine, config_of, rolled_out
 
 
@@ -17,7 +17,7 @@ class SlowOnceEngine(EchoEngine):
         super().__init__()
         self.cancelled: list[int] = []
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         if request.group_id == 0:
             try:
                 await asyncio.sleep(1000)

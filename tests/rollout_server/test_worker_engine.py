@@ -8,13 +8,13 @@ import pytest
 
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.rollout_server.test_worker import EchoEngine, config_of, rolled_out
 
 
 def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:
     class DyingEngine(EchoEngine):
-        async def generate(self, request: GenerationRequest) -> list[Completion]:
+        async def generate(self, request: GenerationRequest) -> list[SampledReply]:
             raise ProcessDiedError("rollout/0: the server ended with code -9")
 
     config = config_of(timeouts=TimeoutsConfig(wire_s=5, work_s=1, shutdown_s=5))
@@ -24,7 +24,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:
 
 def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
     class SilentEngine(EchoEngine):
-        async def generate(self, request: GenerationRequest) -> list[Completion]:
+        async def generate(self, request: GenerationRequest) -> list[SampledReply]:
             await asyncio.sleep(60)
             return []
 
@@ -35,7 +35,7 @@ def test_an_engine_that_never_answers_is_named_with_the_time_waited() -> None:
 
 def test_a_timeout_of_the_engines_own_is_not_blamed_on_generate_s() -> None:
     class ImpatientEngine(EchoEngine):
-        async def generate(self, request: GenerationRequest) -> list[Completion]:
+        async def generate(self, request: GenerationRequest) -> list[SampledReply]:
             raise TimeoutError("the engine waited for a connection")
 
     config = config_of(timeouts=TimeoutsConfig(generate_s=20, wire_s=5, work_s=1, shutdown_s=5))

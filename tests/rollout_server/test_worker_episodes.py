@@ -14,7 +14,7 @@ import pytest
 
 from async_rl.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.errors import ConfigError, RewardError
-from async_rl.types import RolloutGroup
+from async_rl.types import Group
 from buffer.client import LearnerClient
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
@@ -44,8 +44,8 @@ def config(tmp_path: Path) -> Config:
     return replace(config, task=task, rollout=rollout, timeouts=timeouts)
 
 
-def texts(group: RolloutGroup) -> list[str]:
-    return [TOKENIZER.decode(np.concatenate([group.prompt_tokens, r.tokens])) for r in group.rollouts]
+def texts(group: Group) -> list[str]:
+    return [TOKENIZER.decode(np.concatenate([group.prompt_tokens, r.tokens])) for r in group.rows]
 
 
 def test_episodes_of_an_environment_become_groups_with_turns_and_rewards(config: Config) -> None:
@@ -55,14 +55,14 @@ def test_episodes_of_an_environment_become_groups_with_turns_and_rewards(config:
         assert TOKENIZER.decode(group.prompt_tokens)[1:] == "<sep>"
         assert [episode.rows for episode in group.episodes] == [1, 1, 1]
         assert group.episode_rewards == [0.0, 1.0, 1.0]
-        assert [episode.turns for episode in group.episodes] == [len(r.turn_ends) for r in group.rollouts]
-        for rollout, text, episode in zip(group.rollouts, texts(group), group.episodes, strict=True):
+        assert [episode.turns for episode in group.episodes] == [len(r.turn_ends) for r in group.rows]
+        for row, text, episode in zip(group.rows, texts(group), group.episodes, strict=True):
             replies = [part.partition("<eos>")[0] for part in text.split("<sep>")[1:]]
-            said = TOKENIZER.decode(rollout.tokens[rollout.mask])
+            said = TOKENIZER.decode(row.tokens[row.mask])
             assert said == "".join(reply + "<eos>" for reply in replies)
-            assert (rollout.logprobs[~rollout.mask] == 0).all()
-            assert set(rollout.tokens[list(rollout.turn_ends)].tolist()) == {TOKENIZER.eos_token_id}
-            assert sum(rollout.turn_rewards) == rollout.reward and episode.end == "done"
+            assert (row.logprobs[~row.mask] == 0).all()
+            assert set(row.tokens[list(row.turn_ends)].tolist()) == {TOKENIZER.eos_token_id}
+            assert sum(row.turn_rewards) == row.reward and episode.end == "done"
             assert episode.metrics["links"] == max(0, len(replies) - 1)
     assert max(episode.turns for group in groups for episode in group.episodes) > 3
     values = metric_values(reports)
@@ -102,13 +102,13 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
     batches, reports, server, _ = rolled_out(replace(config, task=task), engine, no_reward, steps=4)
     task_of = open_task(replace(config, task=task), TOKENIZER)
     for group in (group for batch in batches for group in batch.groups):
-        index = task_of.prompt(group.prompt_index).reference.answer
+        index = task_of.prompt(group.prompt_index).question.ground_truth
         assert index % 5 != 1, "all its episodes raise"
         if index % 5 == 2:  # zero by task.on_timeout, with the turn that was sampled
-            assert group.episode_rewards == [0.0] * 3 and {r.finish_reason for r in group.rollouts} == {"timeout"}
+            assert group.episode_rewards == [0.0] * 3 and {r.finish_reason for r in group.rows} == {"timeout"}
         else:
             assert group.episode_rewards == [2.5] * 3
-            assert {r.turn_rewards for r in group.rollouts} == {(0.5, 2.0)}
+            assert {r.turn_rewards for r in group.rows} == {(0.5, 2.0)}
             assert group.episodes[0].metrics == {"turns_seen": 2.0}
     notes = [note for report in reports for note in report.notes]
     assert sum("`failed`: the environment's step raised KeyError: 'no unit', at " in note for note in notes) == 1
@@ -137,11 +137,11 @@ def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) 
     for group in batch.groups:
         assert [episode.turns for episode in group.episodes] == [2, 2, 2]
         assert group.episode_rewards == [2.0] * 3
-        assert {r.turn_rewards for r in group.rollouts} == {(0.0, 2.0)}
+        assert {r.turn_rewards for r in group.rows} == {(0.0, 2.0)}
         assert all(text.endswith("z<eos>\nmore<sep>xy<eos>") for text in texts(group))
     values = metric_values(reports)
     assert values["episode/failed"] == 0 and "endpoint/refused" not in values
-    assert values["endpoint/requests"] >= 2 * values["rollout/rollouts"] > 0
+    assert values["endpoint/requests"] >= 2 * values["rollout/rows"] > 0
     notes = [note for report in reports for note in report.notes]
     assert sum("rollout/0: agents set temperature: the policy samples as the run is" in note for note in notes) == 1
 
@@ -175,7 +175,7 @@ def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
         client = LearnerClient(address, config.timeouts)
         client.served(0)
         for version in range(4):
-            sampled = [r.versions[r.mask] for group in client.take(version).groups for r in group.rollouts]
+            sampled = [r.versions[r.mask] for group in client.take(version).groups for r in group.rows]
             seen["of two versions"] += sum(len(set(versions.tolist())) > 1 for versions in sampled)
             client.trained(version + 1)
             client.await_push(version + 1)

@@ -32,7 +32,7 @@ def flat_notes(reward: Reward, **changes: Any) -> list[str]:
 
 def test_groups_without_a_difference_in_reward_are_told_with_an_answer() -> None:
     (note,) = flat_notes(lambda question, text: 0.0)
-    assert note.startswith("rollout/0: 8 rollout groups in a row had the same reward, 0, for every answer: they have")
+    assert note.startswith("rollout/0: 8 groups in a row had the same reward, 0, for every answer: they have")
     assert re.search(r"Of their last \d+ answers 0% were cut off .*in 0% the reward found no answer", note)
     assert re.search(r"The newest one ends: '\w+'$", note)
 

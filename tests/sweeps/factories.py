@@ -13,8 +13,8 @@ from async_rl.config.loading import dump_config
 from async_rl.sweeps.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
 from async_rl.sweeps.simulate import Workload, simulate
 from async_rl.telemetry.timeline import STATES
-from buffer.store_rows import Outcome, Row
 from buffer.store_state import GroupAccounting
+from buffer.stored_group import Arrival, StoredGroup
 
 WORKLOAD = Workload(
     concurrency=64, prompts_per_step=16, train_s=0.4, train_cv=0.1, sync_s=0.05, group_mean_s=0.2, load_s=0.02,
@@ -57,14 +57,14 @@ def make_sweep(
 def buffer_counts(trained: int) -> dict[str, float]:
     """The buffer's counters. Every dropped group was late, one after it had arrived and the others before."""
     account, now_s = GroupAccounting(), 100.0
-    row = Row(group_id=0, prompt_index=0, start_version=0, worker="", granted_s=now_s - 3.0)
+    row = StoredGroup(group_id=0, prompt_index=0, start_version=0, worker="", granted_s=now_s - 3.0)
     short, long = (
-        Outcome(newest_version=0, response_tokens=tokens, reward=0.5, equal_rewards=False, duration_s=tokens / 60)
+        Arrival(newest_version=0, response_tokens=tokens, reward=0.5, equal_rewards=False, duration_s=tokens / 60)
         for tokens in (60.0, 90.0)
     )
     for _ in range(trained):
-        account.train(row._replace(outcome=short))
-    account.drop(row._replace(outcome=long), "late", now_s)
+        account.train(row._replace(arrival=short))
+    account.drop(row._replace(arrival=long), "late", now_s)
     for _ in range(3):
         account.drop(row, "late", now_s)
     return account.metrics()
@@ -83,7 +83,7 @@ def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
         record = {
             "step": step, "time/since_first_step_s": (step - 1) * result.step_s,
             "time/step_s": result.step_s, "staleness/max": float(bound),
-            "staleness/mean": result.mean_staleness, f"staleness/rollouts_{bound}": 128.0, "reward/mean": accuracy,
+            "staleness/mean": result.mean_staleness, f"staleness/episodes_{bound}": 128.0, "reward/mean": accuracy,
             "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
             "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": workload.train_s,
             "time/wait_data_s": 0.001, "rollout/groups": workload.prompts_per_step, "rollout/group_s": group_s,

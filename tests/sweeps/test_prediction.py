@@ -11,7 +11,7 @@ import pytest
 from async_rl.errors import ConfigError
 from async_rl.sweeps.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
 from async_rl.sweeps.report import prediction
-from async_rl.sweeps.results import Run, read_runs, rows_of
+from async_rl.sweeps.results import Run, read_runs, settings_of
 from async_rl.sweeps.simulate import Workload, simulate
 from tests.sweeps.factories import make_sweep
 
@@ -141,7 +141,7 @@ def test_evaluation_while_no_group_is_in_flight_changes_no_prediction(tmp_path: 
     without, evaluating = read_runs(sweep), read_runs(sweep)
     for run in evaluating:
         run.summary["utilisation/rollout/eval"] = 0.1
-    assert compare(rows_of(evaluating)) == compare(rows_of(without))
+    assert compare(settings_of(evaluating)) == compare(settings_of(without))
 
 
 HEAVY_TAILS = Workload()
@@ -153,7 +153,7 @@ def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload:
     """The values are for bound 1; tests/buffer/test_dropping.py also finds .76 with dropped groups."""
     sizes = ("rollout.concurrency=64", "learner.prompts_per_step=64", f"staleness.late={workload.late}")
     sweep = make_sweep(tmp_path, (1, 4), seeds=1, steps=100, workload=workload, overrides=sizes)
-    at_1 = compare(rows_of(read_runs(sweep)))[0]
+    at_1 = compare(settings_of(read_runs(sweep)))[0]
     assert at_1.predicted is not None
     assert at_1.predicted.utilisation == pytest.approx(learner, abs=0.04)
 
@@ -196,7 +196,7 @@ def test_what_can_not_be_simulated_is_not_predicted(tmp_path: Path, overrides: t
     runs = read_runs(sweep)
     with pytest.raises(ConfigError, match=why):
         rules_of(runs[0])
-    measured = compare(rows_of(runs))
+    measured = compare(settings_of(runs))
     assert [m.predicted for m in measured] == [None, None]
     assert all(m.bound > 0 for m in measured)
     table = prediction(measured)
@@ -209,12 +209,12 @@ def test_a_run_whose_groups_were_reported_in_its_first_step_only_is_not_predicte
     for run in runs:
         for step in run.steps[1:]:
             step["rollout/group_s"] = step["rollout/group_s_squared"] = None
-    assert [m.predicted for m in compare(rows_of(runs))] == [None, None]
+    assert [m.predicted for m in compare(settings_of(runs))] == [None, None]
 
 
 def test_exact_mode_is_not_compared(tmp_path: Path) -> None:
     overrides = ("staleness.mode=exact", "weight_sync.on_update=drain")
-    assert compare(rows_of(read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)))) == []
+    assert compare(settings_of(read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)))) == []
 
 
 def test_groups_in_flight_are_their_seconds_over_the_runs(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_groups_in_flight_are_their_seconds_over_the_runs(tmp_path: Path) -> Non
 
 def test_measured_groups_in_flight_stand_beside_the_predicted_ones(tmp_path: Path) -> None:
     """The runs come from the simulator."""
-    for measured in compare(rows_of(read_runs(make_sweep(tmp_path)))):
+    for measured in compare(settings_of(read_runs(make_sweep(tmp_path)))):
         assert measured.predicted is not None
         assert measured.predicted.in_flight == pytest.approx(measured.in_flight, rel=0.1)
 

@@ -17,7 +17,7 @@ from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record,
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import Row, Run, read_runs, rows_of
+from async_rl.sweeps.results import Run, Setting, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
 from tests.sweeps.factories import base_yaml, make_run
 
@@ -42,7 +42,7 @@ def test_the_table_has_a_row_for_each_bound_and_marks_the_best(sweep: Path, prin
 
 
 def test_wall_clock_improvement_is_improvement_times_utilisation_over_that_at_0(sweep: Path) -> None:
-    rows = rows_of(read_runs(sweep))
+    rows = settings_of(read_runs(sweep))
     base = rows[0].estimate("learner").mean
     for row in rows:
         expected = [
@@ -76,7 +76,7 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
     assert 'class="best"' in page
 
 
-def compared(rows: list[Row]) -> dict[str, list[str]]:
+def compared(rows: list[Setting]) -> dict[str, list[str]]:
     """The texts of `bounds_compared` by the row's name."""
     table = bounds_compared(rows)
     assert table is not None
@@ -84,7 +84,7 @@ def compared(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def test_bounds_are_compared_by_ratio_with_an_interval_and_by_p_value(sweep: Path, printed: str) -> None:
-    rows = rows_of(read_runs(sweep))
+    rows = settings_of(read_runs(sweep))
     assert best_row(rows).startswith("On this hardware staleness 1 improves most per minute of wall-clock time: +")
     assert best_row(rows) in printed
     lines = compared(rows)
@@ -98,7 +98,7 @@ def test_bounds_are_compared_by_ratio_with_an_interval_and_by_p_value(sweep: Pat
 
 def test_what_measured_durations_predict_is_what_the_simulator_measured(sweep: Path) -> None:
     """The runs come from the simulator, so the fitted workload must give their utilisation."""
-    for measured in compare(rows_of(read_runs(sweep))):
+    for measured in compare(settings_of(read_runs(sweep))):
         assert measured.predicted is not None
         assert measured.predicted.utilisation == pytest.approx(measured.learner, rel=0.1)
         assert measured.predicted.rollout == pytest.approx(measured.rollout, rel=0.1)
@@ -125,7 +125,7 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
 @pytest.mark.usefixtures("no_pictures")
 def test_gpu_utilisation_by_nvml_is_reported_where_there_were_gpus(sweep: Path, printed: str, tmp_path: Path) -> None:
     def drawn(folder: Path) -> list[str]:
-        (legend,) = _utilisation(rows_of(read_runs(folder)), {}).legends
+        (legend,) = _utilisation(settings_of(read_runs(folder)), {}).legends
         return [text.get_text() for text in legend.get_texts()]
 
     assert "NVML" not in printed
@@ -137,9 +137,9 @@ def test_gpu_utilisation_by_nvml_is_reported_where_there_were_gpus(sweep: Path, 
         file.write_text(json.dumps(json.loads(file.read_text()) | said))
     lines = [line for line in write_report(copy).splitlines() if line.startswith("|")]
     table = [[text.strip(" *") for text in line.split("|")] for line in lines]
-    learner, rollout = (table[0].index(f"GPU of {pool}, NVML") for pool in ("the learner", "rollout"))
+    learner, row = (table[0].index(f"GPU of {pool}, NVML") for pool in ("the learner", "rollout"))
     assert [line[learner] for line in table[2:5]] == ["-", "81.0% ± 0.6%", "-"]
-    assert table[3][rollout] == "60.0% ± 0.0%"
+    assert table[3][row] == "60.0% ± 0.0%"
     assert "GPU, by NVML" in drawn(copy)
 
 
@@ -170,7 +170,7 @@ def test_every_run_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> Non
         records = list(csv.DictReader(file))
     assert [(record["staleness"], record["seed"]) for record in records] == [(b, s) for b in "013" for s in "012"]
     of_one = [float(record["per_minute"]) for record in records if record["staleness"] == "1"]
-    assert sum(of_one) / 3 == pytest.approx(rows_of(read_runs(sweep))[1].estimate("per_minute").mean, rel=1e-4)
+    assert sum(of_one) / 3 == pytest.approx(settings_of(read_runs(sweep))[1].estimate("per_minute").mean, rel=1e-4)
 
 
 def test_every_evaluation_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> None:
@@ -252,7 +252,7 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path) -> None:
-    assert ended_early(rows_of(read_runs(sweep))) == ""
+    assert ended_early(settings_of(read_runs(sweep))) == ""
     copy = tmp_path / "copy"
     shutil.copytree(sweep, copy)
     file = copy / "cells" / "staleness-3.seed-1" / "summary.json"
@@ -263,13 +263,13 @@ def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path
     )
 
 
-def exact_row(bound: int, correction: str, gains: list[float]) -> Row:
+def exact_row(bound: int, correction: str, gains: list[float]) -> Setting:
     labels = {"staleness": str(bound), "correction": correction, "seed": "0"}
     runs = tuple(Run(labels, {}, [], [], Path(), exact=True) for _ in gains)
-    return Row(runs, {"per_100_steps": gains, "reward_mean": gains})
+    return Setting(runs, {"per_100_steps": gains, "reward_mean": gains})
 
 
-def differences(rows: list[Row]) -> dict[tuple[str, str], tuple[str, str]]:
+def differences(rows: list[Setting]) -> dict[tuple[str, str], tuple[str, str]]:
     """(difference, corrected p-value) of the improvement by correction and staleness."""
     table = corrections_compared(rows)[0]
     return {(row[0], row[1]): (row[2], row[4]) for row in table.rows}

@@ -30,7 +30,7 @@ from tests.view.conftest import Client
 STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)
 """The first step includes the warm-up and counts in no figure."""
 BUSY_S = 0.3
-ROLLOUTS = (8, 2, 6, 4, 4, 6, 2)
+EPISODES = (8, 2, 6, 4, 4, 6, 2)
 TOKENS = (80, 200, 900, 100, 500, 300, 800)
 STALENESS = (0.0, 2.0, 0.5, 1.0, 1.5, 0.0, 1.0)
 REWARD = (9.0, 1.0, 0.25, 0.5, 0.75, 0.0, 1.0)
@@ -41,8 +41,8 @@ ROLLOUT = math.fsum(s - 0.1 for s in STEPS_S[1:]) / SECONDS
 TOKENS_PER_S = sum(TOKENS[1:]) / SECONDS
 
 
-def over_rollouts(values: tuple[float, ...]) -> float:
-    return math.fsum(v * n for v, n in zip(values[1:], ROLLOUTS[1:], strict=True)) / sum(ROLLOUTS[1:])
+def over_episodes(values: tuple[float, ...]) -> float:
+    return math.fsum(v * n for v, n in zip(values[1:], EPISODES[1:], strict=True)) / sum(EPISODES[1:])
 
 
 def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, Any]:
@@ -63,7 +63,7 @@ def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, An
         log.add("rollout/0", WorkerReport(spans=worker))
         metrics = (
             Metric("reward/mean", REWARD[number]), Metric("staleness/mean", STALENESS[number]),
-            Metric("staleness/max", 2.0, "max"), Metric("batch/rollouts", ROLLOUTS[number]),
+            Metric("staleness/max", 2.0, "max"), Metric("batch/episodes", EPISODES[number]),
             Metric("batch/response_tokens", TOKENS[number]), Metric("time/train_s", BUSY_S),
         )  # fmt: skip
         busy_s = end_s - BUSY_S
@@ -95,8 +95,8 @@ def test_console_summary_page_and_report_show_the_same_numbers(
 
     expected = {
         "utilisation/learner": LEARNER, "utilisation/rollout": ROLLOUT, "tokens_per_s": TOKENS_PER_S,
-        "staleness_mean": over_rollouts(STALENESS), "reward_mean": over_rollouts(REWARD), "seconds": SECONDS,
-        "rollouts_per_s": sum(ROLLOUTS[1:]) / SECONDS,
+        "staleness_mean": over_episodes(STALENESS), "reward_mean": over_episodes(REWARD), "seconds": SECONDS,
+        "episodes_per_s": sum(EPISODES[1:]) / SECONDS,
     }  # fmt: skip
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
     table = format_summary(summary)
@@ -106,7 +106,7 @@ def test_console_summary_page_and_report_show_the_same_numbers(
     shown = tiles(folder)
     assert shown["learner"] == f"{LEARNER:.0%}" and shown["rollout"] == f"{ROLLOUT:.0%}"
     assert shown["throughput"] == f"{TOKENS_PER_S:,.0f}"
-    assert shown["staleness"] == f"{over_rollouts(STALENESS):.2f}" and shown["reward"] == f"{over_rollouts(REWARD):.3f}"
+    assert shown["staleness"] == f"{over_episodes(STALENESS):.2f}" and shown["reward"] == f"{over_episodes(REWARD):.3f}"
     assert shown["a step takes"].startswith(f"{SECONDS / 6:.2f} s")
 
     (run,) = read_runs(folder)
@@ -115,12 +115,12 @@ def test_console_summary_page_and_report_show_the_same_numbers(
         (LEARNER, ROLLOUT, TOKENS_PER_S)
     )
     assert (values["staleness_mean"], values["reward_mean"]) == pytest.approx(
-        (over_rollouts(STALENESS), over_rollouts(REWARD))
+        (over_episodes(STALENESS), over_episodes(REWARD))
     )
     assert run.figure("utilisation/learner") == pytest.approx(LEARNER)
     assert values["steps_per_minute"] == pytest.approx(60 * 6 / SECONDS)
     printed = write_report(folder)
-    assert f"| {LEARNER:.1%} |" in printed and f"| {over_rollouts(STALENESS):.2f} |" in printed
+    assert f"| {LEARNER:.1%} |" in printed and f"| {over_episodes(STALENESS):.2f} |" in printed
 
 
 def test_the_page_of_a_sweep_shows_that_number_too(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_the_page_of_a_sweep_shows_that_number_too(tmp_path: Path) -> None:
     found = SweepFiles(tmp_path / "sweep")
     for metric, expected in {
         "learner": LEARNER, "utilisation/learner": LEARNER, "utilisation/rollout": ROLLOUT,
-        "throughput/trained_tokens_per_s": TOKENS_PER_S, "staleness/mean": over_rollouts(STALENESS),
-        "reward/mean": over_rollouts(REWARD), "batch/rollouts": sum(ROLLOUTS[1:]),
+        "throughput/trained_tokens_per_s": TOKENS_PER_S, "staleness/mean": over_episodes(STALENESS),
+        "reward/mean": over_episodes(REWARD), "batch/episodes": sum(EPISODES[1:]),
     }.items():  # fmt: skip
         (line,) = found.points(metric, "staleness")
         assert line["mean"] == pytest.approx([expected]), metric
@@ -169,7 +169,7 @@ def test_the_summary_in_wandb_shows_that_number_too(tmp_path: Path) -> None:
         (LEARNER, TOKENS_PER_S)
     )
     assert (summary["staleness/mean"], summary["reward/mean"]) == pytest.approx(
-        (over_rollouts(STALENESS), over_rollouts(REWARD))
+        (over_episodes(STALENESS), over_episodes(REWARD))
     )
 
 
@@ -178,22 +178,22 @@ def test_a_resumed_run_counts_all_its_steps_and_the_warm_up_of_none(tmp_path: Pa
     records = read_metrics(tmp_path / "uneven" / "metrics.jsonl")
     twice = over_steps([*records, *records])
     assert twice.get("utilisation/learner") == pytest.approx(LEARNER)
-    assert twice.get("batch/rollouts") == 2 * sum(ROLLOUTS[1:])
+    assert twice.get("batch/episodes") == 2 * sum(EPISODES[1:])
     assert over_steps(records[:1]).get("reward/mean") == 9.0  # there is no other step yet
 
 
 def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:
     records = [
-        {"step": 1, "time/step_s": 1.0, "gpu/learner": 0.5, "batch/rollouts": 1.0, "reward/mean": 4.0, "eval/x": 1.0},
-        {"step": 2, "time/step_s": 3.0, "gpu/learner": 0.1, "batch/rollouts": 3.0, "reward/mean": 0.0, "eval/x": 2.0},
-        {"step": 3, "time/step_s": 4.0, "gpu/learner": None, "batch/rollouts": 0.0, "staleness/max": 7.0, "my/x": 3.0},
+        {"step": 1, "time/step_s": 1.0, "gpu/learner": 0.5, "batch/episodes": 1.0, "reward/mean": 4.0, "eval/x": 1.0},
+        {"step": 2, "time/step_s": 3.0, "gpu/learner": 0.1, "batch/episodes": 3.0, "reward/mean": 0.0, "eval/x": 2.0},
+        {"step": 3, "time/step_s": 4.0, "gpu/learner": None, "batch/episodes": 0.0, "staleness/max": 7.0, "my/x": 3.0},
         {"step": 4, "staleness/max": 5.0, "my/x": 5.0, "offpolicy/is_weight_var": 9.0},
     ]
     found = over_steps(records).all()
     assert found == pytest.approx({
-        "time/step_s": 8 / 3, "gpu/learner": 0.2, "batch/rollouts": 4.0, "reward/mean": 1.0, "eval/x": 2.0,
+        "time/step_s": 8 / 3, "gpu/learner": 0.2, "batch/episodes": 4.0, "reward/mean": 1.0, "eval/x": 2.0,
         "staleness/max": 7.0, "my/x": 4.0, "offpolicy/is_weight_var": 9.0,
     })  # fmt: skip
     assert kind_of("by_staleness/3/ess").weight == "by_staleness/3/tokens"
-    assert kind_of("by_staleness/3/reward").weight == "staleness/rollouts_3"
+    assert kind_of("by_staleness/3/reward").weight == "staleness/episodes_3"
     assert all(re.compile(pattern) for pattern, _ in KINDS)

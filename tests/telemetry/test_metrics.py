@@ -16,7 +16,7 @@ import pytest
 
 from async_rl.config import Config, LoggingConfig, ModelConfig, RunConfig, TaskConfig
 from async_rl.telemetry import wandb_run
-from async_rl.telemetry.completions import CompletionTable
+from async_rl.telemetry.examples import ExampleTable
 from async_rl.telemetry.metrics import Metric, MetricsLogger, format_step, read_metrics, reduce_metrics
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve, smooth
 from async_rl.telemetry.wandb_run import choose_mode, is_logged_in, is_reachable, open_wandb_run
@@ -205,7 +205,7 @@ def test_a_failure_of_wandb_is_noted_once_and_turns_it_off(tmp_path: Path) -> No
     def fail(record: object) -> None:
         raise OSError("disk full")
 
-    run = wandb_run.WandbRun(SimpleNamespace(log=fail, finish=pytest.fail), notes.append, CompletionTable("none"))
+    run = wandb_run.WandbRun(SimpleNamespace(log=fail, finish=pytest.fail), notes.append, ExampleTable("none"))
     run.log({"step": 1})
     run.log({"step": 2})
     run.close()

@@ -17,7 +17,7 @@ from async_rl.storage.log_ratios import LogRatioWriter, StepLogRatios
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.status import Status, write_status
 from async_rl.telemetry.timeline import Span
-from async_rl.types import EpisodeFacts, Rollout, RolloutGroup
+from async_rl.types import EpisodeFacts, Group, Row
 from buffer.journal.journal import FILE_NAME, payload_folder
 from buffer.journal.payload_files import PayloadFiles
 from buffer.journal.tables import SCHEMA
@@ -46,22 +46,22 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def make_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", version: int = 0) -> RolloutGroup:
+def make_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", version: int = 0) -> Group:
     """Return a group whose answers have their first half sampled by `version` and the rest by the next one."""
-    rollouts = []
+    rows = []
     for number, text in enumerate(answers):
         ids = np.array(tokens_of(text), np.int32)
         half = len(ids) // 2
-        rollouts.append(
-            Rollout(
+        rows.append(
+            Row(
                 tokens=ids, logprobs=np.linspace(-0.1, -2.0, len(ids), dtype=np.float32),
                 versions=np.array([version] * half + [version + 1] * (len(ids) - half), np.int32),
                 mask=np.ones(len(ids), np.bool_), reward=float(number), finish_reason="stop",
             )
         )  # fmt: skip
-    return RolloutGroup(
+    return Group(
         group_id=group_id, prompt_index=group_id, start_version=version, temperature=1.0,
-        prompt_tokens=np.array(tokens_of(prompt), np.int32), rollouts=tuple(rollouts), duration_s=1.5,
+        prompt_tokens=np.array(tokens_of(prompt), np.int32), rows=tuple(rows), duration_s=1.5,
         worker="rollout/0", keeps_kv=True,
     )  # fmt: skip
 
@@ -69,12 +69,12 @@ def make_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", ve
 QUESTION_TO_TOOL, TOOL_RESULT, LAST_REPLY = "6 * 7 = ?", " [the calculator says 42] ", "It is 42."
 
 
-def make_episodes(group_id: int, version: int = 0) -> RolloutGroup:
+def make_episodes(group_id: int, version: int = 0) -> Group:
     """Return a group of two episodes. A row has two turns with a tool's result between; the second episode has two."""
     parts = [QUESTION_TO_TOOL, TOOL_RESULT, LAST_REPLY]
     lengths = [len(part) for part in parts]
     mask = np.repeat([True, False, True], lengths)
-    row = Rollout(
+    row = Row(
         tokens=np.array(tokens_of("".join(parts)), np.int32), logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
         versions=np.repeat([version, version, version + 1], lengths).astype(np.int32), mask=mask, reward=1.0,
         finish_reason="stop", turn_ends=(lengths[0] - 1, sum(lengths) - 1), turn_rewards=(0.25, 0.75),
@@ -87,7 +87,7 @@ def make_episodes(group_id: int, version: int = 0) -> RolloutGroup:
         for rows in (1, 2)
     ]
     group = make_group(group_id, ["x"], version=version)
-    return dataclasses.replace(group, rollouts=(row, half, half), episodes=tuple(facts))
+    return dataclasses.replace(group, rows=(row, half, half), episodes=tuple(facts))
 
 
 CHAT_PROMPT = (
@@ -101,11 +101,11 @@ CHAT_TURNS = (
 )
 
 
-def make_chat(group_id: int, version: int = 0) -> RolloutGroup:
+def make_chat(group_id: int, version: int = 0) -> Group:
     """Return a group of two episodes in the template of Qwen: one that called a tool, and one whose tool call hung."""
     lengths = [len(tokens_of(part)) for part in CHAT_TURNS]
     mask = np.repeat([True, False, True], lengths)
-    row = Rollout(
+    row = Row(
         tokens=np.array(tokens_of("".join(CHAT_TURNS)), np.int32), mask=mask, reward=1.0, finish_reason="stop",
         logprobs=np.where(mask, -0.5, 0.0).astype(np.float32), versions=np.full(len(mask), version, np.int32),
         turn_ends=(lengths[0] - 1, sum(lengths) - 1), turn_rewards=(0.0, 1.0),
@@ -120,7 +120,7 @@ def make_chat(group_id: int, version: int = 0) -> RolloutGroup:
         EpisodeFacts(rows=1, turns=1, tool_calls=1, generate_s=0.5, tool_s=0.0, duration_s=60.5, end="timeout"),
     )
     group = make_group(group_id, ["x"], CHAT_PROMPT, version)
-    return dataclasses.replace(group, rollouts=(row, hung), episodes=facts)
+    return dataclasses.replace(group, rows=(row, hung), episodes=facts)
 
 
 class JournalWriter:
@@ -134,8 +134,8 @@ class JournalWriter:
         self._db.execute("REPLACE INTO state VALUES (0, '{}')")
         self._payloads = PayloadFiles(payload_folder(self._file), [])
 
-    def add(self, group: RolloutGroup, step: int | None = None, drop_reason: str | None = None) -> None:
-        lengths = [len(rollout.tokens) for rollout in group.rollouts]
+    def add(self, group: Group, step: int | None = None, drop_reason: str | None = None) -> None:
+        lengths = [len(row.tokens) for row in group.rows]
         episodes = [episode for episode, rows in enumerate(group.episode_rows) for _ in range(rows)]
         state = "trained" if step is not None else "dropped" if drop_reason else "finished"
         self._db.execute("BEGIN")
@@ -146,18 +146,18 @@ class JournalWriter:
             (
                 group.group_id, group.prompt_index, group.start_version, group.worker, state, drop_reason,
                 group.start_version, group.data_row, group.start_version + 1, float(np.mean(lengths)),
-                float(np.mean([rollout.reward for rollout in group.rollouts])), group.duration_s,
+                float(np.mean([row.reward for row in group.rows])), group.duration_s,
             ),
         )  # fmt: skip
         self._db.executemany(
-            "INSERT INTO rollouts (group_id, rollout, episode, reward, response_tokens, context_tokens, "
+            "INSERT INTO rows (group_id, row, episode, reward, response_tokens, context_tokens, "
             "oldest_version, newest_version, finish_reason) VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?)",
             [
                 (
                     group.group_id, i, episode, r.reward, len(r.tokens), int(r.versions[0]), int(r.versions[-1]),
                     r.finish_reason,
                 )
-                for i, (r, episode) in enumerate(zip(group.rollouts, episodes, strict=True))
+                for i, (r, episode) in enumerate(zip(group.rows, episodes, strict=True))
             ],
         )  # fmt: skip
         self._db.executemany(
@@ -196,8 +196,8 @@ def metrics_of(step: int) -> dict[str, float]:
     """The record of a step, with the metrics that the pages show."""
     return {
         "step": step, "time/written_at_s": 10.0 + STEP_S * step, "time/since_first_step_s": STEP_S * (step - 1),
-        "reward/mean": step / 100, "staleness/mean": 1.0, "staleness/max": 2.0, "staleness/rollouts_1": 6.0,
-        "staleness/rollouts_2": 2.0, "by_staleness/1/reward": 0.5, "by_staleness/2/reward": 0.4,
+        "reward/mean": step / 100, "staleness/mean": 1.0, "staleness/max": 2.0, "staleness/episodes_1": 6.0,
+        "staleness/episodes_2": 2.0, "by_staleness/1/reward": 0.5, "by_staleness/2/reward": 0.4,
         "utilisation/learner": 0.6, "utilisation/rollout": 0.9, "utilisation/rollout/sync": 0.1,
         "occupancy/rollout": 0.5, "offpolicy/ess": 0.9, "throughput/trained_tokens_per_s": 1234.0,
         "time/step_s": STEP_S, "time/wait_data_s": 0.3, "time/train_s": 0.6, "time/push_s": 0.1, "push/pause_s": 0.1,
@@ -231,9 +231,9 @@ def write_timeline(run_dir: Path, steps: int) -> None:
     trace.close()
 
 
-def write_log_ratios(run_dir: Path, step: int, group: RolloutGroup) -> None:
+def write_log_ratios(run_dir: Path, step: int, group: Group) -> None:
     """The first token of each answer was masked by the learner; the others have the log ratio 0.5."""
-    lengths = [len(rollout.tokens) for rollout in group.rollouts]
+    lengths = [len(row.tokens) for row in group.rows]
     values = [np.array([np.nan] + [0.5] * (length - 1), np.float16) for length in lengths]
     writer = LogRatioWriter(run_dir, 0, -1)
     writer.write(step, StepLogRatios(

@@ -29,7 +29,7 @@ NAMES = (
 )  # fmt: skip
 PATHS = (
     "/", "/run", "/run/", "/run/overview", "/run/overview/", "/run/overview/live", "/run/header", "/run/overlap",
-    "/run/staleness", "/run/rollouts", "/run/rollouts/{}", "/run/rollouts/{}/", "/run/data/series", "/run/data/window",
+    "/run/staleness", "/run/groups", "/run/groups/{}", "/run/groups/{}/", "/run/data/series", "/run/data/window",
     "/run/data/histogram", "/run/data/answers/{}/{}", "/run/data/prediction", "/run/data/{}", "/run/events", "/run/{}",
     "/sweep", "/sweep/{}", "/sweep/data/points", "/sweep/events", "/cells/{}/overview", "/cells/{}/data/series",
     "/cells/{}", "/static/{}", "/static/view.css/{}", "/bokeh/{}", "/{}", "//{}", "{}", "/run//{}", "/RUN/overview",

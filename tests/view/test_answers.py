@@ -31,8 +31,8 @@ def test_a_sibling_is_described_by_its_reward_length_and_versions(run_dir: Path)
 
 @pytest.mark.parametrize("mask, number", [("111", 1), ("1101", 2), ("0110101", 3), ("000", 0)])
 def test_turns_are_stretches_of_sampled_tokens(mask: str, number: int) -> None:
-    rollout = make_group(0, ["a" * len(mask)]).rollouts[0]
-    assert turns(dataclasses.replace(rollout, mask=np.array([each == "1" for each in mask]))) == number
+    row = make_group(0, ["a" * len(mask)]).rows[0]
+    assert turns(dataclasses.replace(row, mask=np.array([each == "1" for each in mask]))) == number
 
 
 def test_rows_of_one_episode_share_its_facts() -> None:
@@ -41,11 +41,11 @@ def test_rows_of_one_episode_share_its_facts() -> None:
         (0, 1, 1, 2), (1, 1, 2, 4), (1, 2, 2, 4),
     ]  # fmt: skip
     assert episode_facts(make_group(0, ["a"]), 0) is None
-    assert version_shares(make_episodes(0, version=3).rollouts[0]) == [(3, 0.5), (4, 0.5)]
+    assert version_shares(make_episodes(0, version=3).rows[0]) == [(3, 0.5), (4, 0.5)]
 
 
 def test_one_version_has_all_tokens() -> None:
-    assert version_shares(make_group(0, ["a"], version=6).rollouts[0]) == [(7, 1.0)]
+    assert version_shares(make_group(0, ["a"], version=6).rows[0]) == [(7, 1.0)]
 
 
 def test_a_character_of_several_tokens_is_the_text_of_its_last_one(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_messages_of_a_prompt_come_without_the_marks_of_its_template(run_dir: Pa
 
 
 def test_a_turn_names_the_tool_that_it_calls_and_a_result_begins_with_its_text(run_dir: Path) -> None:
-    found = parts(make_chat(0).rollouts[0], TokenTexts(RunFiles(run_dir)))
+    found = parts(make_chat(0).rows[0], TokenTexts(RunFiles(run_dir)))
     assert [(part["is_sampled"], part["calls"], part["said"]) for part in found] == [
         (True, ["price"], ""), (False, [], "3 euros a piece"), (True, [], ""),
     ]  # fmt: skip

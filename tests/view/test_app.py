@@ -15,7 +15,7 @@ from buffer.journal.journal import FILE_NAME
 from tests.view.conftest import Client
 from tests.view.factories import CHAT_PROMPT, HOSTILE, JournalWriter, append_step, make_chat, make_group, make_run
 
-PAGES = ["/run/overview", "/run/overlap", "/run/rollouts", "/run/rollouts/1", "/run/staleness", "/run/overview/live"]
+PAGES = ["/run/overview", "/run/overlap", "/run/groups", "/run/groups/1", "/run/staleness", "/run/overview/live"]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -28,16 +28,16 @@ def test_every_page_is_shown(client: Client, path: str) -> None:
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "timeline.json", "status.json", "config.yaml", FILE_NAME])
 def test_pages_of_a_run_that_lacks_a_file_are_shown(run_dir: Path, missing: str) -> None:
     (run_dir / missing).unlink()
-    codes = {path: Client(run_dir).get(path).status_code for path in PAGES if path != "/run/rollouts/1"}
+    codes = {path: Client(run_dir).get(path).status_code for path in PAGES if path != "/run/groups/1"}
     assert set(codes.values()) == {200}
 
 
 def test_text_of_models_and_data_is_escaped(client: Client) -> None:
-    for path in ("/run/rollouts", "/run/rollouts/1", "/run/rollouts?text=hacked"):
+    for path in ("/run/groups", "/run/groups/1", "/run/groups?text=hacked"):
         text = client.get(path).text
         assert "<script>window" not in text
         assert "<img src=x" not in text
-    assert html.escape("<script>window.hacked") in client.get("/run/rollouts/1").text
+    assert html.escape("<script>window.hacked") in client.get("/run/groups/1").text
 
 
 def test_settings_and_reports_are_escaped(run_dir: Path) -> None:
@@ -66,7 +66,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_page_says_why(run_dir: Path) 
     shutil.rmtree(run_dir / "model")
     client = Client(run_dir)
     assert client.get("/run/data/answers/1/0").json()["pieces"] is None
-    assert "Token ids are shown without text" in client.get("/run/rollouts/1").text
+    assert "Token ids are shown without text" in client.get("/run/groups/1").text
 
 
 def test_series_can_be_asked_for_from_a_step_on(run_dir: Path) -> None:
@@ -80,7 +80,7 @@ def test_series_can_be_asked_for_from_a_step_on(run_dir: Path) -> None:
 
 def test_the_histogram_counts_rollouts_by_staleness(client: Client) -> None:
     found = client.get("/run/data/histogram").json()
-    assert found["rollouts"] == {"1": [6.0] * 12, "2": [2.0] * 12}
+    assert found["episodes"] == {"1": [6.0] * 12, "2": [2.0] * 12}
 
 
 def test_lanes_of_a_resumed_run_begin_with_its_first_step(run_dir: Path) -> None:
@@ -121,12 +121,12 @@ def test_bad_data_requests_get_one_sentence(client: Client, path: str, code: int
 @pytest.mark.parametrize(
     "path, code, sentence",
     [
-        ("/run/rollouts?step=three", 400, "step must be a whole number, at least 0, of at most 15 digits, got 'three'"),
-        ("/run/rollouts?reward_min=nan", 400, "reward_min must be a number, got 'nan'"),
-        ("/run/rollouts?order=random", 400, "order must be one of newest"),
-        ("/run/rollouts/999", 404, "The journal has no group 999"),
-        (f"/run/rollouts/{2**63}", 400, f"of at most 15 digits, got '{2**63}"),
-        ("/run/rollouts?page=" + "9" * 400, 400, "9" * 80 + "..."),
+        ("/run/groups?step=three", 400, "step must be a whole number, at least 0, of at most 15 digits, got 'three'"),
+        ("/run/groups?reward_min=nan", 400, "reward_min must be a number, got 'nan'"),
+        ("/run/groups?order=random", 400, "order must be one of newest"),
+        ("/run/groups/999", 404, "The journal has no group 999"),
+        (f"/run/groups/{2**63}", 400, f"of at most 15 digits, got '{2**63}"),
+        ("/run/groups?page=" + "9" * 400, 400, "9" * 80 + "..."),
         ("/run/nothing", 404, "There is no page /run/nothing"),
         ("/cells/..%2F..%2Fetc/overview", 404, "no page"),
         ("/cells/other/overview", 404, "no cell"),
@@ -141,9 +141,9 @@ def test_bad_pages_get_one_sentence(client: Client, path: str, code: int, senten
 
 
 def test_filters_and_search_find_groups(client: Client) -> None:
-    assert "/run/rollouts/2" in client.get("/run/rollouts?step=5").text
-    assert "/run/rollouts/3" not in client.get("/run/rollouts?step=5").text
-    assert "No group meets all of this" in client.get("/run/rollouts?reward_min=9").text
+    assert "/run/groups/2" in client.get("/run/groups?step=5").text
+    assert "/run/groups/3" not in client.get("/run/groups?step=5").text
+    assert "No group meets all of this" in client.get("/run/groups?reward_min=9").text
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def chats(tmp_path: Path) -> Client:
 
 
 def test_the_list_shows_what_the_user_said_and_why_there_is_no_text(chats: Client) -> None:
-    text = chats.get("/run/rollouts").text
+    text = chats.get("/run/groups").text
     assert ">What does a pear cost?<" in text
     assert "im_start" not in text
     assert "prompt 1, no answer has arrived yet" in text
@@ -190,13 +190,13 @@ def test_the_list_shows_what_the_user_said_and_why_there_is_no_text(chats: Clien
 
 def test_a_group_that_never_arrived_has_no_version_of_arrival(chats: Client) -> None:
     for group in (1, 2):
-        assert f"<dt>reached the buffer at</dt><dd>{MISSING}</dd>" in chats.get(f"/run/rollouts/{group}").text
-    assert "its answers are being generated" in chats.get("/run/rollouts/1").text
-    assert "it never reached the buffer" in chats.get("/run/rollouts/2").text
+        assert f"<dt>reached the buffer at</dt><dd>{MISSING}</dd>" in chats.get(f"/run/groups/{group}").text
+    assert "its answers are being generated" in chats.get("/run/groups/1").text
+    assert "it never reached the buffer" in chats.get("/run/groups/2").text
 
 
 def test_a_group_shows_its_question_its_whole_prompt_and_the_episode_that_hung(chats: Client) -> None:
-    text = html.unescape(chats.get("/run/rollouts/0").text)
+    text = html.unescape(chats.get("/run/groups/0").text)
     assert '<pre class="text">What does a pear cost?</pre>' in text
     assert f'<pre class="text">{CHAT_PROMPT}</pre>' in text
     assert "60.00 s outside of sampling and tool calls" in text
@@ -204,10 +204,10 @@ def test_a_group_shows_its_question_its_whole_prompt_and_the_episode_that_hung(c
 
 
 def test_groups_are_found_by_how_their_episodes_ended(chats: Client) -> None:
-    listed = chats.get("/run/rollouts?end=timeout").text
-    assert "/run/rollouts/0" in listed and "/run/rollouts/3" not in listed
+    listed = chats.get("/run/groups?end=timeout").text
+    assert "/run/groups/0" in listed and "/run/groups/3" not in listed
     assert "<option selected>timeout</option>" in listed
-    assert "No group meets all of this" in chats.get("/run/rollouts?end=turns").text
+    assert "No group meets all of this" in chats.get("/run/groups?end=turns").text
 
 
 def test_runs_with_episodes_have_their_charts(chats: Client, client: Client) -> None:
@@ -227,7 +227,7 @@ def test_the_page_of_a_group_names_its_row_and_its_errors(run_dir: Path) -> None
     writer = JournalWriter(run_dir)
     writer.add(replace(make_group(900, ["a"]), data_row=935, left_out=("KeyError: 'plum'", f"no {HOSTILE}")))
     writer.close()
-    text = Client(run_dir).get("/run/rollouts/900").text
+    text = Client(run_dir).get("/run/groups/900").text
     assert "<dt>row of the data</dt><dd>935</dd>" in text
     assert text.count("an episode, left out") == 2 and "KeyError: &#39;plum&#39;" in text and HOSTILE not in text
-    assert "<h2>Errors</h2>" not in Client(run_dir).get("/run/rollouts/1").text
+    assert "<h2>Errors</h2>" not in Client(run_dir).get("/run/groups/1").text

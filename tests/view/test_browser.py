@@ -14,7 +14,7 @@ from tests.view.factories import HOSTILE, TOOL_RESULT, JournalWriter, append_ste
 from tests.view.view_server import ViewServer
 
 with suppress(ImportError):  # then the tests are skipped
-    from playwright.sync_api import Browser, Page, expect
+    from playwright.sync_api import Browser, Page, Route, expect
 
     expect.set_options(timeout=READY_LIMIT_MS)
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, needs_chromium]
 LIGHT_AND_DARK = ("light", "dark")
 
 
-@pytest.mark.parametrize("path", ["/run/overview", "/run/overlap", "/run/staleness", "/run/rollouts/1"])
+@pytest.mark.parametrize("path", ["/run/overview", "/run/overlap", "/run/staleness", "/run/groups/1"])
 def test_pages_load_and_draw_without_an_error(page: Page, path: str) -> None:
     open_page(page, path)
     assert page.evaluate(
@@ -70,21 +70,34 @@ def test_smoothing_and_another_metric(page: Page) -> None:
 
 
 def test_filters_list_the_groups_that_meet_them(page: Page) -> None:
-    page.goto("/run/rollouts")
+    page.goto("/run/groups")
     page.get_by_label("Drop reason").select_option("late")
     page.get_by_role("button", name="Show").click()
     expect(page.locator("tbody tr")).to_have_count(4)
     page.get_by_role("link", name="Clear").click()
-    page.wait_for_url("**/run/rollouts")
+    page.wait_for_url("**/run/groups")
     page.get_by_label("Trained in step").fill("4")
     page.keyboard.press("Enter")
     page.wait_for_url("**step=4**")
     page.locator("tbody a").first.click()
-    page.wait_for_url("**/rollouts/1")
+    page.wait_for_url("**/groups/1")
+
+
+def test_a_colour_that_is_chosen_before_the_answer_has_come_is_its_colour(page: Page) -> None:
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    held: list[Route] = []
+    page.route("**/data/answers/**", lambda route: held.append(route))
+    page.goto("/run/groups/1")
+    page.get_by_label("importance ratio").check()
+    page.locator("#tokens").press("ArrowRight")
+    held[0].continue_()
+    page.wait_for_selector(".t.r5")
+    assert problems == []
 
 
 def test_an_answer_is_coloured_and_shown_as_text_and_as_ids(page: Page) -> None:
-    open_page(page, "/run/rollouts/1")
+    open_page(page, "/run/groups/1")
     assert page.locator(".t.v0").count() == page.locator(".t.v1").count() == 6
     page.get_by_label("behaviour logprob").check()
     assert page.locator(".t.p0").count() < 12
@@ -107,16 +120,16 @@ def test_an_answer_is_coloured_and_shown_as_text_and_as_ids(page: Page) -> None:
 
 
 def test_html_in_an_answer_is_shown_as_text_and_never_runs(page: Page) -> None:
-    open_page(page, "/run/rollouts/1?answer=1")
+    open_page(page, "/run/groups/1?answer=1")
     page.get_by_label("text", exact=True).check()
     assert page.locator("#tokens").inner_text() == HOSTILE
-    for path in ("/run/rollouts", "/run/rollouts?text=hacked"):
+    for path in ("/run/groups", "/run/groups?text=hacked"):
         page.goto(path)
     assert page.evaluate("window.hacked") is None
 
 
 def test_siblings_are_chosen_by_mouse_and_by_key(page: Page) -> None:
-    open_page(page, "/run/rollouts/1")
+    open_page(page, "/run/groups/1")
     page.locator("#tab-1").click()
     page.wait_for_selector("body[data-ready='1']")
     assert "answer=1" in page.url
@@ -137,14 +150,14 @@ def test_lanes_follow_a_chosen_window(page: Page) -> None:
 
 
 @pytest.mark.parametrize("theme", LIGHT_AND_DARK)
-@pytest.mark.parametrize("path", ["/run/overview", "/run/rollouts", "/run/rollouts/1", "/run/overlap"])
+@pytest.mark.parametrize("path", ["/run/overview", "/run/groups", "/run/groups/1", "/run/overlap"])
 def test_text_has_contrast_and_controls_have_names(
     browser: Browser, shown: tuple[Path, str], path: str, theme: Any
 ) -> None:
     context = browser.new_context(base_url=shown[1], color_scheme=theme)
     page = context.new_page()
     page.goto(path)
-    if path != "/run/rollouts":
+    if path != "/run/groups":
         page.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
     assert page.evaluate(NAMELESS) == []
     assert page.evaluate(LOW_CONTRAST) == []
@@ -161,7 +174,7 @@ def test_turns_and_what_tools_said_are_folded(browser: Browser, tmp_path: Path) 
     writer.close()
     server = ViewServer(run_dir)
     page = browser.new_context(base_url=server.url).new_page()
-    open_page(page, "/run/rollouts/0?answer=0")
+    open_page(page, "/run/groups/0?answer=0")
     summaries = [each.strip() for each in page.locator("#tokens summary").all_inner_texts()]
     tool = page.locator("#tokens details:not(.turn)")
     texts = page.locator(".sibling").all_inner_texts()
@@ -187,9 +200,9 @@ def test_long_answers_are_shown_whole(browser: Browser, tmp_path: Path) -> None:
     writer.close()
     server = ViewServer(run_dir)
     page = browser.new_context(base_url=server.url).new_page()
-    page.goto("/run/rollouts")  # the tokenizer is loaded at the first page
+    page.goto("/run/groups")  # the tokenizer is loaded at the first page
     start_s = time.monotonic()
-    open_page(page, "/run/rollouts/0")
+    open_page(page, "/run/groups/0")
     print(f"8 answers of 8,000 tokens: shown after {time.monotonic() - start_s:.2f} s")
     assert page.locator(".t").count() == 8000
     server.close()

@@ -50,7 +50,7 @@ def test_a_script_in_an_answer_is_found_by_this_test() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["/run/overview", "/nothing", "/run/rollouts?text=a%00b", "/run/data/answers/x/0"])
+@pytest.mark.parametrize("target", ["/run/overview", "/nothing", "/run/groups?text=a%00b", "/run/data/answers/x/0"])
 @pytest.mark.parametrize("host", ["localhost", "evil.example"])
 def test_pages_errors_and_refusals_have_the_security_headers(run_dir: Path, target: str, host: str) -> None:
     attempt = Attempt("GET", target, (("host", host),))

@@ -48,10 +48,10 @@ def test_groups_come_in_pages(tmp_path: Path) -> None:
 def test_one_group_has_its_answers_steps_and_tokens(journal: JournalReader) -> None:
     row = journal.group(1)
     assert row is not None
-    assert (row["steps"], row["staleness"], len(row["rollouts"])) == ([4], 2, 2)
+    assert (row["steps"], row["staleness"], len(row["rows"])) == ([4], 2, 2)
     payload = journal.payload(1)
     assert payload is not None
-    assert "".join(CHARACTERS[i] for i in payload.rollouts[0].tokens) == "right answer"
+    assert "".join(CHARACTERS[i] for i in payload.rows[0].tokens) == "right answer"
     assert "".join(CHARACTERS[i] for i in journal.prompts([1])[1]).startswith("question 1 ")
     assert journal.group(99) is None
 

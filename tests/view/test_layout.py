@@ -60,11 +60,11 @@ def narrow(browser: Browser, chat_run: tuple[Path, str]) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/run/overview", "/run/overlap", "/run/rollouts", "/run/rollouts/0", "/run/rollouts/2", "/run/staleness"]
+    "path", ["/run/overview", "/run/overlap", "/run/groups", "/run/groups/0", "/run/groups/2", "/run/staleness"]
 )
 def test_nothing_is_off_a_narrow_screen(narrow: Page, path: str) -> None:
     narrow.goto(path)
-    if path not in ("/run/rollouts", "/run/rollouts/2"):
+    if path not in ("/run/groups", "/run/groups/2"):
         narrow.wait_for_selector("body[data-ready]", timeout=READY_LIMIT_MS)
     assert narrow.evaluate("document.documentElement.scrollWidth") == NARROW["width"]
     assert narrow.evaluate(OUTSIDE) == []
@@ -94,17 +94,17 @@ def test_a_table_that_scrolls_has_shaded_edges(narrow: Page) -> None:
 
 
 def test_a_character_that_turns_text_is_shown_by_its_code_and_turns_no_neighbour(narrow: Page) -> None:
-    open_page(narrow, "/run/rollouts/1")
+    open_page(narrow, "/run/groups/1")
     assert narrow.locator("#tokens").inner_text() == "answer ⟨U+202E⟩ltr"
     assert narrow.locator(".t").first.evaluate("e => getComputedStyle(e).unicodeBidi") == "isolate"
     assert RIGHT_TO_LEFT not in narrow.content()
-    narrow.goto("/run/rollouts")
+    narrow.goto("/run/groups")
     assert "who ⟨U+202E⟩rtl" in narrow.content()
     assert RIGHT_TO_LEFT not in narrow.content()
 
 
 def test_a_folded_tool_result_is_one_line_that_begins_with_its_text(narrow: Page) -> None:
-    open_page(narrow, "/run/rollouts/0")
+    open_page(narrow, "/run/groups/0")
     summaries = narrow.locator("#tokens summary")
     assert [text.strip() for text in summaries.all_inner_texts()] == [
         "turn 1 · 53 tokens · calls price · reward 0.000", "3 euros a piece · 68 tokens that are not trained on",

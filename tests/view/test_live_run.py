@@ -65,7 +65,7 @@ def test_the_page_of_a_real_run_follows_it_within_two_seconds(
     delays_s = [delay_of_next_step(page, run_dir) for _ in range(MEASURED_STEPS)]
     print("seconds from a step in metrics.jsonl to the page:", *(f"{delay_s:.2f}" for delay_s in sorted(delays_s)))
     assert sorted(delays_s)[MEASURED_STEPS // 2] < LIVE_LIMIT_S
-    page.goto("/run/rollouts?state=trained")
+    page.goto("/run/groups?state=trained")
     page.locator("tbody a").first.click()
     page.get_by_label("importance ratio").check()
     page.wait_for_selector(".t.r3")  # about 1: a young policy hardly moves in a step

@@ -75,7 +75,7 @@ def test_thinning_keeps_the_last_step_the_largest_value_and_the_weighted_mean() 
     assert len(shown) == MAX_POINTS
     assert shown[-1] == (2.0 * MAX_POINTS, 0.75, 4.0)
     assert thinned("staleness/max", points)[-1][:2] == (2.0 * MAX_POINTS, 1.0)
-    assert thinned("batch/rollouts", [(step, 8.0, 0.0) for step, _, _ in points])[-1] == (2.0 * MAX_POINTS, 8.0, 2.0)
+    assert thinned("batch/episodes", [(step, 8.0, 0.0) for step, _, _ in points])[-1] == (2.0 * MAX_POINTS, 8.0, 2.0)
     assert thinned("utilisation/learner", points[:5]) == points[:5]
 
 

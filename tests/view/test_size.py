@@ -13,8 +13,8 @@ from tests.view.factories import JournalWriter, make_group, make_run
 
 GROUPS = 10_000
 ADDRESSES = (
-    "/run/rollouts", "/run/rollouts?order=stalest", "/run/rollouts?staleness_min=1&order=reward_low&page=40",
-    "/run/rollouts?step=70&state=trained", "/run/rollouts/9999", "/run/overview", "/run/rollouts?text=answer+77",
+    "/run/groups", "/run/groups?order=stalest", "/run/groups?staleness_min=1&order=reward_low&page=40",
+    "/run/groups?step=70&state=trained", "/run/groups/9999", "/run/overview", "/run/groups?text=answer+77",
 )  # fmt: skip
 LIMIT_S = 3.0
 """On a machine that does nothing else, each page takes well under a second; these tests may share theirs."""

@@ -47,7 +47,7 @@ def test_a_cell_that_runs_is_listed_and_has_pages(sweep_dir: Path) -> None:
     assert (running.name, running.progress, running.has_run) == ("staleness-9.seed-0", "step 12 of 20", True)
     client = Client(sweep_dir)
     assert "step 12 of 20" in client.get("/sweep").text
-    assert client.get("/cells/staleness-9.seed-0/rollouts").status_code == 200
+    assert client.get("/cells/staleness-9.seed-0/groups").status_code == 200
     assert client.get("/cells/staleness-9.seed-0/data/answers/1/0").json()["text"] == "right answer"
 
 

@@ -78,7 +78,7 @@ def publisher_for(*servers: Server) -> CudaIpcPublisher:
         model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
         placement=PlacementConfig(colocated=True), weight_sync=WeightSyncConfig(on_update="retract"),
     )
-    assert config.takes_turns
+    assert config.shares_gpus
     return CudaIpcPublisher(config, [server.url for server in servers], 0, torch.device("cpu"))
 
 

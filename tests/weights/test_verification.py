@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config, ModelConfig
 from async_rl.errors import WeightSyncError
 from async_rl.weights import open_publisher
-from learner.weight_sync import VERIFY_TOKENS, VERIFY_TOLERANCE
+from learner.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rollout_server.engines.hf_cases import config_for, with_engine
 

@@ -13,9 +13,9 @@ async function draw() {
   dress(figure);
   fitAxis(figure, [0, 1], "%");
   Object.assign(figure.y_range, { start: 0, end: 1 });
-  const totals = found.first.map((_, at) => Object.values(found.rollouts).reduce((sum, list) => sum + list[at], 0));
+  const totals = found.first.map((_, at) => Object.values(found.episodes).reduce((sum, list) => sum + list[at], 0));
   let bottom = totals.map(() => 0);
-  for (const [bucket, list] of Object.entries(found.rollouts)) {
+  for (const [bucket, list] of Object.entries(found.episodes)) {
     const top = list.map((number, at) => bottom[at] + (totals[at] ? number / totals[at] : 0));
     const data = { left: found.first.map((step) => step - 0.5), right: found.last.map((step) => step + 0.5), bottom, top };
     figure.quad({ field: "left" }, { field: "right" }, { field: "bottom" }, { field: "top" }, {
@@ -24,7 +24,7 @@ async function draw() {
     });
     bottom = top;
   }
-  document.getElementById("histogram-legend").replaceChildren(...Object.keys(found.rollouts).map((bucket) => {
+  document.getElementById("histogram-legend").replaceChildren(...Object.keys(found.episodes).map((bucket) => {
     const swatch = element("span", { className: "swatch" });
     swatch.style.background = bucketColor(bucket);
     return element("li", {}, swatch, `staleness ${bucket}`);
@@ -35,7 +35,7 @@ async function draw() {
 async function load() {
   found = await getJson(`${base}/data/histogram`);
   if (found.first.length) await draw();
-  else place.textContent = "No rollout has been trained on yet.";
+  else place.textContent = "No episode has been trained on yet.";
 }
 
 await load();

@@ -1,4 +1,4 @@
-"""Continuous batching for the hf engine: each answer is a row of a batch that rows enter and leave between tokens."""
+"""Continuous batching for the hf engine: each reply is a row of a batch that rows enter and leave between tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.sampling import sample_tokens, uniforms
 
 PREFILL_TOKENS = 16_384
@@ -71,7 +71,7 @@ class WindowLayer(CacheLayerMixin):
         self.end = width
 
     def append(self, other: WindowLayer) -> None:
-        """Add the rows of `other`, the same layer's cache of new answers; the narrower one is padded on the left."""
+        """Add the rows of `other`, the same layer's cache of new replies; the narrower one is padded on the left."""
         width = max(self.end, other.end)
         both = [(part, (0, 0, width - part.end, 0)) for part in (self, other)]
         self.keys, self.values = (
@@ -82,26 +82,26 @@ class WindowLayer(CacheLayerMixin):
 
 
 @dataclass(eq=False, slots=True)
-class Group:
-    """A request to the hf engine, its answers that are complete, and the future that gets all of them at the end."""
+class OpenRequest:
+    """A request to the hf engine, its replies that are complete, and the future that gets all of them at the end."""
 
     request: GenerationRequest
-    completions: dict[int, Completion] = field(default_factory=dict)
-    """The complete answers by their number in the group."""
+    complete: dict[int, SampledReply] = field(default_factory=dict)
+    """The complete replies by their number in the group."""
     cancelled: bool = False
-    future: Future[list[Completion]] = field(default_factory=Future)
-    """Gets `answers` once all are complete."""
+    future: Future[list[SampledReply]] = field(default_factory=Future)
+    """Gets `replies` once all are complete."""
 
     @property
-    def answers(self) -> list[Completion]:
-        return [self.completions[sample] for sample in sorted(self.completions)]
+    def replies(self) -> list[SampledReply]:
+        return [self.complete[sample] for sample in sorted(self.complete)]
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
-    """One answer that is being sampled: a row of the batch, with the random numbers that decide its tokens."""
+class _OpenReply:
+    """One reply that is being sampled: a row of the batch, with the random numbers that decide its tokens."""
 
-    group: Group
+    group: OpenRequest
     sample: int
     uniforms: npt.NDArray[np.float64]  # [max_tokens]
     tokens: list[int] = field(default_factory=list)
@@ -120,14 +120,14 @@ class _Row:
 
 
 class DecodingBatch:
-    """The answers that are being sampled, one per row, with their KV cache. `step` samples one token for each."""
+    """The replies that are being sampled, one per row, with their KV cache. `step` samples one token for each."""
 
     def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
         self._model = model
         self._end_tokens = end_tokens
-        self._rows: list[_Row] = []
+        self._rows: list[_OpenReply] = []
         self._cache: list[WindowLayer] = []
-        self._retracted: list[_Row] = []
+        self._retracted: list[_OpenReply] = []
         """Unfinished rows whose KV was dropped."""
         self._sampling: tuple[Tensor, Tensor | None] | None = None
         """Temperature and top_p of the rows, [B, 1] each; None after the rows have changed."""
@@ -140,9 +140,9 @@ class DecodingBatch:
         self._retracted += [row for row in self._rows if not row.done]
         self._rows, self._cache, self._sampling = [], [], None
 
-    def add(self, groups: list[Group], version: int) -> list[Group]:
-        """Add groups: prefill each prompt, sample each answer's first token; return the groups complete with that."""
-        complete: list[Group] = []
+    def add(self, groups: list[OpenRequest], version: int) -> list[OpenRequest]:
+        """Add groups: prefill each prompt, sample each reply's first token; return the groups complete with that."""
+        complete: list[OpenRequest] = []
         for chunk in _chunks(groups, [len(group.request.prompt.tokens) for group in groups]):
             cache, logits = self._prefill([group.request.prompt.tokens for group in chunk])
             source = [i for i, group in enumerate(chunk) for _ in range(group.request.n)]
@@ -155,8 +155,8 @@ class DecodingBatch:
                 self._join(rows, cache)
         return complete
 
-    def step(self, version: int) -> list[Group]:
-        """Sample one token for every row; return the groups whose last unfinished answer has ended with it."""
+    def step(self, version: int) -> list[OpenRequest]:
+        """Sample one token for every row; return the groups whose last unfinished reply has ended with it."""
         device = self._model.device
         self._recompute()
         self._compact()
@@ -210,12 +210,12 @@ class DecodingBatch:
 
     def _record(
         self,
-        rows: list[_Row],
+        rows: list[_OpenReply],
         logits: Tensor,  # [B, V]
         version: int,
         sampling: tuple[Tensor, Tensor | None],
-    ) -> list[Group]:
-        """Sample a token for each row from `logits` and append it; return groups whose answers have all ended now."""
+    ) -> list[OpenRequest]:
+        """Sample a token for each row from `logits` and append it; return groups whose replies have all ended now."""
         # A finished row that is still in the batch is sampled too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
         tokens, logprobs = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
@@ -229,12 +229,12 @@ class DecodingBatch:
             stopped = token in self._end_tokens
             if stopped or len(row.tokens) >= row.group.request.max_tokens:
                 row.done = True
-                row.group.completions[row.sample] = _completion(row, "stop" if stopped else "length")
-                if len(row.group.completions) == row.group.request.n:
+                row.group.complete[row.sample] = _sampled_reply(row, "stop" if stopped else "length")
+                if len(row.group.complete) == row.group.request.n:
                     complete.append(row.group)
         return complete
 
-    def _join(self, rows: list[_Row], cache: list[WindowLayer]) -> None:
+    def _join(self, rows: list[_OpenReply], cache: list[WindowLayer]) -> None:
         if self._rows:
             for old, new in zip(self._cache, cache, strict=True):
                 old.append(new)
@@ -255,12 +255,12 @@ class DecodingBatch:
             self._sampling = None
 
 
-def _new_row(group: Group, sample: int) -> _Row:
+def _new_row(group: OpenRequest, sample: int) -> _OpenReply:
     request = group.request
-    return _Row(group, sample, uniforms(request.seed, request.prompt.index, sample, request.max_tokens))
+    return _OpenReply(group, sample, uniforms(request.seed, request.prompt.index, sample, request.max_tokens))
 
 
-def _sampling(rows: list[_Row], device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _sampling(rows: list[_OpenReply], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return the rows' temperature [B, 1] and top_p [B, 1]; top_p is None if it is 1 in all rows."""
     requests = [row.group.request for row in rows]
     top_p = torch.tensor([[request.top_p] for request in requests], device=device)
@@ -296,8 +296,8 @@ def _chunks(items: list[Item], lengths: list[int]) -> list[list[Item]]:
     return chunks
 
 
-def _completion(row: _Row, finish_reason: str) -> Completion:
-    return Completion(
+def _sampled_reply(row: _OpenReply, finish_reason: str) -> SampledReply:
+    return SampledReply(
         tokens=np.array(row.tokens, dtype=np.int32),
         logprobs=np.array(row.logprobs, dtype=np.float32),
         versions=np.array(row.versions, dtype=np.int32),

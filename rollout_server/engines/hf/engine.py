@@ -2,12 +2,12 @@
 
 One thread owns the model and advances all rows by one token at a time. Everything else that uses the model (a weight
 update, the logprobs for a verification) is a job that this thread runs between two tokens, so a token is sampled either
-before or after an update, and its version is exact. Running answers keep their KV cache over an update or recompute it,
+before or after an update, and its version is exact. Running replies keep their KV cache over an update or recompute it,
 depending on `weight_sync.on_update`.
 
-Runs repeat exactly: an answer's random numbers are a function of (seed, prompt, sample, token), and groups requested in
+Runs repeat exactly: a reply's random numbers are a function of (seed, prompt, sample, token), and groups requested in
 the same turn of the event loop enter the batch together. Evaluations have their own batch, so that their timing does
-not change the batch shapes, and with them the rounding, of training answers.
+not change the batch shapes, and with them the rounding, of training replies.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.storage.model_folder import end_tokens
 from async_rl.weights.base import serving_dtype
-from rollout_server.engines.base import Completion, GenerationRequest, Load, Purpose, check_prompt
-from rollout_server.engines.hf.batch import DecodingBatch, Group
+from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply, check_prompt
+from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
 from rollout_server.engines.hf.weights import WeightEndpoints, replace_weights
 
 Result = TypeVar("Result")
@@ -48,12 +48,12 @@ class HFEngine:
         self._name = f"hf engine rollout/{index}"
         self._changed = threading.Condition()
         # _changed guards the next four attributes.
-        self._arrivals: list[Group] = []
+        self._arrivals: list[OpenRequest] = []
         self._jobs: list[Job] = []
         self._paused = False
         self._stopping = False
         self._failure: BaseException | None = None
-        self._collected: list[Group] = []
+        self._collected: list[OpenRequest] = []
         """The requests made in the current turn of the event loop."""
         self._futures: set[Future[Any]] = set()
         """The results of requests and jobs that are awaited."""
@@ -69,11 +69,11 @@ class HFEngine:
         self._endpoints = WeightEndpoints(self, self._config.timeouts, self._config.network)
         self.url = await self._endpoints.start()
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Wait until the decode thread has sampled `request.n` answers, and return them."""
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+        """Wait until the decode thread has sampled `request.n` replies, and return them."""
         check_prompt(request.prompt, self.vocab_size)
         self._check_alive()
-        group = Group(request)
+        group = OpenRequest(request)
         if not self._collected:
             asyncio.get_running_loop().call_soon(self._submit_collected)
         self._collected.append(group)
@@ -198,7 +198,7 @@ class HFEngine:
             if self._stopping:
                 return False
             jobs, self._jobs = self._jobs, []
-            arrivals: list[Group] = []
+            arrivals: list[OpenRequest] = []
             paused = self._paused
             if not paused:
                 arrivals, self._arrivals = self._arrivals, []
@@ -217,7 +217,7 @@ class HFEngine:
             ]
             for group in [*batch.add(new, self.version), *batch.step(self.version)]:
                 if group.future.set_running_or_notify_cancel():
-                    group.future.set_result(group.answers)
+                    group.future.set_result(group.replies)
         return True
 
     def _has_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""Token sampling as a pure function of logits and counter-based random numbers: timing never changes an answer."""
+"""Token sampling as a pure function of logits and counter-based random numbers: timing never changes a reply."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _WORD = 2**64
 
 
 def uniforms(seed: int, prompt_index: int, sample: int, count: int) -> npt.NDArray[np.float64]:
-    """Return the first `count` random numbers in [0, 1) of the stream of one answer: of (seed, prompt, sample).
+    """Return the first `count` random numbers in [0, 1) of the stream of one reply: of (seed, prompt, sample).
 
-    Number t decides the answer's token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
+    Number t decides the reply's token t. Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
     is a function of key and counter; the sample is the counter's highest word, so streams never overlap.
     """
     key = (seed % _WORD) | (prompt_index % _WORD) << 64

@@ -25,7 +25,7 @@ from async_rl.weights.broadcast import Receiver
 
 _MAX_BODY_BYTES = 64 * 2**20
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
-"""Takes the JSON body of a request; returns the fields of the reply beside `success` and `message`."""
+"""Takes the JSON body of a request; returns the fields of the response beside `success` and `message`."""
 
 
 class ServedModel(Protocol):
@@ -34,7 +34,7 @@ class ServedModel(Protocol):
     model: PreTrainedModel
 
     async def pause(self, *, keep_kv: bool) -> None:
-        """Stop sampling until `resume`; without `keep_kv` running answers go on with KV that is computed anew."""
+        """Stop sampling until `resume`; without `keep_kv` running replies go on with KV that is computed anew."""
 
     def resume(self) -> None:
         """Go on sampling."""
@@ -114,7 +114,7 @@ class WeightEndpoints:
         await asyncio.to_thread(self._receiver.leave, body["group_name"])
 
     async def _pause(self, body: dict[str, Any]) -> None:
-        """Pause sampling. `in_place` keeps the KV of the running answers, `retract` and `abort` both drop it."""
+        """Pause sampling. `in_place` keeps the KV of the running replies, `retract` and `abort` both drop it."""
         mode = body.get("mode")
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"the mode of a pause must be 'in_place', 'retract' or 'abort', got {mode!r}")
@@ -178,7 +178,7 @@ def replace_weights(
     model: nn.Module,
     tensors: Mapping[str, Tensor],  # [name in model.state_dict()] of the same shape, dtype and device
 ) -> None:
-    """Make the model use the memory of `tensors` as its weights. Running answers would have to wait for a copy."""
+    """Make the model use the memory of `tensors` as its weights. Running replies would have to wait for a copy."""
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     places.update(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
@@ -186,15 +186,15 @@ def replace_weights(
 
 
 def _as_endpoint(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answer(request: web.Request) -> web.Response:
+    async def reply(request: web.Request) -> web.Response:
         try:
-            reply = await handler(await request.json() if request.can_read_body else {})
+            response = await handler(await request.json() if request.can_read_body else {})
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             return web.json_response({"success": False, "message": message}, status=400)
-        return web.json_response({"success": True, "message": "", **(reply or {})})
+        return web.json_response({"success": True, "message": "", **(response or {})})
 
-    return answer
+    return reply
 
 
 def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:

@@ -29,7 +29,7 @@ RELEASED = ("weights", "kv_cache")
 
 
 class SGLangAdmin:
-    """The `ServerAdmin` of an SGLang server: one method per HTTP request, which waits for the reply."""
+    """The `ServerAdmin` of an SGLang server: one method per HTTP request, which waits for the response."""
 
     def __init__(self, config: Config, url: str) -> None:
         self.url = url.rstrip("/")
@@ -79,7 +79,7 @@ class SGLangAdmin:
         self.ask("POST", f"/flush_cache?timeout={FLUSH_S}", {})
 
     def abort_all(self) -> None:
-        """End all requests that the server is answering; each gets the tokens sampled so far as its reply."""
+        """End all requests that the server is answering; each gets the tokens sampled so far as its response."""
         self.ask("POST", "/abort_request", {"abort_all": True})
 
     def resume(self) -> None:
@@ -134,20 +134,20 @@ class SGLangAdmin:
             "return_logprob": True, "logprob_start_len": 0,
             "extra_key": f"score-{time.time_ns()}",  # a new key, so that no KV of older weights is reused
         }
-        reply = self.ask("POST", "/generate", body)
-        return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][1:]
+        response = self.ask("POST", "/generate", body)
+        return [entry[0] for entry in response["meta_info"]["input_token_logprobs"]][1:]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """Send one request, wait for the reply (by default timeouts.push_s), and return its JSON, or {} if it has none.
+        """Send a request, wait for the response (by default timeouts.push_s), and return its JSON, {} if it has none.
 
         Raises:
             WeightSyncError: the server can't be reached, or refused by HTTP status or `success: false`.
             WaitTimeoutError: the server did not answer in time.
         """
-        answer = ask(self.url, method, path, self._headers, limit or self._push_limit, body)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise WeightSyncError(f"the SGLang server refused {self.url}{path}: {answer.get('message', '')[:300]}")
-        return answer
+        reply = ask(self.url, method, path, self._headers, limit or self._push_limit, body)
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise WeightSyncError(f"the SGLang server refused {self.url}{path}: {reply.get('message', '')[:300]}")
+        return reply
 
 
 def _update(version: int | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The SGLang engine starts a server process and sends it two HTTP requests for each rollout group.
+"""The SGLang engine starts a server process and sends it two HTTP requests for each group.
 
-The first request, the primer, computes the prompt's KV once; the second samples all answers and finds that KV in the
+The first request, the primer, computes the prompt's KV once; the second samples all replies and finds that KV in the
 prefix cache. SGLang's samples depend on how it batches, so its runs don't repeat exactly unless `rollout.server_args`
 has enable-deterministic-inference (GPUs only).
 """
@@ -18,9 +18,9 @@ import psutil
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.errors import WeightSyncError
-from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_engine import HttpEngine, cache_key
+from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.sglang_process import server_flags, sglang_process
 
@@ -42,22 +42,22 @@ class SGLangEngine(HttpEngine):
         await self._server.start()
         self.url = self._server.url
 
-    async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
+    async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
         prefix = f"{request.key}.{next(self._attempts)}."
-        bodies = [request_body(request, answers, self._end_tokens, prefix)]
-        if len(answers) > 1:
+        bodies = [request_body(request, replies, self._end_tokens, prefix)]
+        if len(replies) > 1:
             bodies.insert(0, primer_body(request, prefix))
         for body in bodies:
-            replies = await self._post("/generate", body, body["rid"], request.key)
-        for answer, reply in zip(answers, replies, strict=True):
-            extend_answer(answer, reply, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
+            responses = await self._post("/generate", body, body["rid"], request.key)
+        for reply, response in zip(replies, responses, strict=True):
+            extend_reply(reply, response, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": request_id}
 
     async def load(self) -> Load | None:
-        """Return the server's running answers and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
+        """Return the server's running replies and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
         text = await self._get_text("/v1/loads?include=core")
         if text is None:
             return None
@@ -102,7 +102,7 @@ def attach_server(admin: SGLangAdmin, config: Config) -> None:
 
 
 def sampling_seed(request: GenerationRequest, sample: int) -> int:
-    """Return the seed of one answer, in 0..2**31 - 1, which differs between the answers of a group."""
+    """Return the seed of one reply, in 0..2**31 - 1, which differs between the replies of a group."""
     source = np.random.SeedSequence((request.seed, request.prompt.index, sample))
     return int(source.generate_state(1)[0]) >> 1
 
@@ -120,12 +120,12 @@ def primer_body(request: GenerationRequest, prefix: str) -> dict[str, Any]:
 
 
 def request_body(
-    request: GenerationRequest, answers: list[Answer], end_tokens: list[int], prefix: str
+    request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str
 ) -> dict[str, Any]:
-    """Return the body of one /generate request that samples the missing rest of each of `answers`.
+    """Return the body of one /generate request that samples the missing rest of each of `replies`.
 
     Args:
-        prefix: what the ids of the answers' requests begin with.
+        prefix: what the ids of the replies' requests begin with.
     """
     prompt = request.prompt.tokens.tolist()
     sampling = {  # every parameter that could exclude tokens, even if it has SGLang's default
@@ -133,32 +133,32 @@ def request_body(
         "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }
     return {
-        "rid": [f"{prefix}{i}." for i in range(len(answers))],
-        "input_ids": [prompt + answer.tokens for answer in answers],
+        "rid": [f"{prefix}{i}." for i in range(len(replies))],
+        "input_ids": [prompt + reply.tokens for reply in replies],
         "sampling_params": [
             {
-                **sampling, "max_new_tokens": request.max_tokens - len(answer.tokens),
-                "sampling_seed": sampling_seed(request, answer.sample),  # used with deterministic inference only
+                **sampling, "max_new_tokens": request.max_tokens - len(reply.tokens),
+                "sampling_seed": sampling_seed(request, reply.sample),  # used with deterministic inference only
             }
-            for answer in answers
+            for reply in replies
         ],
         "return_logprob": True,
         "extra_key": cache_key(request),
     }
 
 
-def extend_answer(
-    answer: Answer, reply: dict[str, Any], max_tokens: int, end_tokens: list[int], *, may_abort: bool
+def extend_reply(
+    reply: OpenReply, response: dict[str, Any], max_tokens: int, end_tokens: list[int], *, may_abort: bool
 ) -> None:
-    """Append the tokens of the server's reply to `answer`, and set its finish_reason if it has ended.
+    """Append the tokens of the server's response to `reply`, and set its finish_reason if it has ended.
 
-    AsyncRLError: see Answer.extend.
+    AsyncRLError: see OpenReply.extend.
     """
-    meta = reply["meta_info"]
+    meta = response["meta_info"]
     finish = meta["finish_reason"]
     failed = finish.get("status_code") or (finish["type"] == "stop" and not isinstance(finish.get("matched"), int))
-    answer.extend(
-        reply["output_ids"], [entry[0] for entry in meta.get("output_token_logprobs") or ()],
+    reply.extend(
+        response["output_ids"], [entry[0] for entry in meta.get("output_token_logprobs") or ()],
         meta.get("weight_versions"), str(finish) if failed else finish["type"],
         max_tokens=max_tokens, end_tokens=end_tokens, may_abort=may_abort,
     )

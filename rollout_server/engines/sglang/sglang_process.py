@@ -55,7 +55,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     }
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
-        flags |= {"enable-memory-saver": True} if config.takes_turns else {}
+        flags |= {"enable-memory-saver": True} if config.shares_gpus else {}
         # On Hopper GPUs SGLang's default is FA3, which can't compute float32.
         flags |= {"attention-backend": "triton"} if dtype == "float32" else {}
     else:

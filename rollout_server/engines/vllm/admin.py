@@ -29,7 +29,7 @@ _PROBE = Limit(3.0, "of a probe")
 
 
 class VLLMAdmin:
-    """The `ServerAdmin` of a vLLM server: its methods send HTTP requests and wait for the replies."""
+    """The `ServerAdmin` of a vLLM server: its methods send HTTP requests and wait for the responses."""
 
     def __init__(self, config: Config, url: str) -> None:
         self.url = url.rstrip("/")
@@ -122,7 +122,7 @@ class VLLMAdmin:
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, limit: Limit | None = None) -> Any:
-        """Send one request and return the JSON of the reply; the limit is timeouts.push_s by default.
+        """Send one request and return the JSON of the response; the limit is timeouts.push_s by default.
 
         Raises:
             WeightSyncError: the server can't be reached, or refused the request.

@@ -1,6 +1,6 @@
-"""The vLLM engine starts a server in vLLM's own environment and sends it one HTTP request for each rollout group.
+"""The vLLM engine starts a server in vLLM's own environment and sends it one HTTP request for each group.
 
-vLLM computes the KV of the prompt once for all answers of a request, as far as it fills whole blocks of its cache.
+vLLM computes the KV of the prompt once for all replies of a request, as far as it fills whole blocks of its cache.
 vLLM's samples depend on how it batches, so its runs don't repeat exactly (the hf engine's do).
 """
 
@@ -13,19 +13,19 @@ from typing import Any
 import psutil
 
 from async_rl.config import Config
-from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import GenerationRequest, Load, Purpose
 from rollout_server.engines.http_engine import HttpEngine
+from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
 from rollout_server.engines.vllm.flags import server_flags
-from rollout_server.engines.vllm.requests import extend_answer, group_answers, request_body
+from rollout_server.engines.vllm.requests import extend_reply, group_replies, request_body
 from rollout_server.engines.vllm.vllm_process import vllm_process
 
 _RUNNING = "vllm:num_requests_running"
 
 
 class VLLMEngine(HttpEngine):
-    """The `Engine` of rollout.engine=vllm: starts one vLLM server and has it answer the requests of its worker."""
+    """The `Engine` of rollout.engine=vllm: starts one vLLM server and has it reply the requests of its worker."""
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "vLLM")
@@ -41,25 +41,25 @@ class VLLMEngine(HttpEngine):
         self.url = self._server.url
         await asyncio.to_thread(VLLMAdmin(self._config, self.url).set_version, 0)
 
-    async def _extend(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        await asyncio.gather(*(self._extend_equal(request, each) for each in group_answers(answers)))
+    async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
+        await asyncio.gather(*(self._extend_equal(request, each) for each in group_replies(replies)))
 
-    async def _extend_equal(self, request: GenerationRequest, answers: list[Answer]) -> None:
-        """Extend `answers`, which have the same tokens so far, by the tokens that one request samples for them."""
+    async def _extend_equal(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
+        """Extend `replies`, which have the same tokens so far, by the tokens that one request samples for them."""
         self._newest = max(self._newest, request.start_version)
         # The groups with the nearest deadline go first. An evaluation, which has none, queues like the newest group.
         priority = self._newest if request.purpose is Purpose.EVALUATION else request.start_version
         key = f"{request.key}.{next(self._attempts)}"
-        body = request_body(request, answers, self._end_tokens, key, priority)
-        reply = await self._post(GENERATE, body, [key], request.key)
-        for answer, choice in zip(answers, reply["choices"], strict=True):
-            extend_answer(answer, choice, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
+        body = request_body(request, replies, self._end_tokens, key, priority)
+        response = await self._post(GENERATE, body, [key], request.key)
+        for reply, choice in zip(replies, response["choices"], strict=True):
+            extend_reply(reply, choice, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_requests", {"request_ids": [request_id]}
 
     async def load(self) -> Load | None:
-        """Return the server's running answers and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
+        """Return the server's running replies and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""
         text = await self._get_text("/metrics")
         if text is None:
             return None

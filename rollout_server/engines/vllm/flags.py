@@ -11,11 +11,11 @@ from rollout_server.engines.kv_cache import kv_token_bytes, kv_tokens, max_runni
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes for which vLLM 0.32 has an attention kernel on CPUs."""
 _RESERVED_TOKENS = 8
-"""The number of positions of a context beyond the longest prompt with its answer."""
+"""The number of positions of a context beyond the longest prompt with its reply."""
 _BLOCK_TOKENS = 32
 """The size of a KV block on CPUs, the smallest for which vLLM has a kernel: long blocks waste memory."""
 _MAX_RUNNING = 1024
-"""The largest number of answers that one server runs at once unless rollout.server_args says more."""
+"""The largest number of replies that one server runs at once unless rollout.server_args says more."""
 
 Flags = dict[str, Any]
 

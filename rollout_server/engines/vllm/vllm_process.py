@@ -87,5 +87,5 @@ def server_environment(config: Config, python: str, on_gpu: bool) -> dict[str, s
         environment[API_KEY_VARIABLE] = key
     if not on_gpu:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # placement.pin_cpus chooses the cores
-        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling the sampler would delay the first answer
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling the sampler would delay the first reply
     return environment

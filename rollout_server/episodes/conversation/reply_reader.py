@@ -21,7 +21,7 @@ import aiohttp
 
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
 from async_rl.seams import import_object
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
 
 NUM_PARSE_ATTEMPTS = 4
@@ -82,7 +82,7 @@ class ReplyReader:
         """Whether there is a parser of the model's tool calls; without one, all of a reply is text."""
         return self._parse is not None
 
-    def cut(self, reply: Completion, stop: Sequence[str]) -> Completion:
+    def cut(self, reply: SampledReply, stop: Sequence[str]) -> SampledReply:
         """Return the reply up to the first token that completes one of the texts `stop`; all of it if none does."""
         tokens = reply.tokens.tolist()
 

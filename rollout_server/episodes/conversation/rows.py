@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rl.types import BoolArray, FloatArray, IntArray
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +17,7 @@ class Node:
 
     parent: Node | None
     tokens: list[int]
-    sampled: Completion | None = None
+    sampled: SampledReply | None = None
     """The reply; None for a context."""
     reward: float = 0.0
     num_tokens: int = field(init=False)
@@ -41,7 +41,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class WholeRow:
     """One trainable row: a path of a session's tree from a root to a leaf. The last of its S >= 2 tokens is trained."""
 
     tokens: IntArray  # [S]
@@ -58,7 +58,7 @@ class Row:
     """`stop` or `length`, of the last reply."""
 
 
-def make_rows(replies: Sequence[Node]) -> list[Row]:
+def make_rows(replies: Sequence[Node]) -> list[WholeRow]:
     """Return one row for each leaf of a session's tree, whose replies are given, in their order.
 
     A reply that several leaves share is trained in the row of the first of them.
@@ -79,7 +79,7 @@ def make_rows(replies: Sequence[Node]) -> list[Row]:
     return rows
 
 
-def _make_row(path: Sequence[Node], trained: set[Node]) -> Row:
+def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:
     leaf = path[-1].sampled
     assert leaf is not None and path[0].sampled is None, "a path leads from a context to a reply"
     logprobs = [np.zeros(len(node.tokens), np.float32) for node in path]
@@ -92,7 +92,7 @@ def _make_row(path: Sequence[Node], trained: set[Node]) -> Row:
             mask[position][:] = True
             turn_ends.append(end - 1)
             turn_rewards.append(node.reward)
-    return Row(
+    return WholeRow(
         tokens=np.array(path[-1].all_tokens(), np.int32),
         logprobs=np.concatenate(logprobs),
         versions=np.concatenate(list(_versions(path))),
@@ -119,7 +119,7 @@ def _versions(path: Sequence[Node]) -> Iterator[IntArray]:
             yield np.full(len(node.tokens), version, np.int32)
 
 
-def num_shared_tokens(rows: Sequence[Row], max_tokens: int) -> int:
+def num_shared_tokens(rows: Sequence[WholeRow], max_tokens: int) -> int:
     """Return the length of the prompt of a group: the longest common start of its rows without a sampled token.
 
     It is at most `max_tokens`. Tokens after it are in each row's response, where they are masked.

@@ -19,17 +19,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, Schema, extended_digest, prefix_digests
 from rollout_server.episodes.conversation.pending_replies import PendingReplies, PendingReply, RequestKey
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
-from rollout_server.episodes.conversation.rows import Node, Row, make_rows
+from rollout_server.episodes.conversation.rows import Node, WholeRow, make_rows
 
 CLOSE_S = 10.0
 """How long `close` waits for the engine to end the requests that it cancels."""
 
-Generate = Callable[[list[int], int], Awaitable[Completion]]
+Generate = Callable[[list[int], int], Awaitable[SampledReply]]
 """Takes the tokens so far and the largest number of tokens to sample; returns what the engine sampled."""
 
 
@@ -253,7 +253,7 @@ class Session:
         """Add `reward` to the reward of reply number `turn`, which its row gives at the reply's last token."""
         self._replies[turn].reward += reward
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[WholeRow]:
         """Return the trainable rows of all received replies; a row's last reply decides its place in the list."""
         return make_rows([reply for reply in self._replies if reply in self._received])
 

@@ -29,7 +29,7 @@ except ImportError as error:
 class SkyRLGym:
     """One episode of an environment of skyrl-gym, whose methods may block, so they run in threads; for `task.env`.
 
-    The environment reads the question's reference answer as extras["reward_spec"]["ground_truth"], as in SkyRL's files.
+    The environment reads the question's right answer as extras["reward_spec"]["ground_truth"], as in SkyRL's files.
 
     Args:
         name: the name under which skyrl-gym has the environment.
@@ -44,7 +44,7 @@ class SkyRLGym:
         extras: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._question = question
-        spec = {"method": "rule", "ground_truth": question.answer}
+        spec = {"method": "rule", "ground_truth": question.ground_truth}
         about = {**question.extra, "extra_info": question.extra, "data_source": question.source, "reward_spec": spec}
         config = OmegaConf.create(dict(env_config or {}))
         self._make = partial(skyrl_gym.make, name, env_config=config, extras={**about, **(extras or {})})

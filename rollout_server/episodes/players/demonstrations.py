@@ -22,7 +22,7 @@ from async_rl.errors import ConfigError, raised_at
 from async_rl.seams import import_object
 from async_rl.storage.model_folder import end_tokens
 from async_rl.types import Prompt
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
@@ -135,15 +135,15 @@ class Demonstrator:
             OracleSession, self._oracle, rng, self._tokenizer, self._renderer, self._reader, self._sizes
         )
         if agents is not None:
-            return await agents.run(prompt.reference, open_session)
+            return await agents.run(prompt.question, open_session)
         episode = await self._envs.run(partial(self._open_env, prompt), open_session)
         if self._reward is None or not episode.rows:
             return episode
-        return episode.with_reward(await asyncio.to_thread(self._reward, prompt.reference, episode.answer))
+        return episode.with_reward(await asyncio.to_thread(self._reward, prompt.question, episode.answer))
 
     def _open_env(self, prompt: Prompt) -> Env:
         if self._make_env is None:
-            return QuestionEnv(prompt.reference, [tool for make in self._tools for tool in make()])
+            return QuestionEnv(prompt.question, [tool for make in self._tools for tool in make()])
         env = self._make_env(prompt, self._config.run.seed + prompt.index)
         if env.tools and not self._knows_tools:
             raise ConfigError(
@@ -172,12 +172,12 @@ class OracleSession(Session):
         reader: ReplyReader,
         limits: SessionLimits,
     ) -> None:
-        async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
             text = oracle(_conversation.get(), rng)
             reply = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             is_cut = len(reply) > max_tokens
             zeros = np.zeros(min(len(reply), max_tokens))
-            return Completion(
+            return SampledReply(
                 tokens=np.array(reply[:max_tokens], np.int32), logprobs=zeros.astype(np.float32),
                 versions=zeros.astype(np.int32), finish_reason="length" if is_cut else "stop",
             )  # fmt: skip

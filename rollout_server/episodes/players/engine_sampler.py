@@ -16,11 +16,11 @@ from functools import partial
 import numpy as np
 
 from async_rl.types import Prompt
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.conversation.session import Generate
 
-GenerateAnswers = Callable[[GenerationRequest], Awaitable[list[Completion]]]
-"""Has the engine answer a request; returns its completions."""
+GenerateReplies = Callable[[GenerationRequest], Awaitable[list[SampledReply]]]
+"""Has the engine answer a request; returns its replies."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Waiting:
 
     sample: int
     turn: int
-    future: asyncio.Future[Completion]
+    future: asyncio.Future[SampledReply]
 
 
 class GroupSampler:
@@ -40,7 +40,7 @@ class GroupSampler:
         request: the group's request, of which each reply takes all but the prompt's tokens, n and max_tokens.
     """
 
-    def __init__(self, generate: GenerateAnswers, request: GenerationRequest) -> None:
+    def __init__(self, generate: GenerateReplies, request: GenerationRequest) -> None:
         self._generate = generate
         self._request = request
         self._collected: dict[tuple[tuple[int, ...], int], list[_Waiting]] = {}
@@ -51,7 +51,7 @@ class GroupSampler:
         """Return the function that samples the replies of episode `sample` of the group."""
         return partial(self._reply, sample, itertools.count())
 
-    async def _reply(self, sample: int, turns: Iterator[int], tokens: list[int], max_tokens: int) -> Completion:
+    async def _reply(self, sample: int, turns: Iterator[int], tokens: list[int], max_tokens: int) -> SampledReply:
         loop = asyncio.get_running_loop()
         waiting = _Waiting(sample, next(turns), loop.create_future())
         if not self._collected:
@@ -65,8 +65,8 @@ class GroupSampler:
             task = asyncio.get_running_loop().create_task(self._send(list(tokens), max_tokens, waiting))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-            for reply in waiting:
-                reply.future.add_done_callback(partial(_cancel_if_unwanted, task, waiting))
+            for one in waiting:
+                one.future.add_done_callback(partial(_cancel_if_unwanted, task, waiting))
 
     async def _send(self, tokens: list[int], max_tokens: int, waiting: list[_Waiting]) -> None:
         prompt = dataclasses.replace(self._request.prompt, tokens=np.array(tokens, np.int32))
@@ -74,19 +74,19 @@ class GroupSampler:
             self._request, prompt=prompt, n=len(waiting), max_tokens=max_tokens, seed=self._seed(prompt, waiting)
         )
         try:
-            completions = await self._generate(request)
+            replies = await self._generate(request)
         except asyncio.CancelledError:
-            for reply in waiting:
-                reply.future.cancel()
+            for one in waiting:
+                one.future.cancel()
             raise
         except Exception as error:  # each session raises it
-            for reply in waiting:
-                if not reply.future.done():
-                    reply.future.set_exception(error)
+            for one in waiting:
+                if not one.future.done():
+                    one.future.set_exception(error)
             return
-        for reply, completion in zip(waiting, completions, strict=True):
-            if not reply.future.done():
-                reply.future.set_result(completion)
+        for one, reply in zip(waiting, replies, strict=True):
+            if not one.future.done():
+                one.future.set_result(reply)
 
     def _seed(self, prompt: Prompt, waiting: list[_Waiting]) -> int:
         """Return the seed of a request: the run's own for the first turn of a whole group, else one for its replies.

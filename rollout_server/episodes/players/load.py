@@ -79,8 +79,8 @@ def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
     make = load_env(task.env, None if task.name else task.params, has_questions)
 
     def open_env(prompt: Prompt, seed: int) -> Env:
-        question = prompt.reference
-        return make(question, prompt.index, seed) if has_questions else make(None, question.answer, seed)
+        question = prompt.question
+        return make(question, prompt.index, seed) if has_questions else make(None, question.ground_truth, seed)
 
     return open_env
 

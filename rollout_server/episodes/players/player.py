@@ -1,4 +1,4 @@
-"""Plays the episodes of rollout groups: with an environment, with an agent, with tools, or as questions and answers.
+"""Plays the episodes of groups: with an environment, with an agent, with tools, or as questions and answers.
 
 An episode of several turns passes through these, from the outside to the inside:
 
@@ -36,7 +36,7 @@ from rollout_server.episodes.conversation.reply_reader import ParseCalls, ReplyR
 from rollout_server.episodes.conversation.session import Generate, Session, SessionLimits
 from rollout_server.episodes.env import Env
 from rollout_server.episodes.episode import Episode, EpisodeLimits
-from rollout_server.episodes.players.engine_sampler import GenerateAnswers, GroupSampler
+from rollout_server.episodes.players.engine_sampler import GenerateReplies, GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.load import load_agent, load_task_env
 from rollout_server.episodes.players.question_env import QuestionEnv
@@ -68,7 +68,7 @@ class Player(Protocol):
 
 
 def open_player(
-    config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path, waiting: Waiting
+    config: Config, tokenizer: Any, generate: GenerateReplies, server_url: str, log_file: Path, waiting: Waiting
 ) -> Player:
     """Return the player of the configured task; see MultiTurnPlayer for the arguments and the errors."""
     if not config.task.has_turns:
@@ -91,7 +91,7 @@ class MultiTurnPlayer:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Any, generate: GenerateAnswers, server_url: str, log_file: Path,
+        self, config: Config, tokenizer: Any, generate: GenerateReplies, server_url: str, log_file: Path,
         waiting: Waiting = lambda *_: nullcontext(),
     ) -> None:
         task, timeouts = config.task, config.timeouts
@@ -149,7 +149,7 @@ class MultiTurnPlayer:
     async def _play(self, request: GenerationRequest, sampler: GroupSampler, sample: int) -> Episode:
         generate = sampler.of_sample(sample)
         if self._agents is not None:
-            return await self._agents.run(request.prompt.reference, lambda: self._session(request, generate))
+            return await self._agents.run(request.prompt.question, lambda: self._session(request, generate))
         attempts = itertools.count()
         return await self._envs.run(
             lambda: self._open_env(request, sample, attempts), lambda: self._session(request, generate)
@@ -157,7 +157,7 @@ class MultiTurnPlayer:
 
     def _open_env(self, request: GenerationRequest, sample: int, attempts: Iterator[int]) -> Env:
         if self._make_env is None:
-            return QuestionEnv(request.prompt.reference, [tool for make in self._tools for tool in make()])
+            return QuestionEnv(request.prompt.question, [tool for make in self._tools for tool in make()])
         source = np.random.SeedSequence((request.seed, request.prompt.index, sample, next(attempts)))
         return self._make_env(request.prompt, int(source.generate_state(1)[0]))
 

@@ -12,7 +12,7 @@ from async_rl.errors import AsyncRLError
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.conversation.rows import Node, make_rows
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.players.engine_sampler import GenerateAnswers
+from rollout_server.episodes.players.engine_sampler import GenerateReplies
 
 
 class SingleTurnPlayer:
@@ -22,7 +22,7 @@ class SingleTurnPlayer:
         generate: has the engine answer a request.
     """
 
-    def __init__(self, tokenizer: Any, generate: GenerateAnswers) -> None:
+    def __init__(self, tokenizer: Any, generate: GenerateReplies) -> None:
         self._tokenizer = tokenizer
         self._generate = generate
 
@@ -33,18 +33,18 @@ class SingleTurnPlayer:
             AsyncRLError: the engine failed, or did not give `request.n` answers.
             ValueError: the prompt is empty or has a token that the model does not have.
         """
-        completions = await self._generate(request)
-        if len(completions) != request.n:
+        replies = await self._generate(request)
+        if len(replies) != request.n:
             raise AsyncRLError(
-                f"the engine must answer request {request.key} with {request.n} completions, got "
-                f"{len(completions)}: correct the `generate` of the engine that rollout.engine names"
+                f"the engine must answer request {request.key} with {request.n} replies, got "
+                f"{len(replies)}: correct the `generate` of the engine that rollout.engine names"
             )
         question = Node(None, request.prompt.tokens.tolist())
-        replies = [Node(question, completion.tokens.tolist(), completion) for completion in completions]
-        answers = self._tokenizer.batch_decode([reply.tokens for reply in replies], skip_special_tokens=True)
+        nodes = [Node(question, reply.tokens.tolist(), reply) for reply in replies]
+        answers = self._tokenizer.batch_decode([node.tokens for node in nodes], skip_special_tokens=True)
         return [
-            Episode(rows=tuple(make_rows([reply])), answer=answer, end="done")
-            for reply, answer in zip(replies, answers, strict=True)
+            Episode(rows=tuple(make_rows([node])), answer=answer, end="done")
+            for node, answer in zip(nodes, answers, strict=True)
         ]
 
     def drain_counts(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ CANCEL_S = 2.0
 """How long agents may take to end once the worker has ended."""
 
 
-class Host:
+class AgentHost:
     """Calls the agent for many questions at once, as the lines of `requests` ask, and writes its rewards."""
 
     def __init__(self, agent: Any, requests: IO[str], replies: IO[str]) -> None:
@@ -132,7 +132,7 @@ def main() -> None:
     agent = getattr(importlib.import_module(module), name)
     replies.write('{"ready": true}\n')
     replies.flush()
-    asyncio.run(Host(agent, requests, replies).run())
+    asyncio.run(AgentHost(agent, requests, replies).run())
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def test_payloads_of_trained_groups_are_pruned_and_nothing_else_is(tmp_path: Pat
     kept = {group_id for (group_id,) in select(config, "SELECT group_id FROM payloads")}
     of_last_two = {group.group_id for batch in batches[-2:] for group in batch.groups}
     assert kept & {group.group_id for batch in batches for group in batch.groups} == of_last_two
-    assert select(config, "SELECT COUNT(*) FROM rollouts")[0][0] >= 12 * 4 * 2
+    assert select(config, "SELECT COUNT(*) FROM rows")[0][0] >= 12 * 4 * 2
     everything = journalled(tmp_path / "all", keep_steps=-1)
     batches = trained(everything)
     assert select(everything, "SELECT COUNT(*) FROM payloads")[0][0] >= 12 * 4
@@ -182,7 +182,7 @@ def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path
     expected: Counter[int] = Counter()
     for batch in batches:
         for group in batch.groups:
-            expected.update(batch.version - int(rollout.versions[0]) for rollout in group.rollouts)
+            expected.update(batch.version - int(row.versions[0]) for row in group.rows)
     assert by_staleness == [(staleness, number, 0.5) for staleness, number in sorted(expected.items())]
     assert of_episodes == [[], []], "answers to questions are no episodes of several turns"
     assert {(what, error) for _, what, _, error in errors} <= {("dropped", "drawn")}
@@ -194,17 +194,17 @@ def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_pa
     target = tmp_path / "out.parquet"
     assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
     rows = pq.read_table(target).to_pylist()
-    assert len(rows) == select(config, "SELECT COUNT(*) FROM rollouts")[0][0]
-    by_id = {(row["group_id"], row["rollout"]): row for row in rows}
+    assert len(rows) == select(config, "SELECT COUNT(*) FROM rows")[0][0]
+    by_id = {(record["group_id"], record["row"]): record for record in rows}
     for batch in batches:
         for group in batch.groups:
-            for i, rollout in enumerate(group.rollouts):
-                row = by_id[group.group_id, i]
-                assert row["trained_steps"] == [batch.version + 1] and row["state"] == "trained"
-                assert row["staleness"] == batch.version - rollout.versions[0] and row["reward"] == 0.5
+            for i, row in enumerate(group.rows):
+                record = by_id[group.group_id, i]
+                assert record["trained_steps"] == [batch.version + 1] and record["state"] == "trained"
+                assert record["staleness"] == batch.version - row.versions[0] and record["reward"] == 0.5
                 is_kept = batch.version >= 12 - 3
-                assert row["tokens"] == (rollout.tokens.tolist() if is_kept else None)
-                assert row["versions"] == (rollout.versions.tolist() if is_kept else None)
+                assert record["tokens"] == (row.tokens.tolist() if is_kept else None)
+                assert record["versions"] == (row.versions.tolist() if is_kept else None)
 
 
 def test_an_export_under_the_name_of_another_format_is_refused(
@@ -229,15 +229,15 @@ def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
     command = ["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]
     assert main([*command, "--text"]) == 0
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert {row["tokens"] is None for row in rows} == {True, False}
+    assert {record["tokens"] is None for record in rows} == {True, False}
     task = open_task(config, tokenizer)
-    for row in rows:
-        is_kept = row["tokens"] is not None
-        assert row["prompt_text"] == (tokenizer.decode(row["prompt_tokens"]) if is_kept else None)
-        assert row["answer_text"] == (tokenizer.decode(row["tokens"]) if is_kept else None)
-        assert row["ground_truth"] == task.prompt(row["prompt_index"]).reference.answer
+    for record in rows:
+        is_kept = record["tokens"] is not None
+        assert record["prompt_text"] == (tokenizer.decode(record["prompt_tokens"]) if is_kept else None)
+        assert record["response_text"] == (tokenizer.decode(record["tokens"]) if is_kept else None)
+        assert record["ground_truth"] == task.prompt(record["prompt_index"]).question.ground_truth
     assert main(command) == 0
-    assert "answer_text" not in pq.read_table(tmp_path / "out.parquet").column_names
+    assert "response_text" not in pq.read_table(tmp_path / "out.parquet").column_names
 
 
 def test_a_run_without_a_journal_says_so_when_asked_for_one(

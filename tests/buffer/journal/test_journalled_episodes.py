@@ -19,7 +19,7 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.messages.codec import check_group
 from async_rl.storage.checkpoints import TrainingState
-from async_rl.types import Batch, RolloutGroup, Slot
+from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
@@ -45,18 +45,18 @@ def play(server: BufferServer, config: Config, steps: int) -> list[Batch]:
     return run_pipeline(server, config, steps, workers=1, make=random_episodes)
 
 
-def expected_tables(groups: Iterable[RolloutGroup]) -> dict[str, list[tuple[Any, ...]]]:
+def expected_tables(groups: Iterable[Group]) -> dict[str, list[tuple[Any, ...]]]:
     """The rows that the journal must have for these groups, made token by token."""
     tables = defaultdict(list)
     for group in groups:
-        rows = iter(enumerate(group.rollouts))
+        rows = iter(enumerate(group.rows))
         for number, episode in enumerate(group.episodes):
             reward = None
             for _ in range(episode.rows):
                 i, row = next(rows)
                 reward = row.reward
                 trained = [int(v) for v, is_trained in zip(row.versions, row.mask, strict=True) if is_trained]
-                tables["rollouts"].append((
+                tables["rows"].append((
                     group.group_id, i, number, row.reward, len(trained), len(row.tokens) - len(trained), min(trained),
                     max(trained), row.finish_reason,
                 ))  # fmt: skip
@@ -77,11 +77,11 @@ def tables_of(config: Config, only: str = "1") -> dict[str, list[tuple[Any, ...]
     found = {
         name: select(config, f"SELECT {columns} FROM {name} WHERE {only} ORDER BY 1, 2, 3")
         for name, columns in {
-            "rollouts": "group_id, rollout, episode, reward, response_tokens, context_tokens, oldest_version, "
+            "rows": "group_id, row, episode, reward, response_tokens, context_tokens, oldest_version, "
             "newest_version, finish_reason",
             "episodes": "group_id, episode, reward, turns, tool_calls, generate_s, tool_s, duration_s, end, metrics, "
             "error",
-            "turns": "group_id, rollout, turn, end_token, reward", "left_out": "group_id, number, error",
+            "turns": "group_id, row, turn, end_token, reward", "left_out": "group_id, number, error",
             "groups": "group_id, data_row, error",
         }.items()
     }  # fmt: skip
@@ -104,7 +104,7 @@ def test_the_tables_hold_every_episode_and_turn_that_was_trained(tmp_path: Path)
     for group, (response_tokens, reward, newest_version) in zip(groups, means, strict=True):
         assert response_tokens == group.num_tokens / 2, "a mean over both episodes, however many rows they have"
         assert reward == pytest.approx(np.mean(group.episode_rewards))
-        assert newest_version == max(int(rollout.versions.max()) for rollout in group.rollouts)
+        assert newest_version == max(int(row.versions.max()) for row in group.rows)
     worst = select(config, "SELECT step, MAX(staleness) FROM trained GROUP BY step ORDER BY step")
     assert worst == [
         (batch.version + 1, max(batch.version - group.oldest_version for group in batch.groups)) for batch in batches
@@ -159,24 +159,24 @@ def test_episodes_are_exported_with_their_turns(tmp_path: Path) -> None:
         batches = play(server, config, steps=5)
     target = tmp_path / "out.parquet"
     assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
-    rows = {(row["group_id"], row["rollout"]): row for row in pq.read_table(target).to_pylist()}
-    assert len(rows) == select(config, "SELECT COUNT(*) FROM rollouts")[0][0]
+    rows = {(record["group_id"], record["row"]): record for record in pq.read_table(target).to_pylist()}
+    assert len(rows) == select(config, "SELECT COUNT(*) FROM rows")[0][0]
     for batch in batches:
         for group in batch.groups:
             number_of = [number for number, rows_of in enumerate(group.episode_rows) for _ in range(rows_of)]
-            for i, rollout in enumerate(group.rollouts):
-                row, episode = rows[group.group_id, i], group.episodes[number_of[i]]
-                assert row["episode"] == number_of[i]
+            for i, row in enumerate(group.rows):
+                record, episode = rows[group.group_id, i], group.episodes[number_of[i]]
+                assert record["episode"] == number_of[i]
                 for name in ("turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end"):
-                    assert row[name] == getattr(episode, name)
-                assert json.loads(row["metrics"]) == episode.metrics
-                assert (row["data_row"], row["error"]) == (group.data_row, episode.error)
-                assert row["left_out"] == list(group.left_out)
-                assert row["turn_ends"] == list(rollout.turn_ends)
-                assert row["turn_rewards"] == list(rollout.turn_rewards)
-                assert row["response_tokens"] + row["context_tokens"] == len(rollout.tokens)
-                assert row["tokens"] == rollout.tokens.tolist() and row["mask"] == rollout.mask.tolist()
-                assert row["prompt_tokens"] == group.prompt_tokens.tolist()
+                    assert record[name] == getattr(episode, name)
+                assert json.loads(record["metrics"]) == episode.metrics
+                assert (record["data_row"], record["error"]) == (group.data_row, episode.error)
+                assert record["left_out"] == list(group.left_out)
+                assert record["turn_ends"] == list(row.turn_ends)
+                assert record["turn_rewards"] == list(row.turn_rewards)
+                assert record["response_tokens"] + record["context_tokens"] == len(row.tokens)
+                assert record["tokens"] == row.tokens.tolist() and record["mask"] == row.mask.tolist()
+                assert record["prompt_tokens"] == group.prompt_tokens.tolist()
 
 
 def test_turns_are_exported_after_the_tokens_are_gone(tmp_path: Path) -> None:
@@ -185,11 +185,12 @@ def test_turns_are_exported_after_the_tokens_are_gone(tmp_path: Path) -> None:
     with serving(config) as server:
         (batch,) = play(server, config, steps=1)
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0
-    rows = {(row["group_id"], row["rollout"]): row for row in pq.read_table(tmp_path / "out.parquet").to_pylist()}
+    exported = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    rows = {(record["group_id"], record["row"]): record for record in exported}
     for group in batch.groups:
-        for i, rollout in enumerate(group.rollouts):
+        for i, row in enumerate(group.rows):
             assert rows[group.group_id, i]["tokens"] is None
-            assert rows[group.group_id, i]["turn_ends"] == list(rollout.turn_ends)
+            assert rows[group.group_id, i]["turn_ends"] == list(row.turn_ends)
 
 
 def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None:
@@ -201,9 +202,9 @@ def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None
         "turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end", "metrics", "error", "turn_ends",
         "turn_rewards",
     )  # fmt: skip
-    for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
-        assert row["episode"] == row["rollout"] and (row["response_tokens"], row["context_tokens"]) == (2, 0)
-        assert [row[name] for name in names] == [None] * len(names)
+    for record in pq.read_table(tmp_path / "out.parquet").to_pylist():
+        assert record["episode"] == record["row"] and (record["response_tokens"], record["context_tokens"]) == (2, 0)
+        assert [record[name] for name in names] == [None] * len(names)
     assert select(config, "SELECT * FROM episodes") == select(config, "SELECT * FROM turns") == []
 
 

@@ -37,7 +37,7 @@ NEW_FIELDS = {
         "was_retried: Annotated[bool, Flag()] = False",
         "costs: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)",
     ],
-    "Rollout": [
+    "Row": [
         "entropies: Annotated[FloatArray, PerToken('<f4', low=0)] = field(default_factory=lambda: np.zeros(0))",
         'language: Annotated[str, Text()] = ""',
         "turn_s: Annotated[tuple[float, ...], PerTurn('<f8', column='seconds')] = ()",
@@ -73,12 +73,12 @@ def use_new_fields(folder: str) -> None:
             dataclasses.replace(episode, seed=2**40, score=0.5, was_retried=True, costs={"tea": 2.0})
             for episode in plain.episodes
         ),
-        rollouts=tuple(
+        rows=tuple(
             dataclasses.replace(
                 row, entropies=np.full(len(row.tokens), 0.25, np.float32), language="de",
                 turn_s=(1.5,) * len(row.turn_ends),
             )
-            for row in plain.rollouts
+            for row in plain.rows
         ),
     )  # type: ignore[call-arg]
     message = msgpack.unpackb(encode_group(group))
@@ -103,7 +103,7 @@ def use_new_fields(folder: str) -> None:
         "decoded": [
             decoded.mood, decoded.num_hints, decoded.is_hard, decoded.notes, decoded.episodes[0].seed,
             decoded.episodes[0].score, decoded.episodes[0].was_retried, decoded.episodes[0].costs,
-            decoded.rollouts[0].language, decoded.rollouts[0].entropies.tolist(), decoded.rollouts[0].turn_s,
+            decoded.rows[0].language, decoded.rows[0].entropies.tolist(), decoded.rows[0].turn_s,
         ],
         "exported": [row[name] for name in (
             "mood", "num_hints", "is_hard", "notes", "seed", "score", "was_retried", "costs", "language", "entropies",
@@ -112,9 +112,9 @@ def use_new_fields(folder: str) -> None:
         "on the page": [reader.group(0)[name] for name in ("mood", "num_hints", "is_hard")],
         "in SQL": reader.rows(
             "SELECT mood, score, costs, language, seconds FROM groups JOIN episodes USING (group_id) "
-            "JOIN rollouts USING (group_id, episode) JOIN turns USING (group_id, rollout) LIMIT 1"
+            "JOIN rows USING (group_id, episode) JOIN turns USING (group_id, row) LIMIT 1"
         ),
-        "of row": [len(plain.rollouts[0].tokens), len(plain.rollouts[0].turn_ends)],
+        "of row": [len(plain.rows[0].tokens), len(plain.rows[0].turn_ends)],
     }))  # fmt: skip
 
 

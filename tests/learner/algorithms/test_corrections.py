@@ -22,7 +22,7 @@ from learner.algorithms.corrections import (
     m2po_limit,
 )
 from learner.algorithms.losses import LossInputs, ppo_clip_loss
-from learner.algorithms.masked_ops import bounded_exp, mean_by_answer, sum_by_answer
+from learner.algorithms.masked_ops import bounded_exp, mean_by_row, sum_by_row
 from tests.learner.tiny_batches import make_minibatch
 
 LOGPROB = st.floats(-30, 0, width=32)
@@ -37,27 +37,27 @@ def close(got: Tensor, expected: Any) -> None:
 
 
 class Case:
-    """Rows of log ratios as the tokens of answers, all of one advantage."""
+    """Rows of log ratios as the tokens of rows, all of one advantage."""
 
     def __init__(self, log_ratio: list[list[float]], mask: list[list[float]] | None = None, adv: float = 1.0) -> None:
-        self.rows = tensor(log_ratio)
-        self.trained = torch.ones_like(self.rows).bool() if mask is None else tensor(mask).bool()
-        self.log_rho = (self.rows * self.trained).flatten()
+        self.log_ratio = tensor(log_ratio)
+        self.trained = torch.ones_like(self.log_ratio).bool() if mask is None else tensor(mask).bool()
+        self.log_rho = (self.log_ratio * self.trained).flatten()
         self.count = len(log_ratio)
-        self.answers = torch.arange(self.count).repeat_interleave(self.rows.shape[1])
+        self.rows = torch.arange(self.count).repeat_interleave(self.log_ratio.shape[1])
         self.advantages = torch.full_like(self.log_rho, adv)
 
     def weights(self, kind: str) -> Tensor:
         """[rows, T], 0 where not trained."""
         weigh = CORRECTIONS[kind].load()
-        flat = weigh(self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count)
-        return flat.reshape(self.rows.shape) * self.trained
+        flat = weigh(self.log_rho, self.advantages, self.trained.flatten(), self.rows, self.count)
+        return flat.reshape(self.log_ratio.shape) * self.trained
 
     def dropped(self, **masks: Any) -> list[list[bool]]:
         flat = dropped_tokens(
-            MasksConfig(**masks), self.log_rho, self.advantages, self.trained.flatten(), self.answers, self.count
+            MasksConfig(**masks), self.log_rho, self.advantages, self.trained.flatten(), self.rows, self.count
         )
-        return flat.reshape(self.rows.shape).tolist()
+        return flat.reshape(self.log_ratio.shape).tolist()
 
 
 def dropped_by_m2po(log_rho: Tensor, tau: float) -> list[bool]:
@@ -101,7 +101,7 @@ def test_decoupled_losses_with_their_weights_match_the_reference_vectors(vectors
         clip = ClipConfig(low=vector["eps"], high=vector["eps"])
         x = LossInputs(
             logprobs=logprobs, centre=proximal, advantages=tensor(vector["adv"]), trained=case.trained.flatten(),
-            answers=case.answers, count=1, clip=clip,
+            rows=case.rows, count=1, clip=clip,
         )
         loss = ppo_clip_loss(x, PpoClipSettings(dual=0.0)).loss
         close(weights * loss, vector["token_loss"])
@@ -217,6 +217,6 @@ def test_the_expected_truncated_weight_with_cap_one_is_one_minus_the_total_varia
 
 def test_sums_and_means_stay_within_answers_and_leave_out_untrained_tokens() -> None:
     values, trained = tensor([1.0, 2.0, 4.0, 7.0]), torch.tensor([True, True, True, False])
-    answers = torch.tensor([0, 0, 1, 2])
-    assert sum_by_answer(values, answers, 3).tolist() == [3.0, 4.0, 7.0]
-    assert mean_by_answer(values, trained, answers, 3).tolist() == [1.5, 4.0, 0.0]
+    rows = torch.tensor([0, 0, 1, 2])
+    assert sum_by_row(values, rows, 3).tolist() == [3.0, 4.0, 7.0]
+    assert mean_by_row(values, trained, rows, 3).tolist() == [1.5, 4.0, 0.0]

@@ -22,7 +22,7 @@ from learner.algorithms.diagnostics import (
     explained_variance,
     token_metrics,
 )
-from tests.learner.tiny_batches import make_batch, make_group, make_response, make_rollout
+from tests.learner.tiny_batches import make_batch, make_group, make_response, make_row
 
 
 def offpolicy(
@@ -33,7 +33,7 @@ def offpolicy(
     dropped: torch.Tensor | None = None,
     **response: torch.Tensor,
 ) -> dict[str, float]:
-    """Metrics by key; the answers may be in micro-batches of their own."""
+    """Metrics by key; the rows may be in micro-batches of their own."""
     lengths = lengths or (len(log_rho),)
     sums = MetricAccumulator()
     sizes = list(lengths) if rows_apart else [len(log_rho)]
@@ -144,7 +144,7 @@ def test_clip_fractions_are_shares_of_the_tokens_with_that_sign_of_advantage(
         advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
         clipped=torch.tensor([True, False, False, True]),
     )
-    sums.add(**dict.fromkeys(("answers", "product", "product_squared", "old_kv"), torch.zeros(())))
+    sums.add(**dict.fromkeys(("rows", "product", "product_squared", "old_kv"), torch.zeros(())))
     got = {metric.key: metric.value for metric in token_metrics({**NO_OFFPOLICY, **sums.reduce()})}
     k3 = (np.exp(-0.5) - 1 + 0.5 + np.exp(0.5) - 1 - 0.5) / 3
     expected = {
@@ -169,7 +169,7 @@ def test_explained_variance_ignores_a_constant_and_is_zero_for_constant_values(
 
 
 def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_rollout() -> None:
-    old, young = make_rollout([5, 6, 7], [-1.0] * 3, 1.0), make_rollout([5], [-1.0], 0.0, version=4)
+    old, young = make_row([5, 6, 7], [-1.0] * 3, 1.0), make_row([5], [-1.0], 0.0, version=4)
     old.versions[:] = [2, 3, 3]
     group = make_group(0, [3, 4], [old, young], version=2)
     batch = Batch(version=5, groups=(group,), finished_versions=(4,), counters={"buffer/depth": 7.0})
@@ -181,12 +181,12 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
         "staleness/max": 3.0,
         "staleness/in_flight": 1.0,
         "staleness/in_queue": 1.0,
-        "staleness/rollouts_1": 1.0,
-        "staleness/rollouts_3": 1.0,
+        "staleness/episodes_1": 1.0,
+        "staleness/episodes_3": 1.0,
         "response/length_mean": 2.0,
         "response/length_max": 3.0,
         "response/truncated_fraction": 0.0,
-        "batch/rollouts": 2.0,
+        "batch/episodes": 2.0,
         "batch/response_tokens": 4.0,
         "buffer/depth": 7.0,
         "by_staleness/1/reward": 0.0,
@@ -204,8 +204,8 @@ def test_truncated_answers_are_counted() -> None:
 def test_a_batch_without_any_trained_token_has_no_staleness() -> None:
     batch = make_batch()
     for group in batch.groups:
-        for rollout in group.rollouts:
-            rollout.mask[:] = False
+        for row in group.rows:
+            row.mask[:] = False
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
-    assert got["batch/rollouts"] == 12 and "reward/mean" in got
+    assert got["batch/episodes"] == 12 and "reward/mean" in got
     assert not any(key.startswith(("staleness/", "by_staleness/")) for key in got)

@@ -14,8 +14,8 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 from learner.algorithms.losses import LossInputs, LossOutput
 from learner.algorithms.objective import Objective
-from learner.train_step import Updater
-from tests.learner.test_train_step import reference_logprobs, values_of
+from learner.updater import Updater
+from tests.learner.test_updater import reference_logprobs, values_of
 from tests.learner.tiny_batches import make_batch, make_config
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -34,16 +34,16 @@ def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     total, tokens, bounded = 0.0, 0, 0
     for group in batch.groups:
-        rewards = [rollout.reward for rollout in group.rollouts]
-        for rollout in group.rollouts:
-            wins = sum((rollout.reward > x) - (rollout.reward < x) for x in rewards) / len(rewards)
+        rewards = [row.reward for row in group.rows]
+        for row in group.rows:
+            wins = sum((row.reward > x) - (row.reward < x) for x in rewards) / len(rewards)
             with torch.no_grad():
-                logprobs = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature)
-            weights = (0.5 * (logprobs - torch.tensor(rollout.logprobs))).exp().clamp(0.0, 1.5)
+                logprobs = reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature)
+            weights = (0.5 * (logprobs - torch.tensor(row.logprobs))).exp().clamp(0.0, 1.5)
             advantage = min(max(wins, -bound), bound)
-            total -= float((weights * advantage * logprobs)[torch.tensor(rollout.mask)].sum())
-            tokens += int(rollout.mask.sum())
-            bounded += int(rollout.mask.sum()) * (abs(wins) > bound)
+            total -= float((weights * advantage * logprobs)[torch.tensor(row.mask)].sum())
+            tokens += int(row.mask.sum())
+            bounded += int(row.mask.sum()) * (abs(wins) > bound)
     algorithm = load_config(QUICKSTART, [*OUTSIDE, f"algorithm.params.bound={bound}"]).algorithm
     updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     metrics = values_of(updater.update(batch))

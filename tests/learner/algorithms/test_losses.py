@@ -39,10 +39,10 @@ def close(got: Tensor, expected: Any) -> None:
 
 
 def inputs(logprobs: Tensor, centre: Tensor, advantages: Tensor, **given: Any) -> LossInputs:
-    """Inputs of a loss, by default all trained and of one answer; other keys are those of the clip."""
+    """Inputs of a loss, by default all trained and of one row; other keys are those of the clip."""
     n = len(logprobs)
-    own = {key: given.pop(key) for key in ("trained", "answers", "count") if key in given}
-    defaults = {"trained": torch.ones(n).bool(), "answers": torch.zeros(n, dtype=torch.int64), "count": 1}
+    own = {key: given.pop(key) for key in ("trained", "rows", "count") if key in given}
+    defaults = {"trained": torch.ones(n).bool(), "rows": torch.zeros(n, dtype=torch.int64), "count": 1}
     return LossInputs(
         logprobs=logprobs, centre=centre, advantages=advantages, clip=ClipConfig(**given),
         **defaults | own,
@@ -92,9 +92,9 @@ def test_gspo_matches_the_reference_vectors(vectors: dict[str, Any]) -> None:
 
 def test_the_ratio_of_gspo_is_of_the_trained_tokens_of_its_own_answer() -> None:
     log_ratio = double([0.1, 9.0, 0.3, -0.2])
-    trained, answers = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1])
+    trained, rows = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1])
     x = inputs(
-        log_ratio, double([0.0] * 4), double([1.0] * 4), trained=trained, answers=answers, count=2, low=0.9, high=9.0
+        log_ratio, double([0.0] * 4), double([1.0] * 4), trained=trained, rows=rows, count=2, low=0.9, high=9.0
     )
     close(gspo_loss(x).loss, (-double([0.2, 0.2, 0.2, -0.2]).exp()).tolist())
 
@@ -198,7 +198,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token(logprob: float, proximal: floa
 
 ANSWERS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
 TRAINED = torch.tensor([True, True, False, True, True, True, True, False])
-OWN_ANSWERS: dict[str, Any] = {"trained": TRAINED, "answers": ANSWERS, "count": 3, "low": 0.2, "high": 0.28}
+OWN_ANSWERS: dict[str, Any] = {"trained": TRAINED, "rows": ANSWERS, "count": 3, "low": 0.2, "high": 0.28}
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "ppo_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS), NO_DUAL).loss,
     "ppo_dual_clip": lambda lp, centre, adv: ppo_clip_loss(inputs(lp, centre, adv, **OWN_ANSWERS), DUAL).loss,

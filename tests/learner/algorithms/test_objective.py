@@ -33,7 +33,7 @@ from tests.learner.tiny_batches import (
     make_micro,
     make_minibatch,
     make_response,
-    make_rollout,
+    make_row,
 )
 
 LENGTHS = (5, 3, 4, 1)
@@ -256,7 +256,7 @@ def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(tmp_path: Pat
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, tmp_path: Path, one_rank: None) -> None:
-    """Over all answers of one token from the policy itself, the two gradients have the same mean."""
+    """Over all rows of one token from the policy itself, the two gradients have the same mean."""
     p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
     logits = p.log().requires_grad_()
     gradients = []
@@ -278,9 +278,9 @@ def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, tmp_pa
 
 def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -> None:
     batch = make_batch()
-    batch.groups[0].rollouts[1].mask[:] = False
+    batch.groups[0].rows[1].mask[:] = False
     pairs = [(g, i) for g in range(3) for i in range(4)]
-    trained = [int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs]
+    trained = [int(batch.groups[g].rows[i].mask.sum()) for g, i in pairs]
     expected = {"token_mean": sum(trained), "sequence_mean": np.count_nonzero(trained), "constant": 12 * 9}
     assert expected["sequence_mean"] == 11
     for aggregation, count in expected.items():
@@ -325,9 +325,9 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path
     assert micro.proximal is not None
     log_rho = (micro.proximal - micro.response.behaviour)[micro.response.trained]
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 3))
-    rollouts = [make_rollout([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
-    rollouts[2].mask[:7] = False  # the median counts trained tokens
-    batch = Batch(version=0, groups=(make_group(0, [3], rollouts),), finished_versions=(0,))
+    rows = [make_row([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
+    rows[2].mask[:7] = False  # the median counts trained tokens
+    batch = Batch(version=0, groups=(make_group(0, [3], rows),), finished_versions=(0,))
     (metric,) = objective.finish(sums.reduce(), batch)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
 

@@ -14,7 +14,7 @@ from async_rl.config.loading import load_config
 from async_rl.config.presets import PRESETS
 from async_rl.types import Batch
 from learner.models.policy import full_parameters
-from learner.train_step import Updater
+from learner.updater import Updater
 from tests.learner.tiny_batches import make_batch, make_config
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -28,8 +28,8 @@ def algorithm_of(*overrides: str) -> AlgorithmConfig:
 def batch_with_baselines() -> Batch:
     batch = make_batch(version=2)
     for group in batch.groups:
-        for rollout in group.rollouts:
-            rollout.versions[: len(rollout.versions) // 2] = 1
+        for row in group.rows:
+            row.versions[: len(row.versions) // 2] = 1
     groups = [dataclasses.replace(group, start_version=1, baseline_reward=0.4) for group in batch.groups]
     return dataclasses.replace(batch, groups=tuple(groups))
 

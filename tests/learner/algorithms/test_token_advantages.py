@@ -16,17 +16,17 @@ from learner.algorithms.advantages import gae
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, make_pieces
-from tests.learner.tiny_batches import make_config, make_group, make_rollout
+from tests.learner.tiny_batches import make_config, make_group, make_row
 
 TURNS = [True, True, False, False, True, False, True]
 """Two tokens of the assistant, two of the environment, and so on."""
 
 
 def multi_turn_batch() -> Batch:
-    rollouts = [make_rollout(range(3, 3 + len(TURNS)), [-1.0] * len(TURNS), float(reward)) for reward in (1, 0)]
-    for rollout in rollouts:
-        rollout.mask[:] = TURNS
-    return Batch(version=0, groups=(make_group(0, [3, 4], rollouts),), finished_versions=(0,))
+    rows = [make_row(range(3, 3 + len(TURNS)), [-1.0] * len(TURNS), float(reward)) for reward in (1, 0)]
+    for row in rows:
+        row.mask[:] = TURNS
+    return Batch(version=0, groups=(make_group(0, [3, 4], rows),), finished_versions=(0,))
 
 
 def advantages_of(batch: Batch, tmp_path: Path, **algorithm: Any) -> list[list[np.ndarray]]:
@@ -60,10 +60,10 @@ def test_a_discounted_return_counts_assistant_tokens_only(tmp_path: Path) -> Non
 
 
 def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: Path) -> None:
-    rollouts = [make_rollout([5, 6], [-1.0] * 2, reward) for reward in (1.0, 0.25)]
+    rows = [make_row([5, 6], [-1.0] * 2, reward) for reward in (1.0, 0.25)]
     groups = []
     for index, baseline in enumerate((0.0, 1.0)):
-        group = make_group(index, [3], rollouts)
+        group = make_group(index, [3], rows)
         groups.append(dataclasses.replace(group, baseline_reward=baseline))
     batch = Batch(version=0, groups=tuple(groups), finished_versions=(0, 0))
     got = advantages_of(batch, tmp_path, advantage="remax")

@@ -16,7 +16,7 @@ from async_rl.config import LoraConfig, ModelConfig
 from async_rl.errors import ConfigError
 from learner.models.lora import without_adapters
 from learner.models.policy import full_parameters, save_policy
-from learner.train_step import Updater
+from learner.updater import Updater
 from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")

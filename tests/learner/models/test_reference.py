@@ -13,8 +13,8 @@ from async_rl.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, 
 from async_rl.errors import ConfigError
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models.reference import Reference
-from learner.train_step import Updater
-from tests.learner.test_train_step import reference_logprobs
+from learner.updater import Updater
+from tests.learner.test_updater import reference_logprobs
 from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
@@ -36,10 +36,10 @@ def check_logprobs(updater: Updater, reference: Reference, path: Path) -> None:
     (micro,) = minibatch.micro_batches
     found = reference.logprobs(micro.inputs)
     assert not found.requires_grad
-    for (g, i), logprobs in zip(micro.answers, found.split(micro.response.lengths), strict=True):
+    for (g, i), logprobs in zip(micro.rows, found.split(micro.response.lengths), strict=True):
         group = batch.groups[g]
         with torch.no_grad():
-            alone = reference_logprobs(lm, group.prompt_tokens, group.rollouts[i].tokens, group.temperature)
+            alone = reference_logprobs(lm, group.prompt_tokens, group.rows[i].tokens, group.temperature)
         torch.testing.assert_close(logprobs, alone, atol=1e-5, rtol=1e-5)
 
 

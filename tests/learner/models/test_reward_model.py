@@ -21,15 +21,15 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.models.reward_model import RewardModel
 from learner.models.tiny_model import character_tokenizer
-from learner.train_step import Updater
+from learner.updater import Updater
 from tests.learner.tiny_batches import (
     VOCAB,
     make_batch,
     make_config,
     make_episodes,
     make_group,
-    make_rollout,
     make_row,
+    make_turns_row,
     save_tiny_reward_model,
 )
 from tests.tiny_folder import save_tiny_model
@@ -51,7 +51,7 @@ def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096, **sect
 
 
 def rewards_of(batch: Batch) -> list[float]:
-    return [rollout.reward for group in batch.groups for rollout in group.rollouts]
+    return [row.reward for group in batch.groups for row in group.rows]
 
 
 @pytest.mark.parametrize("max_tokens", [4096, 30])
@@ -60,20 +60,20 @@ def test_rewards_are_those_of_transformers_and_only_they_change(
 ) -> None:
     reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"), max_tokens)
     batch = make_batch()
-    batch.groups[0].rollouts[0].tokens[-1] = 2  # the id of the padding, which transformers would step over
+    batch.groups[0].rows[0].tokens[-1] = 2  # the id of the padding, which transformers would step over
     scored = reward_model.score(batch)
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     lm.config.pad_token_id = None  # then it reads the last token of a single sequence
     expected = [
-        lm(torch.tensor([[*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]])).logits.item()
+        lm(torch.tensor([[*group.prompt_tokens.tolist(), *row.tokens.tolist()]])).logits.item()
         for group in batch.groups
-        for rollout in group.rollouts
+        for row in group.rows
     ]
     assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert len({round(x, 4) for x in expected}) > 6
     for group, before in zip(scored.groups, batch.groups, strict=True):
         assert (group.group_id, group.prompt_tokens is before.prompt_tokens) == (before.group_id, True)
-        assert [r.tokens is s.tokens for r, s in zip(group.rollouts, before.rollouts, strict=True)] == [True] * 4
+        assert [r.tokens is s.tokens for r, s in zip(group.rows, before.rows, strict=True)] == [True] * 4
 
 
 def test_an_encoder_is_read_as_transformers_reads_it(tiny_model_path: Path, tmp_path: Path, one_rank: None) -> None:
@@ -82,9 +82,9 @@ def test_an_encoder_is_read_as_transformers_reads_it(tiny_model_path: Path, tmp_
     lm.save_pretrained(tmp_path / "rm")
     batch = make_batch()
     expected = [
-        lm(torch.tensor([[*group.prompt_tokens.tolist(), *rollout.tokens.tolist()]])).logits.item()
+        lm(torch.tensor([[*group.prompt_tokens.tolist(), *row.tokens.tolist()]])).logits.item()
         for group in batch.groups
-        for rollout in group.rollouts
+        for row in group.rows
     ]
     scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)
     assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -96,8 +96,8 @@ def text_batch(policy: Path) -> Batch:
         [{"role": "user", "content": "2 + 3 ="}], add_generation_prompt=True, return_dict=False
     )
     answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("5", "no idea")]
-    rollouts = [make_rollout(answer, [-1.0] * len(answer), 0.0) for answer in answers]
-    return Batch(version=0, groups=(make_group(0, prompt, rollouts),), finished_versions=(0,))
+    rows = [make_row(answer, [-1.0] * len(answer), 0.0) for answer in answers]
+    return Batch(version=0, groups=(make_group(0, prompt, rows),), finished_versions=(0,))
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -126,11 +126,11 @@ def test_a_reward_model_with_another_vocabulary_gets_the_text_in_its_template(
 def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    rows = [make_row(".rR.R", [0.5, 0.25], 0.75), make_row("rR", [1.0], 1.0)]
+    rows = [make_turns_row(".rR.R", [0.5, 0.25], 0.75), make_turns_row("rR", [1.0], 1.0)]
     group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
     reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"))
     scored = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,)))
-    first, second = scored.groups[0].rollouts
+    first, second = scored.groups[0].rows
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     assert first.reward == pytest.approx(lm(torch.tensor([[3, 4, 3, 4, 5, 6, 7]])).logits.item(), rel=1e-5)
     assert (first.turn_rewards, second.turn_rewards) == ((0.0, first.reward), (second.reward,))
@@ -140,11 +140,11 @@ def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
 def test_an_episode_that_ran_out_of_time_is_scored_only_where_its_part_counts(
     tiny_model_path: Path, tmp_path: Path, one_rank: None, on_timeout: Literal["zero", "partial"]
 ) -> None:
-    rows = [make_row("rR", [1.0], 1.0), replace(make_row("rR", [0.0], 0.0), finish_reason="timeout")]
+    rows = [make_turns_row("rR", [1.0], 1.0), replace(make_turns_row("rR", [0.0], 0.0), finish_reason="timeout")]
     group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
     task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"], on_timeout=on_timeout)
     reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"), task=task)
-    done, late = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,))).groups[0].rollouts
+    done, late = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,))).groups[0].rows
     late_reward = 0.0 if on_timeout == "zero" else done.reward
     assert done.reward not in (0.0, 1.0)
     assert (late.reward, late.turn_rewards) == (late_reward, (late_reward,))

@@ -14,7 +14,7 @@ from learner.packing.microbatches import PADDING
 
 
 def packed_row(size: int, rng: np.random.Generator) -> Tensor:
-    """Prompts with one to three answers each, then padding; [2, size]."""
+    """Prompts with one to three rows each, then padding; [2, size]."""
     own: list[int] = []
     root: list[int] = []
     segment = 0

@@ -12,14 +12,14 @@ from async_rl.types import Batch
 from learner.packing.attention_mask import attention_mask
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, Piece, make_pieces, plan_microbatches, split_minibatches
-from tests.learner.tiny_batches import make_batch, make_episodes, make_group, make_rollout, make_row
+from tests.learner.tiny_batches import make_batch, make_episodes, make_group, make_row, make_turns_row
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))
 def test_minibatches_hold_every_rollout_once_and_differ_by_at_most_one(
     sizes: list[int], count: int, seed: int
 ) -> None:
-    groups = [make_group(g, [3], [make_rollout([5], [-1.0], 1.0)] * size) for g, size in enumerate(sizes)]
+    groups = [make_group(g, [3], [make_row([5], [-1.0], 1.0)] * size) for g, size in enumerate(sizes)]
     parts = split_minibatches(groups, count, np.random.default_rng(seed))
     assert len(parts) == min(count, sum(sizes))
     assert sorted(pair for part in parts for pair in part) == [
@@ -35,15 +35,15 @@ def test_minibatches_hold_every_rollout_once_and_differ_by_at_most_one(
 def test_the_rows_of_an_episode_are_in_one_minibatch(group_rows: list[list[int]], count: int, seed: int) -> None:
     groups = [
         dataclasses.replace(
-            make_group(g, [3], [make_rollout([5], [-1.0], 1.0)] * sum(rows)), episodes=make_episodes(rows)
+            make_group(g, [3], [make_row([5], [-1.0], 1.0)] * sum(packs)), episodes=make_episodes(packs)
         )
-        for g, rows in enumerate(group_rows)
+        for g, packs in enumerate(group_rows)
     ]
     parts = split_minibatches(groups, count, np.random.default_rng(seed))
     episode_of = {
-        (g, row): (g, number)
-        for g, rows in enumerate(group_rows)
-        for row, number in enumerate(np.repeat(np.arange(len(rows)), rows).tolist())
+        (g, pack): (g, number)
+        for g, packs in enumerate(group_rows)
+        for pack, number in enumerate(np.repeat(np.arange(len(packs)), packs).tolist())
     }
     assert sorted(pair for part in parts for pair in part) == sorted(episode_of)
     episodes = [{episode_of[pair] for pair in part} for part in parts]
@@ -57,18 +57,18 @@ LAYOUTS = st.sampled_from([DENSE, SPARSE, PLAIN, Layout(masked=False, sparse=Tru
 
 @given(st.integers(0, 999), st.integers(20, 60), st.integers(1, 5), LAYOUTS)
 def test_pieces_hold_every_rollout_once_and_never_cost_more_than_separate_ones(
-    seed: int, max_tokens: int, max_answers: int, layout: Layout
+    seed: int, max_tokens: int, max_rows: int, layout: Layout
 ) -> None:
     groups = make_batch(seed).groups
-    pairs = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
-    pieces = make_pieces(groups, pairs, max_tokens, max_answers, layout)
-    assert sorted((piece.group, i) for piece in pieces for i in piece.answers) == pairs
+    pairs = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rows))]
+    pieces = make_pieces(groups, pairs, max_tokens, max_rows, layout)
+    assert sorted((piece.group, i) for piece in pieces for i in piece.rows) == pairs
     for piece in pieces:
         prompt = len(groups[piece.group].prompt_tokens)
-        fed = [len(groups[piece.group].rollouts[i].tokens) - 1 for i in piece.answers]
+        fed = [len(groups[piece.group].rows[i].tokens) - 1 for i in piece.rows]
         assert piece.length == prompt + sum(fed)
-        assert len(piece.answers) == 1 or (piece.length <= max_tokens and len(piece.answers) <= max_answers)
-        assert layout.masked or len(piece.answers) == 1
+        assert len(piece.rows) == 1 or (piece.length <= max_tokens and len(piece.rows) <= max_rows)
+        assert layout.masked or len(piece.rows) == 1
         assert piece.length <= sum(prompt + t for t in fed)
         assert layout.sparse or piece.length**2 <= sum((prompt + t) ** 2 for t in fed)
 
@@ -80,15 +80,15 @@ def test_a_plan_holds_every_piece_once_within_budget_with_equal_counts_on_all_ra
     pieces = [Piece(g, (0,), length) for g, length in enumerate(lengths)]
     plan = plan_microbatches(pieces, ranks, max_tokens, layout)
     assert len(plan) == ranks and len({len(share) for share in plan}) == 1
-    assert sorted(p.group for share in plan for cut in share for row in cut for p in row) == list(range(len(lengths)))
+    assert sorted(p.group for share in plan for cut in share for pack in cut for p in pack) == list(range(len(lengths)))
     for share in plan:
         for cut in share:
-            widths = [sum(piece.length for piece in row) for row in cut]
+            widths = [sum(piece.length for piece in pack) for pack in cut]
             assert not cut or len(cut) * max(widths) <= max_tokens
             assert not layout.sparse or len(cut) <= 1
-            assert layout.sparse or not cut or max(widths) == max(piece.length for row in cut for piece in row)
-            assert layout.sparse or layout.masked or all(len(row) == 1 for row in cut)
-    loads = [sum(piece.length for cut in share for row in cut for piece in row) for share in plan]
+            assert layout.sparse or not cut or max(widths) == max(piece.length for pack in cut for piece in pack)
+            assert layout.sparse or layout.masked or all(len(pack) == 1 for pack in cut)
+    loads = [sum(piece.length for cut in share for pack in cut for piece in pack) for share in plan]
     assert max(loads) - min(loads) <= max(lengths)
 
 
@@ -97,40 +97,40 @@ def test_short_pieces_fill_the_rows_of_long_ones_only_where_that_is_cheaper() ->
 
     def widths(layout: Layout) -> list[list[list[int]]]:
         (cuts,) = plan_microbatches(pieces, 1, 40, layout)
-        return [[[piece.length for piece in row] for row in cut] for cut in cuts]
+        return [[[piece.length for piece in pack] for pack in cut] for cut in cuts]
 
     assert widths(Layout(masked=True)) == [[[10], [6, 4], [3]]]
     assert widths(Layout(masked=False)) == [[[10], [6], [4], [3]]]
     assert widths(Layout(masked=False, sparse=True)) == [[[10, 6, 4, 3]]]
-    # 3 rows of 10 cost 30 + 300 c with a mask, 4 rows 40 + 400 c / 2 without one: more only while c < 0.1
+    # 3 packs of 10 cost 30 + 300 c with a mask, 4 packs 40 + 400 c / 2 without one: more only while c < 0.1
     assert widths(Layout(masked=True, pair_cost=0.09)) == [[[10], [6, 4], [3]]]
     assert widths(Layout(masked=True, pair_cost=0.11)) == [[[10], [6], [4], [3]]]
 
 
 def test_a_row_of_two_pieces_by_hand() -> None:
     groups = tuple(
-        make_group(g, prompt, [make_rollout(answer, [-1.0] * len(answer), 1.0)])
-        for g, (prompt, answer) in enumerate([([5, 6], [11, 12, 13]), ([7, 8, 9], [21, 22])])
+        make_group(g, prompt, [make_row(row, [-1.0] * len(row), 1.0)])
+        for g, (prompt, row) in enumerate([([5, 6], [11, 12, 13]), ([7, 8, 9], [21, 22])])
     )
     batch = Batch(version=0, groups=groups, finished_versions=(0, 0))
-    row = [Piece(0, (0,), 4), Piece(1, (0,), 4)]
+    pack = [Piece(0, (0,), 4), Piece(1, (0,), 4)]
     advantages = [[np.full(3, 0.5, np.float32)], [np.full(2, -0.5, np.float32)]]
-    micro = collate(batch, [row], advantages, torch.device("cpu"))
+    micro = collate(batch, [pack], advantages, torch.device("cpu"))
     assert micro.inputs.tokens.tolist() == [[5, 6, 11, 12, 7, 8, 9, 21]]
     assert micro.inputs.segments is not None
     assert micro.inputs.segments.tolist() == [[[0, 0, 1, 1, 2, 2, 2, 3]], [[0, 0, 0, 0, 2, 2, 2, 2]]]
     assert micro.inputs.positions is not None and micro.inputs.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
     assert micro.inputs.where.tolist() == [1, 2, 3, 6, 7]
     assert micro.inputs.targets.tolist() == [11, 12, 13, 21, 22]
-    assert micro.answers == ((0, 0), (1, 0))
+    assert micro.rows == ((0, 0), (1, 0))
 
 
 def test_a_token_of_this_version_is_comparable_unless_its_group_kept_older_kv() -> None:
-    rollouts = [make_rollout([1, 2, 3], [-1.0, -2.0, -3.0], 1.0), make_rollout([4, 5], [-4.0, -1.0], 0.0)]
-    rollouts[0].versions[:] = [6, 7, 8]
-    rollouts[1].versions[:] = [8, 8]  # its prompt's KV may be of version 6, as its group started then
+    rows = [make_row([1, 2, 3], [-1.0, -2.0, -3.0], 1.0), make_row([4, 5], [-4.0, -1.0], 0.0)]
+    rows[0].versions[:] = [6, 7, 8]
+    rows[1].versions[:] = [8, 8]  # its prompt's KV may be of version 6, as its group started then
     groups = [
-        dataclasses.replace(make_group(i, [5, 6], rollouts, version=6), keeps_kv=keeps_kv)
+        dataclasses.replace(make_group(i, [5, 6], rows, version=6), keeps_kv=keeps_kv)
         for i, keeps_kv in enumerate((False, True))
     ]
     batch = Batch(version=8, groups=tuple(groups), finished_versions=(8, 8))
@@ -142,7 +142,7 @@ def test_a_token_of_this_version_is_comparable_unless_its_group_kept_older_kv() 
 
 
 def test_a_shared_row_by_hand() -> None:
-    first, second = make_rollout([11, 12, 13], [-1.0, -2.0, -3.0], 1.0), make_rollout([21], [-4.0], 0.0)
+    first, second = make_row([11, 12, 13], [-1.0, -2.0, -3.0], 1.0), make_row([21], [-4.0], 0.0)
     second.versions[:] = 1
     first.mask[1] = False
     group = make_group(0, [5, 6, 7], [first, second], version=1)
@@ -166,9 +166,9 @@ def test_a_shared_row_by_hand() -> None:
 
 @pytest.mark.parametrize("layout", [DENSE, SPARSE, PLAIN])
 def test_rows_without_a_shared_prompt_are_packed_too(layout: Layout) -> None:
-    """The token before the first one of a row is any token of the micro-batch: the first one is not trained."""
-    rollouts = [make_row("..R", [1.0], 1.0), make_row(".R", [0.0], 0.0)]
-    group = dataclasses.replace(make_group(0, [], rollouts), episodes=make_episodes([1, 1]))
+    """The token before the first one of a pack is any token of the micro-batch: the first one is not trained."""
+    rows = [make_turns_row("..R", [1.0], 1.0), make_turns_row(".R", [0.0], 0.0)]
+    group = dataclasses.replace(make_group(0, [], rows), episodes=make_episodes([1, 1]))
     batch = Batch(version=0, groups=(group,), finished_versions=(0,))
     pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 16, layout)
     assert [piece.length for piece in pieces] == ([3] if layout.sparse and layout.masked else [2, 1])
@@ -183,7 +183,7 @@ def test_rows_without_a_shared_prompt_are_packed_too(layout: Layout) -> None:
 
 
 def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> None:
-    #                         prompt  answers  prompt, answer, padding
+    #                         prompt  rows  prompt, answer, padding
     segments = torch.tensor([[[0, 0, 1, 1, 2, 3, 4, -1]], [[0, 0, 0, 0, 0, 3, 3, -1]]])
     expected = [
         [1, 0, 0, 0, 0, 0, 0, 0],
@@ -203,9 +203,9 @@ def test_an_answer_sees_its_prompt_and_itself_but_nothing_else_of_the_row() -> N
 def test_rows_of_single_answers_need_no_mask_and_a_filler_trains_nothing() -> None:
     batch = make_batch()
     pieces = make_pieces(batch.groups, [(0, 0), (1, 0)], 100, 16, DENSE)
-    advantages = [[np.zeros(len(r.tokens), np.float32) for r in group.rollouts] for group in batch.groups]
-    rows = [[piece] for piece in pieces]
-    assert collate(batch, rows, advantages, torch.device("cpu")).inputs.segments is None
-    filler = collate(batch, rows[:1], advantages, torch.device("cpu"), is_trained=False)
+    advantages = [[np.zeros(len(r.tokens), np.float32) for r in group.rows] for group in batch.groups]
+    packs = [[piece] for piece in pieces]
+    assert collate(batch, packs, advantages, torch.device("cpu")).inputs.segments is None
+    filler = collate(batch, packs[:1], advantages, torch.device("cpu"), is_trained=False)
     assert filler.inputs.tokens.shape == (1, pieces[0].length) and not filler.response.trained.any()
-    assert filler.answers == () and not filler.response.behaviour.any()
+    assert filler.rows == () and not filler.response.behaviour.any()

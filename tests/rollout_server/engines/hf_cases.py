@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer, tiny_model
-from rollout_server.engines.base import Completion, GenerationRequest
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ def config_for(folder: Path, **rollout: Any) -> Config:
 def request_for(index: int, **changes: Any) -> GenerationRequest:
     """A request whose prompt has a length and contents that depend on `index`."""
     tokens = np.random.default_rng(index).integers(4, 100, size=5 + index % 9).astype(np.int32)
-    prompt = Prompt(index=index, tokens=tokens, text="", reference=None)
+    prompt = Prompt(index=index, tokens=tokens, text="", question=None)
     request = GenerationRequest(
         group_id=index, prompt=prompt, start_version=0, seed=1, n=4, max_tokens=12, temperature=1.0
     )
@@ -68,11 +68,11 @@ def with_engine(config: Config, use: Callable[[HFEngine], Awaitable[Result]]) ->
 
 
 def recomputed_logprobs(
-    model: PreTrainedModel, request: GenerationRequest, completion: Completion, first: int = 0,
+    model: PreTrainedModel, request: GenerationRequest, reply: SampledReply, first: int = 0,
     cache: Any = None,
 ) -> np.ndarray:
     """Logprobs [T - first] of the response's tokens from `first` on, by one forward over prompt and response."""
-    sequence = torch.from_numpy(np.concatenate([request.prompt.tokens, completion.tokens])).long()
+    sequence = torch.from_numpy(np.concatenate([request.prompt.tokens, reply.tokens])).long()
     skip = 0 if cache is None else cache.get_seq_length()
     with torch.no_grad():
         output = model(input_ids=sequence[None, skip:], past_key_values=cache, use_cache=cache is not None)
@@ -82,7 +82,7 @@ def recomputed_logprobs(
     return logprobs.gather(1, sequence[start:, None]).squeeze(1).numpy()
 
 
-def same_answers(left: list[Completion], right: list[Completion]) -> bool:
+def same_replies(left: list[SampledReply], right: list[SampledReply]) -> bool:
     return all(
         np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)
         for a, b in zip(left, right, strict=True)

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from async_rl.types import FloatArray, IntArray
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 
 TOLERANCE = 1e-4
 TOLD_APART = 0.05
@@ -25,13 +25,13 @@ def segments(versions: IntArray) -> list[tuple[int, int, int]]:
     return [(int(versions[a]), a, b) for a, b in itertools.pairwise(cuts)]
 
 
-def from_scratch(model: PreTrainedModel, prompt: IntArray, answer: IntArray, temperature: float) -> FloatArray:
+def from_scratch(model: PreTrainedModel, prompt: IntArray, reply: IntArray, temperature: float) -> FloatArray:
     """Logprobs [T] under one version's weights, with all KV computed by them."""
-    return _continue(model, DynamicCache(), np.concatenate([prompt, answer[:-1]]), answer, temperature)
+    return _continue(model, DynamicCache(), np.concatenate([prompt, reply[:-1]]), reply, temperature)
 
 
 def over_mixed_kv(
-    models: Mapping[int, PreTrainedModel], prompt: IntArray, completion: Completion, temperature: float,
+    models: Mapping[int, PreTrainedModel], prompt: IntArray, reply: SampledReply, temperature: float,
     other: int | None = None,
 ) -> FloatArray:
     """Logprobs [T] as engines that keep KV compute them: each segment by its version, on KV of the versions before.
@@ -40,20 +40,20 @@ def over_mixed_kv(
     that version's weights instead, on the same KV.
     """
     cache, parts = DynamicCache(), []
-    sequence = np.concatenate([prompt, completion.tokens])
-    for version, start, end in segments(completion.versions):
+    sequence = np.concatenate([prompt, reply.tokens])
+    for version, start, end in segments(reply.versions):
         first = cache.get_seq_length()
-        fed, answer = sequence[first : len(prompt) + end - 1], completion.tokens[start:end]
+        fed, sampled = sequence[first : len(prompt) + end - 1], reply.tokens[start:end]
         if other is not None:
-            parts.append(_continue(models[other], _copy(cache), fed, answer, temperature))
-            _continue(models[version], cache, fed, answer, temperature)
+            parts.append(_continue(models[other], _copy(cache), fed, sampled, temperature))
+            _continue(models[version], cache, fed, sampled, temperature)
         else:
-            parts.append(_continue(models[version], cache, fed, answer, temperature))
+            parts.append(_continue(models[version], cache, fed, sampled, temperature))
     return np.concatenate(parts)
 
 
 def check_tags(
-    models: Mapping[int, PreTrainedModel], prompt: IntArray, completion: Completion, temperature: float, *,
+    models: Mapping[int, PreTrainedModel], prompt: IntArray, reply: SampledReply, temperature: float, *,
     keeps_kv: bool, tolerance: float = TOLERANCE,
 ) -> float:
     """Assert that behaviour logprobs are those of the tagged version and of no other.
@@ -64,30 +64,30 @@ def check_tags(
     Returns:
         The mean difference to a recompute from scratch, over tokens sampled after the first update.
     """
-    fresh = {v: from_scratch(model, prompt, completion.tokens, temperature) for v, model in models.items()}
-    tagged = np.concatenate([fresh[v][a:b] for v, a, b in segments(completion.versions)])
-    later = completion.versions != completion.versions[0]
-    mismatch = np.abs(completion.logprobs - tagged)[later]
+    fresh = {v: from_scratch(model, prompt, reply.tokens, temperature) for v, model in models.items()}
+    tagged = np.concatenate([fresh[v][a:b] for v, a, b in segments(reply.versions)])
+    later = reply.versions != reply.versions[0]
+    mismatch = np.abs(reply.logprobs - tagged)[later]
     if keeps_kv:
-        tagged = over_mixed_kv(models, prompt, completion, temperature)
-        fresh = {v: over_mixed_kv(models, prompt, completion, temperature, other=v) for v in models}
-    np.testing.assert_allclose(completion.logprobs, tagged, atol=tolerance, rtol=0)
-    for version, start, end in segments(completion.versions):
+        tagged = over_mixed_kv(models, prompt, reply, temperature)
+        fresh = {v: over_mixed_kv(models, prompt, reply, temperature, other=v) for v in models}
+    np.testing.assert_allclose(reply.logprobs, tagged, atol=tolerance, rtol=0)
+    for version, start, end in segments(reply.versions):
         for other in models:
             if other != version and end - start >= MIN_TOKENS:
-                error = np.abs(completion.logprobs - fresh[other])[start:end].max()
+                error = np.abs(reply.logprobs - fresh[other])[start:end].max()
                 assert error > TOLD_APART, f"tokens {start}..{end} of version {version} could be of {other}: {error}"
     return float(mismatch.mean()) if later.any() else 0.0
 
 
 def _continue(
-    model: PreTrainedModel, cache: DynamicCache, fed: IntArray, answer: IntArray, temperature: float
+    model: PreTrainedModel, cache: DynamicCache, fed: IntArray, reply: IntArray, temperature: float
 ) -> FloatArray:
-    """Extend the cache by the tokens `fed`; return the logprobs of `answer`, which the last of them predict."""
+    """Extend the cache by the tokens `fed`; return the logprobs of `reply`, which the last of them predict."""
     with torch.no_grad():
         output = model(input_ids=torch.from_numpy(fed).long()[None], past_key_values=cache, use_cache=True)
-    logprobs = torch.log_softmax(output.logits[0, -len(answer) :].float() / temperature, dim=-1)
-    return logprobs.gather(1, torch.from_numpy(answer).long()[:, None]).squeeze(1).numpy()
+    logprobs = torch.log_softmax(output.logits[0, -len(reply) :].float() / temperature, dim=-1)
+    return logprobs.gather(1, torch.from_numpy(reply).long()[:, None]).squeeze(1).numpy()
 
 
 def _copy(cache: DynamicCache) -> DynamicCache:

@@ -1,4 +1,4 @@
-"""The versions of an answer's tokens, from the spans that a server reports."""
+"""The versions of a reply's tokens, from the spans that a server reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import AsyncRLError
-from rollout_server.engines.answers import token_versions
+from rollout_server.engines.open_reply import token_versions
 
 
 def test_spans_give_each_token_its_version() -> None:

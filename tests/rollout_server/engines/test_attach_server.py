@@ -21,13 +21,13 @@ CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym
 async def attach(config: Config, says: dict[str, Any], asked: list[str] | None = None) -> None:
     """Attach to a server that answers /server_info with `says`; the paths of all requests are added to `asked`."""
 
-    async def answer(request: web.Request) -> web.Response:
+    async def reply(request: web.Request) -> web.Response:
         if asked is not None:
             asked.append(request.path)
         return web.json_response({"/server_info": says, "/model_info": {"weight_version": "0"}}.get(request.path, {}))
 
     app = web.Application()
-    app.router.add_route("*", "/{path}", answer)
+    app.router.add_route("*", "/{path}", reply)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -10,14 +10,14 @@ import pytest
 
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from rollout_server.engines.base import Completion, Purpose
+from rollout_server.engines.base import Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from tests.rollout_server.engines.hf_cases import (
     TOLERANCE,
     config_for,
     recomputed_logprobs,
     request_for,
-    same_answers,
+    same_replies,
     save_sharp_model,
     sharp_model,
     with_engine,
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sharp_model(tmp_path_factory.mktemp("model"))
 
 
-async def answers_of(engine: HFEngine, indices: range, **changes: object) -> list[list[Completion]]:
+async def replies_of(engine: HFEngine, indices: range, **changes: object) -> list[list[SampledReply]]:
     return await asyncio.gather(*(engine.generate(request_for(i, **changes)) for i in indices))
 
 
@@ -38,33 +38,33 @@ async def answers_of(engine: HFEngine, indices: range, **changes: object) -> lis
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_logprobs_equal_a_recompute_by_transformers(tmp_path: Path, name: str, temperature: float) -> None:
     config = config_for(save_sharp_model(tmp_path, name))
-    groups = with_engine(config, lambda engine: answers_of(engine, range(12), temperature=temperature))
+    groups = with_engine(config, lambda engine: replies_of(engine, range(12), temperature=temperature))
     model = sharp_model(name, seed=0).eval()
     for index, group in enumerate(groups):
         request = request_for(index, temperature=temperature)
-        for completion in group:
+        for reply in group:
             np.testing.assert_allclose(
-                completion.logprobs, recomputed_logprobs(model, request, completion), atol=TOLERANCE
+                reply.logprobs, recomputed_logprobs(model, request, reply), atol=TOLERANCE
             )
 
 
 def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
-    groups = with_engine(config_for(folder), lambda engine: answers_of(engine, range(40), max_tokens=30))
+    groups = with_engine(config_for(folder), lambda engine: replies_of(engine, range(40), max_tokens=30))
     eos = 2  # <eos> of the character tokenizer
     reasons = set()
-    for completion in (c for group in groups for c in group):
-        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) <= 30
-        assert eos not in completion.tokens[:-1]
-        assert (completion.finish_reason == "stop") == (completion.tokens[-1] == eos)
-        assert completion.finish_reason == "stop" or len(completion.tokens) == 30
-        reasons.add(completion.finish_reason)
+    for reply in (c for group in groups for c in group):
+        assert len(reply.tokens) == len(reply.logprobs) == len(reply.versions) <= 30
+        assert eos not in reply.tokens[:-1]
+        assert (reply.finish_reason == "stop") == (reply.tokens[-1] == eos)
+        assert reply.finish_reason == "stop" or len(reply.tokens) == 30
+        reasons.add(reply.finish_reason)
     assert reasons == {"stop", "length"}
 
 
 def test_token_frequencies_equal_the_reported_probabilities(folder: Path) -> None:
     config = config_for(folder)
-    [group] = with_engine(config, lambda engine: answers_of(engine, range(1), n=4000, max_tokens=1))
-    tokens = np.array([completion.tokens[0] for completion in group])
+    [group] = with_engine(config, lambda engine: replies_of(engine, range(1), n=4000, max_tokens=1))
+    tokens = np.array([reply.tokens[0] for reply in group])
     for token in np.unique(tokens)[:5]:
         p = np.exp(group[int(np.argmax(tokens == token))].logprobs[0])
         assert abs((tokens == token).mean() - p) < 5 * np.sqrt(p * (1 - p) / 4000)
@@ -73,18 +73,18 @@ def test_token_frequencies_equal_the_reported_probabilities(folder: Path) -> Non
 def test_the_same_seed_repeats_exactly_and_another_does_not(folder: Path) -> None:
     config = config_for(folder)
     first, again, other = (
-        with_engine(config, lambda engine, seed=seed: answers_of(engine, range(10), seed=seed))
+        with_engine(config, lambda engine, seed=seed: replies_of(engine, range(10), seed=seed))
         for seed in (1, 1, 2)
     )
-    assert all(map(same_answers, first, again))
-    assert not any(map(same_answers, first, other))
+    assert all(map(same_replies, first, again))
+    assert not any(map(same_replies, first, other))
 
 
 def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(folder: Path) -> None:
-    async def alone(engine: HFEngine) -> list[list[Completion]]:
+    async def alone(engine: HFEngine) -> list[list[SampledReply]]:
         return [await engine.generate(request_for(i, max_tokens=30)) for i in range(8)]
 
-    async def staggered(engine: HFEngine) -> list[list[Completion]]:
+    async def staggered(engine: HFEngine) -> list[list[SampledReply]]:
         running = []
         for i in reversed(range(8)):
             running.append(asyncio.create_task(engine.generate(request_for(i, max_tokens=30))))
@@ -99,16 +99,16 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(folder: Path) ->
 
 
 def test_an_evaluation_leaves_concurrent_training_answers_bit_equal(folder: Path) -> None:
-    async def with_evaluation(engine: HFEngine) -> list[list[Completion]]:
-        training = asyncio.create_task(answers_of(engine, range(8), max_tokens=30))
+    async def with_evaluation(engine: HFEngine) -> list[list[SampledReply]]:
+        training = asyncio.create_task(replies_of(engine, range(8), max_tokens=30))
         for i in range(5):
             await asyncio.sleep(0.003)
             await engine.generate(request_for(i, purpose=Purpose.EVALUATION, max_tokens=5))
         return await training
 
     config = config_for(folder)
-    plain = with_engine(config, lambda engine: answers_of(engine, range(8), max_tokens=30))
-    assert all(map(same_answers, plain, with_engine(config, with_evaluation)))
+    plain = with_engine(config, lambda engine: replies_of(engine, range(8), max_tokens=30))
+    assert all(map(same_replies, plain, with_engine(config, with_evaluation)))
 
 
 def test_a_greedy_baseline_is_sampled_with_the_groups_and_an_evaluation_is_not(folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
     models = {version: sharp_model("tiny-qwen2", seed).eval() for version, seed in enumerate((0, 5, 6))}
     request = request_for(3, n=6, max_tokens=400)
 
-    async def update_inside(engine: HFEngine) -> list[Completion]:
+    async def update_inside(engine: HFEngine) -> list[SampledReply]:
         running = asyncio.create_task(engine.generate(request))
         for version in (1, 2):
             for _ in range(8):  # each takes one token or more
@@ -141,30 +141,30 @@ def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
             engine.resume()
         return await running
 
-    completions = with_engine(config_for(folder), update_inside)
-    changed = [c for c in completions if c.versions[-1] == 2]
+    replies = with_engine(config_for(folder), update_inside)
+    changed = [c for c in replies if c.versions[-1] == 2]
     assert len({tuple(np.searchsorted(c.versions, [1, 2])) for c in changed}) == 1  # one boundary for all rows
-    for completion in changed:
-        assert set(completion.versions.tolist()) == {0, 1, 2}
-        check_tags(models, request.prompt.tokens, completion, 1.0, keeps_kv=keep_kv)
+    for reply in changed:
+        assert set(reply.versions.tolist()) == {0, 1, 2}
+        check_tags(models, request.prompt.tokens, reply, 1.0, keeps_kv=keep_kv)
 
 
 def test_a_new_request_after_an_update_is_all_new_weights(folder: Path) -> None:
     new = sharp_model("tiny-qwen2", 5).eval()
 
-    async def update_then_ask(engine: HFEngine) -> list[Completion]:
+    async def update_then_ask(engine: HFEngine) -> list[SampledReply]:
         await engine.generate(request_for(3))
         await engine.load_weights(dict(new.named_parameters()), version=7)
         return await engine.generate(request_for(3))
 
-    for completion in with_engine(config_for(folder), update_then_ask):
-        assert set(completion.versions.tolist()) == {7}
-        expected = recomputed_logprobs(new, request_for(3), completion)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+    for reply in with_engine(config_for(folder), update_then_ask):
+        assert set(reply.versions.tolist()) == {7}
+        expected = recomputed_logprobs(new, request_for(3), reply)
+        np.testing.assert_allclose(reply.logprobs, expected, atol=TOLERANCE)
 
 
 def test_requests_made_during_a_pause_wait_for_its_end(folder: Path) -> None:
-    async def pause(engine: HFEngine) -> list[Completion]:
+    async def pause(engine: HFEngine) -> list[SampledReply]:
         await engine.pause(keep_kv=True)
         running = asyncio.create_task(engine.generate(request_for(0)))
         await asyncio.sleep(0.1)
@@ -176,7 +176,7 @@ def test_requests_made_during_a_pause_wait_for_its_end(folder: Path) -> None:
 
 
 def test_a_cancelled_request_leaves_the_others_running(folder: Path) -> None:
-    async def cancel_one(engine: HFEngine) -> list[Completion]:
+    async def cancel_one(engine: HFEngine) -> list[SampledReply]:
         cancelled = asyncio.create_task(engine.generate(request_for(0, max_tokens=500)))
         kept = asyncio.create_task(engine.generate(request_for(1, max_tokens=60)))
         await engine.between_tokens(lambda: None)

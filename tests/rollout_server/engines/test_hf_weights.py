@@ -34,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def post(engine: HFEngine, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body) as reply:
-        return reply.status, json.loads(await reply.text())
+    async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body) as response:
+        return response.status, json.loads(await response.text())
 
 
 def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine], Awaitable[list[float]]]:
-    """Push other weights while answers run; return the largest logprob error of each later answer."""
+    """Push other weights while replies run; return the largest logprob error of each later reply."""
 
     async def push(engine: HFEngine) -> list[float]:
         running = asyncio.create_task(_keep_generating(engine))
@@ -53,18 +53,18 @@ def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine],
         assert any(set(v.tolist()) == {0, 3} for v in versions)
         assert all(np.all(np.diff(v) >= 0) for v in versions)
         new = sharp_model("tiny-qwen2", 5).eval()
-        completions = await engine.generate(request_for(4))
-        assert all(set(c.versions.tolist()) == {3} for c in completions)
-        expected = [recomputed_logprobs(new, request_for(4), c) for c in completions]
-        return [float(np.abs(c.logprobs - e).max()) for c, e in zip(completions, expected, strict=True)]
+        replies = await engine.generate(request_for(4))
+        assert all(set(c.versions.tolist()) == {3} for c in replies)
+        expected = [recomputed_logprobs(new, request_for(4), c) for c in replies]
+        return [float(np.abs(c.logprobs - e).max()) for c, e in zip(replies, expected, strict=True)]
 
     return push
 
 
 async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
-    """Generate from four callers until answers have only the new version; return all token versions.
+    """Generate from four callers until replies have only the new version; return all token versions.
 
-    The callers are out of step, so that some answers are always unfinished.
+    The callers are out of step, so that some replies are always unfinished.
     """
 
     async def call(caller: int) -> list[np.ndarray]:
@@ -96,10 +96,10 @@ def test_a_push_that_breaks_off_leaves_the_old_version_serving(
         status, _ = await post(engine, "/update_weights_from_disk", {"model_path": str(other), **label})
         assert status == 200
         assert (await post(engine, end, {}))[0] == 200  # without the end, or without a version
-        for completion in await engine.generate(request_for(1)):
-            assert set(completion.versions.tolist()) == {0}
-            expected = recomputed_logprobs(old, request_for(1), completion)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        for reply in await engine.generate(request_for(1)):
+            assert set(reply.versions.tolist()) == {0}
+            expected = recomputed_logprobs(old, request_for(1), reply)
+            np.testing.assert_allclose(reply.logprobs, expected, atol=1e-4)
 
     with_engine(config_for(folder), break_off)
 
@@ -121,7 +121,7 @@ def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -
     from_disk = "/update_weights_from_disk"
 
     async def refused(engine: HFEngine) -> list[tuple[int, str]]:
-        replies = [
+        responses = [
             await post(engine, from_disk, {"model_path": str(partial)}),
             await post(engine, "/pause_generation", {"mode": "stop"}),
             await post(engine, "/begin_weight_update", {}),
@@ -131,7 +131,7 @@ def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -
             await post(engine, from_disk, {"model_path": str(partial), "weight_version": "1"}),
             await post(engine, "/end_weight_update", {}),
         ]
-        return [(status, reply["message"]) for status, reply in replies]
+        return [(status, response["message"]) for status, response in responses]
 
     outside, mode, begin, shape, dtype, empty, one_tensor, whole = with_engine(config_for(folder), refused)
     assert outside[0] == 400 and "must be sent after /begin_weight_update" in outside[1]
@@ -149,9 +149,9 @@ def test_a_second_end_of_the_same_push_is_refused(folder: Path, tmp_path: Path) 
     async def end_twice(engine: HFEngine) -> list[int]:
         await post(engine, "/begin_weight_update", {})
         await post(engine, "/update_weights_from_disk", {"model_path": str(other), "weight_version": "1"})
-        replies = await asyncio.gather(*(post(engine, "/end_weight_update", {}) for _ in range(2)))
+        responses = await asyncio.gather(*(post(engine, "/end_weight_update", {}) for _ in range(2)))
         assert engine.version == 1
-        return sorted(status for status, _ in replies)
+        return sorted(status for status, _ in responses)
 
     assert with_engine(config_for(folder), end_twice) == [200, 400]
 
@@ -188,8 +188,8 @@ def test_a_key_that_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection(*engine.url.removeprefix("http://").split(":"))
         host = engine.url.removeprefix("http://").encode()
         writer.write(b"GET /ready HTTP/1.1\r\nHost: " + host + b"\r\nAuthorization: Bearer \xff\xe4\r\n\r\n")
-        answer = await reader.readline()
+        reply = await reader.readline()
         writer.close()
-        return answer
+        return reply
 
     assert b" 401 " in with_engine(with_keys(config_for(folder), tmp_path / "keys"), ask)

@@ -33,7 +33,7 @@ except OSError as error:
 """
 
 
-def answers(url: str) -> bool:
+def replies(url: str) -> bool:
     try:
         return urllib.request.urlopen(url, timeout=5).status == 200
     except OSError:
@@ -41,7 +41,7 @@ def answers(url: str) -> bool:
 
 
 def process(
-    folder: Path, program: str, is_ready: Callable[[str], bool] = answers, start_s: float = 60.0
+    folder: Path, program: str, is_ready: Callable[[str], bool] = replies, start_s: float = 60.0
 ) -> ServerProcess:
     config = dataclasses.replace(config_for(folder), timeouts=TimeoutsConfig(startup_s=start_s))
     return ServerProcess(
@@ -69,10 +69,10 @@ def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
         ports = [taken.getsockname()[1], free_port("127.0.0.1")]
         free = f"http://127.0.0.1:{ports[1]}"
         monkeypatch.setattr("rollout_server.engines.server_process.free_port", lambda host: ports.pop(0))
-        server = process(tmp_path, SERVER, is_ready=lambda url: url == free and answers(url))
+        server = process(tmp_path, SERVER, is_ready=lambda url: url == free and replies(url))
         asyncio.run(start_and_close(server))
     assert server.url == free
-    assert not answers(free)  # it has ended
+    assert not replies(free)  # it has ended
 
 
 @pytest.mark.processes

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from async_rl.errors import AsyncRLError, ProcessDiedError
 from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model
@@ -38,31 +38,31 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
     sglang_server: EngineInThread, model_folder: Path, temperature: float
 ) -> None:
     groups = [request_for(i, temperature=temperature, max_tokens=3 + 7 * i) for i in range(12)]
-    answers = generate(sglang_server, *groups)
-    assert largest_error(load_model(model_folder), groups, answers) < TOLERANCE
+    replies = generate(sglang_server, *groups)
+    assert largest_error(load_model(model_folder), groups, replies) < TOLERANCE
 
 
 def test_a_group_is_n_different_samples_of_one_prompt(sglang_server: EngineInThread) -> None:
-    (answers,) = generate(sglang_server, request_for(1, n=16, max_tokens=40))
-    assert len({a.tokens.tobytes() for a in answers}) == 16
+    (replies,) = generate(sglang_server, request_for(1, n=16, max_tokens=40))
+    assert len({a.tokens.tobytes() for a in replies}) == 16
 
 
 def test_answers_end_with_the_end_token_or_at_the_limit(sglang_server: EngineInThread) -> None:
     eos = character_tokenizer().eos_token_id
     groups = [request_for(i, n=8, max_tokens=150, temperature=3.0) for i in range(4)]
-    answers = [a for group in generate(sglang_server, *groups) for a in group]
-    for answer in answers:
-        assert (answer.tokens[:-1] != eos).all()
-        assert answer.finish_reason == ("stop" if answer.tokens[-1] == eos else "length")
-        assert len(answer.tokens) == 150 or answer.finish_reason == "stop"
-    assert {a.finish_reason for a in answers} == {"stop", "length"}
+    replies = [a for group in generate(sglang_server, *groups) for a in group]
+    for reply in replies:
+        assert (reply.tokens[:-1] != eos).all()
+        assert reply.finish_reason == ("stop" if reply.tokens[-1] == eos else "length")
+        assert len(reply.tokens) == 150 or reply.finish_reason == "stop"
+    assert {a.finish_reason for a in replies} == {"stop", "length"}
 
 
 def test_the_longest_prompt_gets_the_longest_answer(sglang_server: EngineInThread) -> None:
     prompt = dataclasses.replace(request_for(0).prompt, tokens=np.full(512, 7, dtype=np.int32))
     group = request_for(0, n=4, prompt=prompt, max_tokens=512, temperature=0.1)  # it repeats itself
-    (answers,) = generate(sglang_server, group)
-    assert any(len(a.tokens) == 512 for a in answers)
+    (replies,) = generate(sglang_server, group)
+    assert any(len(a.tokens) == 512 for a in replies)
 
 
 def test_the_server_keeps_idle_connections_longer_than_its_clients(sglang_server: EngineInThread) -> None:
@@ -99,26 +99,26 @@ def test_an_update_in_mid_answer_changes_versions_where_weights_changed(
     new_folder = save_sharp_model(tmp_path / "new", seed=1)
     group = request_for(6, n=8, max_tokens=500, temperature=0.3)  # at a low temperature it rarely ends early
 
-    async def generate_and_update() -> list[Completion]:
+    async def generate_and_update() -> list[SampledReply]:
         running = asyncio.create_task(sglang_server.engine.generate(group))
         for probe in (request_for(7), request_for(8)):  # once these are answered, the group is running
             await sglang_server.engine.generate(probe)
         await asyncio.to_thread(update_in_place, sglang_server, new_folder, 1)
         return await running
 
-    answers = sglang_server.run(generate_and_update())
+    replies = sglang_server.run(generate_and_update())
     old, prompt = load_model(model_folder), group.prompt.tokens
-    split = [a for a in answers if {0, 1} == set(a.versions.tolist())]
-    assert split, "no answer ran over the update"
-    for answer in split:
-        cut = int((answer.versions == 0).sum())
-        assert (np.diff(answer.versions) >= 0).all()
-        error = np.abs(answer.logprobs - logprobs_of(old, prompt, answer.tokens, 0.3))
+    split = [a for a in replies if {0, 1} == set(a.versions.tolist())]
+    assert split, "no reply ran over the update"
+    for reply in split:
+        cut = int((reply.versions == 0).sum())
+        assert (np.diff(reply.versions) >= 0).all()
+        error = np.abs(reply.logprobs - logprobs_of(old, prompt, reply.tokens, 0.3))
         assert error[:cut].max() < TOLERANCE
         assert error[cut : cut + 20].max() > 0.1
 
     # The same prompt in another group, now at version 1: its KV cache must be of version 1 too. Requests of one group
-    # share KV, also over updates in place; `RolloutGroup.old_kv` flags their tokens.
+    # share KV, also over updates in place; `Group.old_kv` flags their tokens.
     group = dataclasses.replace(group, group_id=100)
     (after,) = generate(sglang_server, group)
     assert {v for a in after for v in a.versions.tolist()} == {1}
@@ -144,8 +144,8 @@ def test_requests_with_a_shared_cache_key_read_stale_kv(
     def logprob_error() -> float:
         sampling = {"max_new_tokens": 1}
         body = {"input_ids": prompt.tolist(), "return_logprob": True, "sampling_params": sampling}
-        reply = SGLangAdmin(sglang_server.config, sglang_server.engine.url).ask("POST", "/generate", body)
-        logprob, token, _ = reply["meta_info"]["output_token_logprobs"][0]
+        response = SGLangAdmin(sglang_server.config, sglang_server.engine.url).ask("POST", "/generate", body)
+        logprob, token, _ = response["meta_info"]["output_token_logprobs"][0]
         return abs(logprob - logprobs_of(load_model(folder), prompt, np.array([token]), 1.0)[0])
 
     logprob_error()

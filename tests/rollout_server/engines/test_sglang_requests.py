@@ -1,4 +1,4 @@
-"""The parts of the SGLang engine that need no SGLang: flags, requests, replies, the start of a process."""
+"""The parts of the SGLang engine that need no SGLang: flags, requests, responses, the start of a process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
-from rollout_server.engines.answers import Answer
-from rollout_server.engines.sglang.engine import SGLangEngine, extend_answer, primer_body, request_body, sampling_seed
+from rollout_server.engines.open_reply import OpenReply
+from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
 from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
 from tests.rollout_server.engines.hf_cases import request_for
 
@@ -51,7 +51,7 @@ def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**3
     return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes)
 
 
-def answer(**meta: Any) -> dict[str, Any]:
+def server_json(**meta: Any) -> dict[str, Any]:
     whole = {
         "finish_reason": {"type": "length", "length": 2},
         "output_token_logprobs": [[-1.5, 7, None], [-2.0, 8, None]],
@@ -118,9 +118,9 @@ def test_a_server_finds_programs_of_an_environment_that_is_not_activated(monkeyp
     assert server_environment(config(), flags(config()))["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
 
-@pytest.mark.parametrize("takes_turns", [True, False])
+@pytest.mark.parametrize("shares_gpus", [True, False])
 def test_the_memory_saver_finds_a_cuda_runtime_that_came_as_a_wheel(
-    takes_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shares_gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for library in ("cu13/lib/libcudart.so.13", "cu13/lib/libcublas.so.13", "cudnn/lib/libcudnn.so.9"):
         file = tmp_path / "nvidia" / library
@@ -129,9 +129,9 @@ def test_the_memory_saver_finds_a_cuda_runtime_that_came_as_a_wheel(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     shared = dataclasses.replace(
-        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0 if takes_turns else 1)
+        config(), placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0 if shares_gpus else 1)
     )
-    expected = f"/mine:{tmp_path}/nvidia/cu13/lib" if takes_turns else "/mine"
+    expected = f"/mine:{tmp_path}/nvidia/cu13/lib" if shares_gpus else "/mine"
     assert server_environment(shared, flags(shared, on_gpu=True))["LD_LIBRARY_PATH"] == expected
 
 
@@ -150,14 +150,14 @@ def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
     assert not isinstance(caught.value, AsyncRLError)
 
 
-def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
-    answer = before or Answer()
-    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5], may_abort=True)
-    return answer
+def extended(response: dict[str, Any], before: OpenReply | None = None, max_tokens: int = 2) -> OpenReply:
+    reply = before or OpenReply()
+    extend_reply(reply, response, max_tokens, end_tokens=[2, 5], may_abort=True)
+    return reply
 
 
 def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
-    body = request_body(request_for(0, temperature=0.7, max_tokens=9), [Answer()] * 3, [2, 5], "0.1.")
+    body = request_body(request_for(0, temperature=0.7, max_tokens=9), [OpenReply()] * 3, [2, 5], "0.1.")
     expected = {"temperature": 0.7, "max_new_tokens": 9, "stop_token_ids": [2, 5]}
     full_support = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     assert len(body["sampling_params"]) == 3
@@ -171,7 +171,7 @@ def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:
     assert len(set(seeds)) == 64 and seeds == [sampling_seed(request, sample) for sample in range(64)]
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert sampling_seed(dataclasses.replace(request, seed=2), 0) != seeds[0] != sampling_seed(request_for(4), 0)
-    body = request_body(request, [Answer(sample=5), Answer(tokens=[7], sample=9)], [], "k")
+    body = request_body(request, [OpenReply(sample=5), OpenReply(tokens=[7], sample=9)], [], "k")
     assert [sampling["sampling_seed"] for sampling in body["sampling_params"]] == [seeds[5], seeds[9]]
 
 
@@ -179,41 +179,41 @@ def test_no_request_id_begins_with_another() -> None:
     """SGLang aborts all requests whose id begins with the given one."""
     request = request_for(0)
     keys = [f"{group}.{attempt}." for group in (1, 11) for attempt in (0, 1, 10, 11)]
-    bodies = [b for k in keys for b in (primer_body(request, k), request_body(request, [Answer()] * 12, [], k))]
+    bodies = [b for k in keys for b in (primer_body(request, k), request_body(request, [OpenReply()] * 12, [], k))]
     ids = [rid for body in bodies for rid in body["rid"]]
     assert len(ids) == 8 * 13
     assert [(a, b) for a in ids for b in ids if a != b and b.startswith(a)] == []
 
 
 def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
-    completion = extended(answer()).completion()
-    assert completion.tokens.tolist() == [7, 8] and completion.tokens.dtype == np.int32
-    assert completion.logprobs.tolist() == [-1.5, -2.0] and completion.logprobs.dtype == np.float32
-    assert completion.versions.tolist() == [3, 4] and completion.finish_reason == "length"
+    reply = extended(server_json()).reply()
+    assert reply.tokens.tolist() == [7, 8] and reply.tokens.dtype == np.int32
+    assert reply.logprobs.tolist() == [-1.5, -2.0] and reply.logprobs.dtype == np.float32
+    assert reply.versions.tolist() == [3, 4] and reply.finish_reason == "length"
 
 
 def test_an_aborted_answer_is_continued_by_a_new_request() -> None:
     request = request_for(0, max_tokens=4)
-    begun = extended(answer(finish_reason={"type": "abort", "message": "Aborted"}), max_tokens=4)
+    begun = extended(server_json(finish_reason={"type": "abort", "message": "Aborted"}), max_tokens=4)
     assert begun.finish_reason == ""
     body = request_body(request, [begun], [2, 5], "k")
     assert body["input_ids"] == [[*request.prompt.tokens.tolist(), 7, 8]]
     assert body["sampling_params"][0]["max_new_tokens"] == 2
     newer = [{"version": "6", "start": 0, "end": 2}]
-    whole = extended(answer(weight_versions=newer), begun, max_tokens=4)
+    whole = extended(server_json(weight_versions=newer), begun, max_tokens=4)
     assert (whole.tokens, whole.versions) == ([7, 8, 7, 8], [3, 4, 6, 6])
     assert whole.logprobs == [-1.5, -2.0, -1.5, -2.0] and whole.finish_reason == "length"
 
 
 @pytest.mark.parametrize(("last", "max_tokens", "reason"), [(5, 9, "stop"), (8, 2, "length"), (8, 3, "")])
 def test_an_abort_together_with_the_last_token_ends_the_answer(last: int, max_tokens: int, reason: str) -> None:
-    reply = answer(finish_reason={"type": "abort"}) | {"output_ids": [7, last]}
-    assert extended(reply, max_tokens=max_tokens).finish_reason == reason
+    response = server_json(finish_reason={"type": "abort"}) | {"output_ids": [7, last]}
+    assert extended(response, max_tokens=max_tokens).finish_reason == reason
 
 
 def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was() -> None:
     meta = {"finish_reason": {"type": "abort"}, "weight_versions": [{"version": "3", "start": 0, "end": 0}]}
-    assert extended({"output_ids": [], "meta_info": meta}) == Answer()
+    assert extended({"output_ids": [], "meta_info": meta}) == OpenReply()
 
 
 @pytest.mark.parametrize(
@@ -221,13 +221,13 @@ def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was() 
 )
 def test_an_answer_that_ended_for_another_reason_is_an_error(finish: dict[str, Any]) -> None:
     with pytest.raises(AsyncRLError, match=str(list(finish.values())[-1])):
-        extended(answer(finish_reason=finish))
+        extended(server_json(finish_reason=finish))
 
 
 @pytest.mark.parametrize("logprobs", [[[-1.0, 7, None]], [[-1.0, 7, None], [None, 8, None]]])
 def test_a_reply_without_a_logprob_for_each_token_is_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(AsyncRLError, match="one logprob for each token, got 2 tokens"):
-        extended(answer(output_token_logprobs=logprobs))
+        extended(server_json(output_token_logprobs=logprobs))
 
 
 @pytest.mark.processes

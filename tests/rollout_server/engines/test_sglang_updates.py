@@ -19,7 +19,7 @@ from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.seams.engines import UPDATE_POLICIES
 from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.conftest import EngineInThread, sglang_config
 from tests.rollout_server.engines.hf_cases import request_for, sharp_model
@@ -31,7 +31,7 @@ from tests.rollout_server.exported import train_and_export
 pytestmark = pytest.mark.e2e
 
 TEMPERATURE = 0.3
-"""Low, so that answers rarely end early."""
+"""Low, so that replies rarely end early."""
 VERSIONS = itertools.count(10)
 MODELS: dict[int, PreTrainedModel] = {}
 """The weights that the server was given, by version."""
@@ -46,7 +46,7 @@ def push(config: Config, url: str) -> int:
     model = MODELS[version] = sharp_model("tiny-qwen2", 100 + version).eval()
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()
-    if config.takes_turns:
+    if config.shares_gpus:
         publisher.release_server_memory()
     publisher.push(model.named_parameters(), version)
     tokens = list(range(5, 30))
@@ -68,14 +68,14 @@ def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> C
 def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     sglang_server: EngineInThread, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `drain` only answers of an evaluation can be running while weights change."""
+    """With `drain` only replies of an evaluation can be running while weights change."""
     server, url = sglang_server, sglang_server.engine.url
     config = pushing_over_disk(server, on_update, tmp_path)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
     request = request_for(6, n=16, max_tokens=300, temperature=TEMPERATURE)
     first = push(config, url)
 
-    async def generate_over_two_updates() -> list[Completion]:
+    async def generate_over_two_updates() -> list[SampledReply]:
         running = asyncio.create_task(server.engine.generate(request))
         for _ in range(2):
             for _ in range(3 if on_update == "abort" else 1):  # the group runs then, after an abort anew
@@ -83,11 +83,11 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
             await asyncio.to_thread(push, config, url)
         return await running
 
-    answers = server.run(generate_over_two_updates())
+    replies = server.run(generate_over_two_updates())
     models = {version: MODELS[version] for version in range(first, first + 3)}
-    spanning = [a for a in answers if len(set(a.versions.tolist())) == 3]
+    spanning = [a for a in replies if len(set(a.versions.tolist())) == 3]
     assert len(spanning) >= 2
-    assert all((np.diff(a.versions) >= 0).all() for a in answers)
+    assert all((np.diff(a.versions) >= 0).all() for a in replies)
     keeps_kv = on_update == "in_place"
     mismatches = [
         check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]
@@ -97,8 +97,8 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     # The same prompt in another group: its KV cache must be of the newest version too.
     (last,) = generate(server, dataclasses.replace(request, group_id=100))
     assert {v for a in last for v in a.versions.tolist()} == {first + 2}
-    for answer in last:
-        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+    for reply in last:
+        check_tags(models, request.prompt.tokens, reply, TEMPERATURE, keeps_kv=False)
 
 
 @pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
@@ -111,26 +111,26 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     first, post = push(config, url), server.engine._post
 
     async def post_and_push(path: str, body: dict[str, Any], *rest: Any) -> Any:
-        replies = await post(path, body, *rest)
-        if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is computed, no answer has begun
+        responses = await post(path, body, *rest)
+        if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is computed, no reply has begun
             await asyncio.to_thread(push, config, url)
-        return replies
+        return responses
 
     monkeypatch.setattr(server.engine, "_post", post_and_push)
-    (answers,) = generate(server, request)
-    assert {v for a in answers for v in a.versions.tolist()} == {first + 1}
-    assert largest_error(MODELS[first + 1], [request], [answers]) < TOLERANCE
+    (replies,) = generate(server, request)
+    assert {v for a in replies for v in a.versions.tolist()} == {first + 1}
+    assert largest_error(MODELS[first + 1], [request], [replies]) < TOLERANCE
 
 
 def recorded_cached_tokens(server: EngineInThread, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The list to which each later request for one answer appends the tokens whose KV was in the prefix cache."""
+    """The list to which each later request for one reply appends the tokens whose KV was in the prefix cache."""
     cached: list[int] = []
     post = server.engine._post
 
     async def post_and_record(path: str, body: dict[str, Any], *rest: Any) -> Any:
-        replies = await post(path, body, *rest)
-        cached.append(replies[0]["meta_info"].get("cached_tokens", 0))  # not in the reply to an aborted request
-        return replies
+        responses = await post(path, body, *rest)
+        cached.append(responses[0]["meta_info"].get("cached_tokens", 0))  # not in the response to an aborted request
+        return responses
 
     monkeypatch.setattr(server.engine, "_post", post_and_record)
     return cached
@@ -173,8 +173,8 @@ def test_no_turn_that_meets_a_push_reads_kv_of_older_weights(
     cached = recorded_cached_tokens(server, monkeypatch)
     played = server.run(play_over_pushes(server.engine, lambda: push(config, url), pushes=5))
     assert sum(cached) > 0
-    assert {v for _, answer in played for v in answer.versions.tolist()} >= set(range(first, first + 6))
-    assert max(error_from_scratch(MODELS, request, answer) for request, answer in played) < TOLERANCE
+    assert {v for _, reply in played for v in reply.versions.tolist()} >= set(range(first, first + 6))
+    assert max(error_from_scratch(MODELS, request, reply) for request, reply in played) < TOLERANCE
 
 
 @pytest.mark.parametrize("colocated", [False, True])
@@ -187,22 +187,22 @@ def test_weights_in_shared_memory_arrive_whole_while_answers_run(
         server.config, weight_sync=WeightSyncConfig(transport="cuda_ipc", bucket_bytes=100_000),
         placement=PlacementConfig(colocated=colocated),
     )
-    assert config.takes_turns == colocated
+    assert config.shares_gpus == colocated
     request = request_for(8, n=8, max_tokens=300, temperature=TEMPERATURE)
     first = push(config, url)
 
-    async def generate_over_an_update() -> list[Completion]:
+    async def generate_over_an_update() -> list[SampledReply]:
         running = asyncio.create_task(server.engine.generate(request))
         await server.engine.generate(request_for(7))  # the group runs once this is answered
         await asyncio.to_thread(push, config, url)
         return await running
 
-    answers = server.run(generate_over_an_update())
+    replies = server.run(generate_over_an_update())
     models = {version: MODELS[version] for version in (first, first + 1)}
-    spanning = [a for a in answers if len(set(a.versions.tolist())) == 2]
+    spanning = [a for a in replies if len(set(a.versions.tolist())) == 2]
     assert len(spanning) >= 2
-    for answer in spanning[:4]:
-        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=not colocated)
+    for reply in spanning[:4]:
+        check_tags(models, request.prompt.tokens, reply, TEMPERATURE, keeps_kv=not colocated)
 
 
 def test_an_exported_checkpoint_is_served_with_the_logprobs_of_transformers(
@@ -226,9 +226,9 @@ def test_a_server_starts_from_an_exported_checkpoint(model_folder: Path, tmp_pat
 
 def check_logprobs(server: EngineInThread, exported: Path, before: Path) -> None:
     groups = [request_for(i, max_tokens=10) for i in range(4)]
-    answers = generate(server, *groups)
-    assert largest_error(load_model(exported), groups, answers) < TOLERANCE
-    assert largest_error(load_model(before), groups, answers) > 10 * TOLERANCE  # training has changed the weights
+    replies = generate(server, *groups)
+    assert largest_error(load_model(exported), groups, replies) < TOLERANCE
+    assert largest_error(load_model(before), groups, replies) > 10 * TOLERANCE  # training has changed the weights
 
 
 def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: EngineInThread) -> None:
@@ -239,7 +239,7 @@ def test_a_cancelled_group_ends_on_the_server_and_no_other_does(sglang_server: E
         loads = admin.ask("GET", "/v1/loads")["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
-    async def cancel_one() -> list[Completion]:
+    async def cancel_one() -> list[SampledReply]:
         kept, cancelled = (asyncio.create_task(engine.generate(request_for(i, n=9, max_tokens=400))) for i in (0, 1))
         while await asyncio.to_thread(unfinished) <= 9:
             assert not (kept.done() or cancelled.done())

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from async_rl.errors import AsyncRLError, ProcessDiedError
 from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
 from tests.conftest import EngineInThread
 from tests.rollout_server.engines.hf_cases import request_for
@@ -44,40 +44,40 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
 ) -> None:
     """As with the other engines, they are those of all tokens also where top_p excludes some."""
     groups = [request_for(i, temperature=temperature, top_p=top_p, max_tokens=3 + 7 * i) for i in range(12)]
-    answers = generate(vllm_server, *groups)
-    assert largest_error(MODELS[served], groups, answers) < TOLERANCE
+    replies = generate(vllm_server, *groups)
+    assert largest_error(MODELS[served], groups, replies) < TOLERANCE
 
 
 def test_a_temperature_near_zero_takes_the_most_probable_token(vllm_server: EngineInThread, served: int) -> None:
     request = request_for(1, n=2, temperature=1e-4)
-    (answers,) = generate(vllm_server, request)
-    assert largest_error(MODELS[served], [request], [answers]) < 1e-3
-    assert answers[0].tokens.tolist() == answers[1].tokens.tolist()
-    assert abs(answers[0].logprobs).max() < 1e-3
+    (replies,) = generate(vllm_server, request)
+    assert largest_error(MODELS[served], [request], [replies]) < 1e-3
+    assert replies[0].tokens.tolist() == replies[1].tokens.tolist()
+    assert abs(replies[0].logprobs).max() < 1e-3
 
 
 def test_a_group_is_n_different_samples_of_one_prompt(vllm_server: EngineInThread, served: int) -> None:
-    (answers,) = generate(vllm_server, request_for(1, n=16, max_tokens=40))
-    assert len({a.tokens.tobytes() for a in answers}) == 16
+    (replies,) = generate(vllm_server, request_for(1, n=16, max_tokens=40))
+    assert len({a.tokens.tobytes() for a in replies}) == 16
 
 
 def test_answers_end_with_the_end_token_or_at_the_limit(vllm_server: EngineInThread, served: int) -> None:
     eos = character_tokenizer().eos_token_id
     groups = [request_for(i, n=8, max_tokens=150, temperature=2.0) for i in range(4)]
-    answers = [a for group in generate(vllm_server, *groups) for a in group]
-    for answer in answers:
-        assert (answer.tokens[:-1] != eos).all()
-        assert answer.finish_reason == ("stop" if answer.tokens[-1] == eos else "length")
-        assert len(answer.tokens) == 150 or answer.finish_reason == "stop"
-    assert {a.finish_reason for a in answers} == {"stop", "length"}
+    replies = [a for group in generate(vllm_server, *groups) for a in group]
+    for reply in replies:
+        assert (reply.tokens[:-1] != eos).all()
+        assert reply.finish_reason == ("stop" if reply.tokens[-1] == eos else "length")
+        assert len(reply.tokens) == 150 or reply.finish_reason == "stop"
+    assert {a.finish_reason for a in replies} == {"stop", "length"}
 
 
 def test_the_longest_prompt_gets_the_longest_answer(vllm_server: EngineInThread, served: int) -> None:
     prompt = dataclasses.replace(request_for(0).prompt, tokens=np.full(512, 7, dtype=np.int32))
     group = request_for(0, n=4, prompt=prompt, max_tokens=512, temperature=0.1)  # it repeats itself
-    (answers,) = generate(vllm_server, group)
-    assert any(len(a.tokens) == 512 for a in answers)
-    assert largest_error(MODELS[served], [group], [answers]) < 10 * TOLERANCE  # errors grow by 1 / T
+    (replies,) = generate(vllm_server, group)
+    assert any(len(a.tokens) == 512 for a in replies)
+    assert largest_error(MODELS[served], [group], [replies]) < 10 * TOLERANCE  # errors grow by 1 / T
 
 
 def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(vllm_server: EngineInThread) -> None:
@@ -111,7 +111,7 @@ def test_a_cancelled_group_ends_on_the_server_and_no_other_does(vllm_server: Eng
             while (load := await engine.load()) is None or load.running != running:
                 await asyncio.sleep(0.02)
 
-    async def cancel_one() -> list[Completion]:
+    async def cancel_one() -> list[SampledReply]:
         long = {"n": 9, "max_tokens": 500, "temperature": 0.1}
         kept, cancelled = (asyncio.create_task(engine.generate(request_for(i, **long))) for i in (0, 1))
         async with asyncio.timeout(20):
@@ -124,10 +124,10 @@ def test_a_cancelled_group_ends_on_the_server_and_no_other_does(vllm_server: Eng
         await asyncio.wait([cancelled])
         await engine._cancelled.join()
         await asyncio.to_thread(admin.resume)
-        answers = await kept
+        replies = await kept
         await until(0)
         assert before is not None and before.slots == 256
-        return answers
+        return replies
 
     assert len(vllm_server.run(cancel_one())) == 9
 

@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: flags, the environment, requests and replies."""
+"""The parts of the vLLM engine that need no vLLM: flags, the environment, requests and responses."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from async_rl.config import (
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.weights.bucket import Bucket
 from async_rl.weights.safetensors_io import write_weights
-from rollout_server.engines.answers import Answer
 from rollout_server.engines.base import Purpose
+from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
-from rollout_server.engines.vllm.requests import extend_answer, group_answers, request_body
+from rollout_server.engines.vllm.requests import extend_reply, group_replies, request_body
 from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
 from rollout_server.engines.vllm.share_bucket import share_bucket
@@ -150,7 +150,7 @@ def test_the_server_sees_none_of_this_projects_packages(monkeypatch: pytest.Monk
 
 def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     request = request_for(0, temperature=0.7, max_tokens=9)
-    body = request_body(request, [Answer()] * 3, [2, 5], "0.1", 4)
+    body = request_body(request, [OpenReply()] * 3, [2, 5], "0.1", 4)
     expected = {"temperature": 0.7, "max_tokens": 9, "stop_token_ids": [2, 5], "n": 3, "logprobs": 0}
     full_support = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
     assert (expected | full_support).items() <= body["sampling_params"].items()
@@ -159,26 +159,26 @@ def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
 
 
 def test_after_an_abort_each_answer_that_has_begun_gets_a_request_of_its_own() -> None:
-    new, begun, other = Answer(), Answer(tokens=[7]), Answer(tokens=[8, 9])
-    assert group_answers([begun, new, other]) == [[new], [begun], [other]]
-    assert group_answers([begun]) == [[begun]]
+    new, begun, other = OpenReply(), OpenReply(tokens=[7]), OpenReply(tokens=[8, 9])
+    assert group_replies([begun, new, other]) == [[new], [begun], [other]]
+    assert group_replies([begun]) == [[begun]]
     request = request_for(0, max_tokens=9)
     body = request_body(request, [other], [2], "k", 0)
     assert body["token_ids"] == [*request.prompt.tokens.tolist(), 8, 9]
     assert (body["sampling_params"]["max_tokens"], body["sampling_params"]["n"]) == (7, 1)
 
 
-def extended(reply: dict[str, Any], before: Answer | None = None, max_tokens: int = 2) -> Answer:
-    answer = before or Answer()
-    extend_answer(answer, reply, max_tokens, end_tokens=[2, 5], may_abort=True)
-    return answer
+def extended(response: dict[str, Any], before: OpenReply | None = None, max_tokens: int = 2) -> OpenReply:
+    reply = before or OpenReply()
+    extend_reply(reply, response, max_tokens, end_tokens=[2, 5], may_abort=True)
+    return reply
 
 
 def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
-    completion = extended(choice()).completion()
-    assert completion.tokens.tolist() == [7, 8] and completion.tokens.dtype == np.int32
-    assert completion.logprobs.tolist() == [-1.5, -2.0] and completion.logprobs.dtype == np.float32
-    assert completion.versions.tolist() == [3, 4] and completion.finish_reason == "length"
+    reply = extended(choice()).reply()
+    assert reply.tokens.tolist() == [7, 8] and reply.tokens.dtype == np.int32
+    assert reply.logprobs.tolist() == [-1.5, -2.0] and reply.logprobs.dtype == np.float32
+    assert reply.versions.tolist() == [3, 4] and reply.finish_reason == "length"
 
 
 def test_an_aborted_answer_goes_on_unless_its_last_token_ended_it() -> None:
@@ -186,8 +186,8 @@ def test_an_aborted_answer_goes_on_unless_its_last_token_ended_it() -> None:
     assert extended(choice(finish_reason="abort"), max_tokens=2).finish_reason == "length"
     assert extended(choice(finish_reason="abort", token_ids=[7, 5]), max_tokens=5).finish_reason == "stop"
     nothing = {"token_ids": [], "logprobs": None, "weight_versions": None, "finish_reason": "abort"}
-    before = Answer(tokens=[9], logprobs=[-1.0], versions=[2])
-    assert extended(nothing, before, max_tokens=5) == Answer(tokens=[9], logprobs=[-1.0], versions=[2])
+    before = OpenReply(tokens=[9], logprobs=[-1.0], versions=[2])
+    assert extended(nothing, before, max_tokens=5) == OpenReply(tokens=[9], logprobs=[-1.0], versions=[2])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_an_aborted_answer_goes_on_unless_its_last_token_ended_it() -> None:
     [
         ({"logprobs": {"content": [{"logprob": -1.5}]}}, r"one logprob for each token, got 2 tokens"),
         ({"token_ids": [], "logprobs": None}, r"one logprob for each token, got 0 tokens"),
-        ({"finish_reason": "error"}, r"did not finish an answer: finish_reason error"),
+        ({"finish_reason": "error"}, r"did not finish a reply: finish_reason error"),
         ({"weight_versions": None}, r"must cover 2 tokens with whole-number versions, got None"),
     ],
 )

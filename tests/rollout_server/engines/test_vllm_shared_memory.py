@@ -23,6 +23,6 @@ def test_weights_in_shared_memory_arrive_whole(vllm_server: EngineInThread, tmp_
     request = request_for(3)
     for _ in range(2):
         version = push(config, vllm_server.engine.url)
-        (answers,) = generate(vllm_server, request)
-        assert {v for a in answers for v in a.versions.tolist()} == {version}
-        assert largest_error(MODELS[version], [request], [answers]) < TOLERANCE
+        (replies,) = generate(vllm_server, request)
+        assert {v for a in replies for v in a.versions.tolist()} == {version}
+        assert largest_error(MODELS[version], [request], [replies]) < TOLERANCE

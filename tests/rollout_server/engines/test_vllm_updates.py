@@ -15,7 +15,7 @@ from torch import Tensor
 from async_rl.errors import WeightSyncError
 from async_rl.seams.engines import UPDATE_POLICIES
 from async_rl.weights import open_publisher
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from tests.conftest import EngineInThread
 from tests.rollout_server.engines.hf_cases import request_for, sharp_model
@@ -27,7 +27,7 @@ from tests.rollout_server.engines.vllm_cases import MODELS, VERSIONS, connected,
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 TEMPERATURE = 0.3
-"""Low, so that answers rarely end early."""
+"""Low, so that replies rarely end early."""
 WAYS = [
     *((on_update, "gloo") for on_update in ("in_place", "retract", "drain", "abort")), ("in_place", "disk"),
 ]
@@ -38,17 +38,17 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     vllm_server: EngineInThread, on_update: str, transport: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With `drain` only answers of an evaluation can be running while weights change."""
+    """With `drain` only replies of an evaluation can be running while weights change."""
     server, url = vllm_server, vllm_server.engine.url
     config = pushing(server, tmp_path, on_update, transport)
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
-    monkeypatch.setattr(server.engine, "_end_tokens", [])  # some models would end all answers before the second push
+    monkeypatch.setattr(server.engine, "_end_tokens", [])  # some models would end all replies before the second push
     request = request_for(6, n=16, max_tokens=900, temperature=TEMPERATURE)
     first = push(config, url)
-    # Both updates are made and the connection is open before the answers begin, which are soon at their end.
+    # Both updates are made and the connection is open before the replies begin, which are soon at their end.
     publisher, updates = connected(config, url), [new_version(), new_version()]
 
-    async def generate_over_two_updates() -> list[Completion]:
+    async def generate_over_two_updates() -> list[SampledReply]:
         group = asyncio.create_task(server.engine.generate(request))
         for version in updates:
             async with asyncio.timeout(30):  # until the group runs, after an abort anew
@@ -60,12 +60,12 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
             await asyncio.to_thread(publisher.push, MODELS[version].named_parameters(), version)
         return await group
 
-    answers = server.run(generate_over_two_updates())
+    replies = server.run(generate_over_two_updates())
     publisher.close()
     models = {version: MODELS[version] for version in range(first, first + 3)}
-    spanning = [a for a in answers if len(set(a.versions.tolist())) == 3]
+    spanning = [a for a in replies if len(set(a.versions.tolist())) == 3]
     assert len(spanning) >= 2
-    assert all((np.diff(a.versions) >= 0).all() for a in answers)
+    assert all((np.diff(a.versions) >= 0).all() for a in replies)
     keeps_kv = on_update == "in_place"
     mismatches = [check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]]
     assert (max(mismatches) > 0.01) == keeps_kv  # by a recompute from scratch
@@ -73,8 +73,8 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     # The same prompt in another group: its KV cache must be of the newest version too.
     (last,) = generate(server, dataclasses.replace(request, group_id=100))
     assert {v for a in last for v in a.versions.tolist()} == {first + 2}
-    for answer in last:
-        check_tags(models, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=False)
+    for reply in last:
+        check_tags(models, request.prompt.tokens, reply, TEMPERATURE, keeps_kv=False)
 
 
 @pytest.mark.parametrize("on_update", UPDATE_POLICIES)
@@ -97,10 +97,10 @@ def test_a_turn_reuses_the_kv_of_its_history_until_a_push_drops_it(
         if is_last:
             push(config, url)
             found[-1] = cached_tokens()
-        ((answer,),) = generate(server, request)
+        ((reply,),) = generate(server, request)
         found.append(cached_tokens())
-        errors.append(error_from_scratch(MODELS, request, answer))
-        request = next_turn(request, answer)
+        errors.append(error_from_scratch(MODELS, request, reply))
+        request = next_turn(request, reply)
         lengths.append(len(request.prompt.tokens) - len(OBSERVED) - 1)  # the KV of the last token was never needed
     keeps_kv = on_update == "in_place"
     blocks = [length // 32 * 32 for length in lengths]
@@ -119,8 +119,8 @@ def test_no_turn_that_meets_a_push_reads_kv_of_older_weights(
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
     first = push(config, url)
     played = server.run(play_over_pushes(server.engine, lambda: push(config, url), pushes=5))
-    assert {v for _, answer in played for v in answer.versions.tolist()} >= set(range(first, first + 6))
-    assert max(error_from_scratch(MODELS, request, answer) for request, answer in played) < TOLERANCE
+    assert {v for _, reply in played for v in reply.versions.tolist()} >= set(range(first, first + 6))
+    assert max(error_from_scratch(MODELS, request, reply) for request, reply in played) < TOLERANCE
 
 
 def without_one(named: dict[str, Tensor]) -> None:
@@ -162,9 +162,9 @@ def test_a_wrong_update_is_refused_and_the_old_weights_serve_on(
     assert admin.served_version() == str(version)
     admin.resume()
     request = request_for(2)
-    (answers,) = generate(server, request)
-    assert {v for a in answers for v in a.versions.tolist()} == {version}
-    assert largest_error(MODELS[version], [request], [answers]) < TOLERANCE
+    (replies,) = generate(server, request)
+    assert {v for a in replies for v in a.versions.tolist()} == {version}
+    assert largest_error(MODELS[version], [request], [replies]) < TOLERANCE
 
 
 def test_an_update_that_breaks_off_changes_nothing_and_the_next_one_works(
@@ -182,8 +182,8 @@ def test_an_update_that_breaks_off_changes_nothing_and_the_next_one_works(
     admin.end_update()  # the learner gives up: it has not sent the version
     admin.resume()
     request = request_for(4)
-    (answers,) = generate(server, request)
-    assert largest_error(MODELS[version], [request], [answers]) < TOLERANCE
+    (replies,) = generate(server, request)
+    assert largest_error(MODELS[version], [request], [replies]) < TOLERANCE
     admin.begin_update()  # by a learner that ends right after
     assert push(config, url) == version + 1
 

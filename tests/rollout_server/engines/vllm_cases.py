@@ -26,7 +26,7 @@ MODELS: dict[int, PreTrainedModel] = {}
 
 
 def vllm_config(model: Path, **rollout: Any) -> Config:
-    """Prompts and answers together fit the tiny models' positions exactly."""
+    """Prompts and replies together fit the tiny models' positions exactly."""
     return Config(
         model=ModelConfig(path=str(model)),
         task=TaskConfig(name="reasoning_gym/spell_backward", max_prompt_tokens=512),

@@ -24,8 +24,8 @@ def ask(base_url: str, messages: list[Any]) -> str:
 
 
 def solve(question: Any, base_url: str, api_key: str) -> float:
-    print("working on", question.answer)
-    return float(ask(base_url, list(question.messages)) == question.answer)
+    print("working on", question.ground_truth)
+    return float(ask(base_url, list(question.messages)) == question.ground_truth)
 
 
 async def solve_or_die(question: Any, base_url: str, api_key: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
@@ -17,8 +17,8 @@ from rollout_server.episodes.conversation.session import Session, SessionLimits
 LIMITS = SessionLimits(max_tokens=2000, max_reply_tokens=8, max_turns=50)
 
 
-def completion(tokens: Sequence[int], version: int = 0, *, ended: bool = True) -> Completion:
-    return Completion(
+def completion(tokens: Sequence[int], version: int = 0, *, ended: bool = True) -> SampledReply:
+    return SampledReply(
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -0.5, np.float32),
         versions=np.full(len(tokens), version, np.int32),
@@ -33,12 +33,12 @@ class RandomEngine:
         self.rng = random.Random(seed)
         self.vocab_size = vocab_size
         self.end_tokens = end_tokens
-        self.calls: list[tuple[list[int], Completion]] = []
+        self.calls: list[tuple[list[int], SampledReply]] = []
         """The tokens that the engine saw, and its reply, of each call that was not cancelled."""
         self.version = 0
         self.num_sampled = 0
 
-    async def generate(self, tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(self, tokens: list[int], max_tokens: int) -> SampledReply:
         tokens = list(tokens)
         await asyncio.sleep(0)
         sampled = [self.rng.randrange(self.vocab_size) for _ in range(self.rng.randint(1, max_tokens))]
@@ -52,7 +52,7 @@ class RandomEngine:
             versions.append(self.version)
         logprobs = -1e-3 * np.arange(self.num_sampled + 1, self.num_sampled + len(sampled) + 1, dtype=np.float32)
         self.num_sampled += len(sampled)
-        reply = Completion(
+        reply = SampledReply(
             tokens=np.array(sampled, np.int32),
             logprobs=logprobs,
             versions=np.array(versions, np.int32),
@@ -62,11 +62,11 @@ class RandomEngine:
         return reply
 
 
-def scripted(tokenizer: Any, replies: Sequence[str]) -> Callable[[list[int], int], Awaitable[Completion]]:
+def scripted(tokenizer: Any, replies: Sequence[str]) -> Callable[[list[int], int], Awaitable[SampledReply]]:
     """A `Generate` that answers with these texts, one after the other, each with the end token."""
     left = list(replies)
 
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         await asyncio.sleep(0)
         text = tokenizer(left.pop(0), add_special_tokens=False)["input_ids"]
         return completion([*text, tokenizer.eos_token_id])
@@ -75,7 +75,7 @@ def scripted(tokenizer: Any, replies: Sequence[str]) -> Callable[[list[int], int
 
 
 def session_of(
-    generate: Callable[[list[int], int], Awaitable[Completion]],
+    generate: Callable[[list[int], int], Awaitable[SampledReply]],
     tokenizer: Any,
     end_tokens: Sequence[int],
     limits: SessionLimits = LIMITS,

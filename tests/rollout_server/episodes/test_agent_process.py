@@ -33,7 +33,7 @@ def played(
         await endpoint.start()
         runner = AgentRunner(agent, endpoint, limits, 64)
         question = Question(
-            messages=({"role": "user", "content": "2+2?"},), answer="4", extra={"marker": str(folder / "marker")}
+            messages=({"role": "user", "content": "2+2?"},), ground_truth="4", extra={"marker": str(folder / "marker")}
         )
         try:
             for _ in range(num_before):
@@ -92,7 +92,7 @@ def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMI
         runner = AgentRunner(agent, endpoint, limits, 64)
 
         async def run(act: str) -> Episode:
-            question = Question(messages=({"role": "user", "content": "2+2?"},), answer="4", extra={"act": act})
+            question = Question(messages=({"role": "user", "content": "2+2?"},), ground_truth="4", extra={"act": act})
             return await runner.run(
                 question, lambda: session_of(scripted(TOKENIZER, ["4"] * 2), TOKENIZER, [TOKENIZER.eos_token_id])
             )

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.conversation.rendering import TurnRenderer
@@ -24,7 +24,7 @@ from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
-QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), answer="4")
+QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), ground_truth="4")
 LIMITS = EpisodeLimits(tool_s=5, turn_s=5, episode_s=10)
 
 
@@ -40,7 +40,7 @@ async def two_turns(question: Question, base_url: str, api_key: str) -> float:
         messages: list[Any] = list(question.messages)
         await ask(llm, messages)
         messages.append({"role": "user", "content": "sure?"})
-        return float(await ask(llm, messages) == question.answer)
+        return float(await ask(llm, messages) == question.ground_truth)
 
 
 def played(agent: Any, *replies: str, limits: EpisodeLimits = LIMITS, generate: Any = None, **sizes: int) -> Episode:
@@ -223,7 +223,7 @@ def test_an_agent_that_falls_silent_runs_out_of_time() -> None:
 def test_a_slow_engine_is_not_the_agents_silence() -> None:
     inner = scripted(TOKENIZER, ["5", "4"])
 
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         await asyncio.sleep(0.8)
         return await inner(tokens, max_tokens)
 
@@ -259,7 +259,7 @@ def test_an_agent_that_does_not_end_when_cancelled_is_left_behind() -> None:
 
 
 def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         raise ProcessDiedError("the server is gone")
 
     with pytest.raises(ProcessDiedError):

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
@@ -31,7 +31,7 @@ class HeldEngine:
         self.may_answer = asyncio.Event()
         self.num_running = 0
 
-    async def generate(self, tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(self, tokens: list[int], max_tokens: int) -> SampledReply:
         text = self.tokenizer(str(next(self.numbers)), add_special_tokens=False)["input_ids"]
         self.num_running += 1
         try:

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
@@ -24,7 +24,7 @@ from tests.rollout_server.episodes.random_requests import request
 from tests.rollout_server.episodes.test_openai_endpoint import ADD
 
 
-async def at_once(tokens: list[int], max_tokens: int) -> Completion:
+async def at_once(tokens: list[int], max_tokens: int) -> SampledReply:
     return completion([5, ENDS[0]])
 
 
@@ -51,7 +51,7 @@ async def vanish(opened: OpenSession, by_reset: bool, stream: bool) -> None:
 
 
 def test_clients_that_vanish_leave_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
         await asyncio.sleep(0.02)
         return await at_once(tokens, max_tokens)
 

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.errors import ProcessDiedError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.env import Env, Step
@@ -25,7 +25,7 @@ from tests.rollout_server.episodes.fake_engine import scripted, session_of
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
 LIMITS = EpisodeLimits(tool_s=5, turn_s=5, episode_s=10)
-QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), answer="4")
+QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), ground_truth="4")
 
 
 class Scripted:
@@ -252,7 +252,7 @@ def test_a_task_with_a_context_of_its_own_outlives_its_episode() -> None:
 
 
 def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         raise ProcessDiedError("the server is gone")
 
     env = Scripted(DONE)
@@ -264,7 +264,7 @@ def test_an_engine_that_fails_ends_the_run_and_not_the_episode() -> None:
 def test_a_cancelled_episode_closes_its_environment_and_its_requests() -> None:
     ended = []
 
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         try:
             await asyncio.sleep(60)
         finally:

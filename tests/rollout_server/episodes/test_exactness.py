@@ -93,7 +93,7 @@ def save_models(folder: Path, family: str) -> list[PreTrainedModel]:
 
 
 def group_request(n: int, tokens: tuple[int, ...] = (1,)) -> GenerationRequest:
-    prompt = Prompt(index=3, tokens=np.array(tokens, np.int32), text="", reference=None)
+    prompt = Prompt(index=3, tokens=np.array(tokens, np.int32), text="", question=None)
     return GenerationRequest(
         group_id=5, prompt=prompt, start_version=0, seed=7, n=n, max_tokens=LIMITS.max_reply_tokens, temperature=0.9
     )

@@ -21,7 +21,7 @@ from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
-from rollout_server.episodes.conversation.rows import Row
+from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.environments import chain
 from rollout_server.episodes.episode import Episode, EpisodeLimits
@@ -42,7 +42,7 @@ def new_runner() -> EnvRunner:
     return EnvRunner(EpisodeLimits(tool_s=10, turn_s=10, episode_s=120), max_concurrent_calls=1024)
 
 
-async def demonstrations(count: int) -> list[Row]:
+async def demonstrations(count: int) -> list[WholeRow]:
     runner = new_runner()
     episodes = await asyncio.gather(*(
         runner.run(
@@ -57,7 +57,7 @@ async def demonstrations(count: int) -> list[Row]:
 async def play(engine: HFEngine, index: int, n: int, seed: int) -> list[Episode]:
     """One group."""
     runner = new_runner()
-    prompt = Prompt(index=index, tokens=np.array([1], np.int32), text="", reference=None)
+    prompt = Prompt(index=index, tokens=np.array([1], np.int32), text="", question=None)
     request = GenerationRequest(
         group_id=index, prompt=prompt, start_version=0, seed=seed, n=n, max_tokens=8, temperature=1.0
     )
@@ -77,7 +77,7 @@ async def mean_reward(engine: HFEngine) -> float:
     return statistics.mean(group[0].reward for group in groups)
 
 
-def loss_of(model: PreTrainedModel, rows: list[Row], weights: list[float]) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, rows: list[WholeRow], weights: list[float]) -> torch.Tensor:
     """Minus the mean over trained tokens of weight * logprob."""
     tokens = pad_sequence([torch.from_numpy(row.tokens).long() for row in rows], batch_first=True)
     trained = pad_sequence([torch.from_numpy(row.mask) for row in rows], batch_first=True)[:, 1:]
@@ -85,7 +85,7 @@ def loss_of(model: PreTrainedModel, rows: list[Row], weights: list[float]) -> to
     return -(logprobs * trained * torch.tensor(weights)[:, None]).sum() / trained.sum()
 
 
-def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: list[Row], weights: list[float]) -> None:
+def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, rows: list[WholeRow], weights: list[float]) -> None:
     optimizer.zero_grad()
     loss_of(model, rows, weights).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -15,7 +15,7 @@ from rollout_server.episodes.players.load import load_agent, load_env, load_task
 from rollout_server.question import Question
 
 HERE = "tests.rollout_server.episodes.test_load"
-QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), answer="4")
+QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), ground_truth="4")
 
 
 class Asking:
@@ -91,7 +91,7 @@ class Hard(Asking):
 
 
 def test_params_are_those_of_the_task_with_a_name_and_else_of_the_environment() -> None:
-    prompt = Prompt(index=3, tokens=np.zeros(1, np.int32), text="", reference=QUESTION)
+    prompt = Prompt(index=3, tokens=np.zeros(1, np.int32), text="", question=QUESTION)
 
     def opened(env: str, **task: Any) -> Any:
         task = {"env": f"{HERE}:{env}", **task}

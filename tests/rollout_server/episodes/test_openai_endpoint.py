@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
@@ -88,7 +88,7 @@ def test_the_key_is_part_of_the_url_or_the_bearer_token() -> None:
 def test_a_retry_after_a_timeout_finds_the_reply_that_is_under_way() -> None:
     calls = 0
 
-    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
         nonlocal calls
         calls += 1
         await asyncio.sleep(1.0)
@@ -186,7 +186,7 @@ def test_a_call_after_the_end_gets_410_and_is_counted() -> None:
 
 
 def test_a_request_under_way_at_the_end_gets_410() -> None:
-    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -200,7 +200,7 @@ def test_a_request_under_way_at_the_end_gets_410() -> None:
 
 
 def test_an_engine_that_fails_is_kept_for_the_runner() -> None:
-    async def broken(tokens: list[int], max_tokens: int) -> Completion:
+    async def broken(tokens: list[int], max_tokens: int) -> SampledReply:
         raise ConnectionError("gone")
 
     async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
@@ -214,7 +214,7 @@ def test_an_engine_that_fails_is_kept_for_the_runner() -> None:
 def test_requests_above_the_limit_wait_and_each_gets_a_sample_of_its_own() -> None:
     running, most = 0, 0
 
-    async def slow(tokens: list[int], max_tokens: int) -> Completion:
+    async def slow(tokens: list[int], max_tokens: int) -> SampledReply:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -236,7 +236,7 @@ def test_a_wait_for_a_place_ends_with_an_error_that_says_on_whom(monkeypatch: py
     monkeypatch.setattr(openai_endpoint, "PLACE_S", 0.05)
     may_end = asyncio.Event()
 
-    async def held(tokens: list[int], max_tokens: int) -> Completion:
+    async def held(tokens: list[int], max_tokens: int) -> SampledReply:
         await may_end.wait()
         return completion([5, ENDS[0]])
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.network import authorization
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import (
@@ -212,7 +212,7 @@ def test_a_server_that_never_reads_a_reply_is_lost_and_its_reply_is_no_row() -> 
     messages = [user("hi")]
 
     async def use(parser: ServerParser) -> Session:
-        async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
             return completion([5, ends[0]])
 
         reader = ReplyReader(tokenizer, ends, dataclasses.replace(parser, timeout_s=0.05))

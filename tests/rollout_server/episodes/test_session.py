@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.rows import num_shared_tokens
@@ -60,7 +60,7 @@ def test_a_conversation_of_three_turns_is_one_row() -> None:
 def test_versions_of_observations_are_those_of_the_sampled_token_before() -> None:
     versions = iter([3, 3, 5])
 
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         return completion([10, END], next(versions))
 
     async def talk() -> Session:
@@ -112,7 +112,7 @@ def test_a_failed_request_leaves_no_trace_and_its_retry_samples() -> None:
     async def talk() -> None:
         calls = 0
 
-        async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
             nonlocal calls
             calls += 1
             if calls == 1:
@@ -133,7 +133,7 @@ def test_close_cancels_the_engine_and_later_requests_are_refused() -> None:
     async def talk() -> None:
         cancelled = asyncio.Event()
 
-        async def generate(tokens: list[int], max_tokens: int) -> Completion:
+        async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
             try:
                 await asyncio.sleep(60)
             finally:
@@ -203,7 +203,7 @@ def test_conversations_without_room_are_not_kept() -> None:
 def test_a_request_can_lower_the_limit_of_its_reply() -> None:
     rooms = []
 
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         rooms.append(max_tokens)
         return completion([10, END])
 
@@ -272,7 +272,7 @@ def test_a_reply_that_text_would_not_reproduce_stays_exact() -> None:
     sampled = iter([[*apart, ends[0]], [*merged, ends[0]]])
     seen = []
 
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         seen.append(tokens)
         return completion(next(sampled))
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
-from rollout_server.episodes.conversation.rows import Row, num_shared_tokens
+from rollout_server.episodes.conversation.rows import WholeRow, num_shared_tokens
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
 from tests.rollout_server.episodes.fake_engine import RandomEngine, completion
 from tests.rollout_server.episodes.tokenizers import FAMILIES, end_tokens, tokenizer_of
@@ -133,7 +133,7 @@ def test_rows_hold_exactly_what_the_engine_saw_and_sampled(family: str, seed: in
         check_row(row)
 
 
-def check_row(row: Row) -> None:
+def check_row(row: WholeRow) -> None:
     assert row.mask[-1] and not row.mask[: row.num_start_tokens].any()
     assert (row.logprobs[~row.mask] == 0).all() and (row.logprobs[row.mask] < 0).all()
     assert (np.diff(row.versions) >= 0).all()
@@ -161,7 +161,7 @@ def test_plain_replies_read_as_the_template_writes_the_conversation(family: str,
     tokenizer, (end, *_) = tokenizer_of(family), end_tokens(family)
     rng, words = random.Random(seed), ["fox", " jumps", "42", ".", "1.", "lazy"]
 
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         text = "It is " + "".join(rng.choices(words, k=3))
         apart = [token for character in text for token in tokenizer(character)["input_ids"]]
         return completion([*apart, end])

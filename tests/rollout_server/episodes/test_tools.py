@@ -232,7 +232,7 @@ def test_an_episode_calls_tools_until_the_model_answers() -> None:
         "<tool_call>{not json}</tool_call>",
         "It is 42.",
     ]
-    question = Question(messages=({"role": "user", "content": "17+25?"},), answer="42")
+    question = Question(messages=({"role": "user", "content": "17+25?"},), ground_truth="42")
     tools = [Tool.from_function(example_tools.add)]
 
     async def play() -> Episode:

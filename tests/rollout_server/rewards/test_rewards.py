@@ -24,7 +24,7 @@ CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(path="x.parquet"))
 
 
 def about(answer: Any) -> Question:
-    return Question(messages=({"role": "user", "content": "How many?"},), answer=answer, extra={"unit": "kg"})
+    return Question(messages=({"role": "user", "content": "How many?"},), ground_truth=answer, extra={"unit": "kg"})
 
 
 @pytest.mark.parametrize(

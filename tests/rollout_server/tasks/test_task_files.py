@@ -53,7 +53,7 @@ def test_rows_of_any_source_are_questions_for_an_agent(tmp_path: Path) -> None:
     rows = [row_of(0, data_source="tickets", reward_model={"ground_truth": ["refund", "close"]})]
     _, task = opened(written(tmp_path / "rows.jsonl", rows), agent="my_agent:solve")
     prompt = task.prompt(0)
-    assert prompt.reference.answer == ["refund", "close"] and task.has_answer(prompt, "#### 5") is None
+    assert prompt.question.ground_truth == ["refund", "close"] and task.has_answer(prompt, "#### 5") is None
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
@@ -65,9 +65,9 @@ def test_rows_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suf
     assert sorted(p.text for p in prompts) == sorted(f"Be brief.\nWhat is {i} + 1?<sep>" for i in range(10))
     assert prompts != [task.prompt(i) for i in range(10, 20)]  # the next epoch, in another order
     for prompt in prompts:
-        question, answer = prompt.reference, prompt.reference.answer
+        question, answer = prompt.question, prompt.question.ground_truth
         assert prompt.text == f"Be brief.\nWhat is {int(answer) - 1} + 1?<sep>"
-        assert prompt.reference.extra == {"index": int(answer) - 1}
+        assert prompt.question.extra == {"index": int(answer) - 1}
         assert (reward(question, f"#### {answer}"), reward(question, f"It is {answer}")) == (1, 0)
 
 
@@ -75,7 +75,7 @@ def test_the_held_out_file_is_evaluated_on(tmp_path: Path) -> None:
     train = written(tmp_path / "a.jsonl", [row_of(i) for i in range(5)])
     held_out = written(tmp_path / "b.jsonl", [row_of(i) for i in range(5, 9)])
     _, task = opened(train, eval_path=str(held_out), eval_size=3)
-    assert [p.reference.answer for p in task.eval_prompts()] == ["6", "7", "8"]
+    assert [p.question.ground_truth for p in task.eval_prompts()] == ["6", "7", "8"]
 
 
 def test_without_a_held_out_file_nothing_is_evaluated_and_a_warning_says_so(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, 
 def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) -> None:
     rows = [row_of(0, reward_model={"style": "rule", "ground_truth": ["1", "one"]})]
     _, task = opened(written(tmp_path / "rows.jsonl", rows), reward="my_rewards:score")
-    assert task.prompt(0).reference.answer == ["1", "one"]
+    assert task.prompt(0).question.ground_truth == ["1", "one"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_prepare_keeps_question_solution_and_number(tmp_path: Path) -> None:
     _, task = opened(tmp_path / "new" / "out.jsonl")
     question = task.train_question(0)
     assert question.messages[0]["content"].startswith("How many?\n")
-    assert (question.answer, question.solution) == ("1234", item["answer"])
+    assert (question.ground_truth, question.solution) == ("1234", item["answer"])
     [(_, answer)] = task.sft_pairs(1)
     assert TOKENIZER.decode(answer, skip_special_tokens=True) == item["answer"]
 

@@ -92,7 +92,7 @@ def test_every_dataset_gives_a_number_to_any_answer() -> None:
         question = task.train_question(0)
         for answer in NONSENSE:
             assert 0 <= task.verify(question, answer) <= 1, (name, answer)
-        assert question.answer is None or task.verify(question, question.answer) == 1, name
+        assert question.ground_truth is None or task.verify(question, question.ground_truth) == 1, name
 
 
 def composite(*datasets: dict[str, Any]) -> dict[str, Any]:
@@ -102,10 +102,10 @@ def composite(*datasets: dict[str, Any]) -> dict[str, Any]:
 def test_a_composite_draws_from_its_datasets_by_weight_and_scores_each_by_its_own() -> None:
     parts = [{"name": "gcd", "weight": 3, "config": {"max_numbers": 2}}, {"name": "spell_backward"}]
     task = open_task(config_of(**composite(*parts)), TOKENIZER)
-    questions = [task.prompt(i).reference for i in range(100)]
+    questions = [task.prompt(i).question for i in range(100)]
     drawn = Counter(question.extra["source_dataset"] for question in questions)
     assert set(drawn) == {"gcd", "spell_backward"} and drawn["gcd"] > drawn["spell_backward"]
-    assert {task.verify(question, question.answer) for question in questions} == {1.0}
+    assert {task.verify(question, question.ground_truth) for question in questions} == {1.0}
     assert {question.source for question in questions} == {"reasoning_gym/spell_backward", "reasoning_gym/gcd"}
 
 
@@ -113,10 +113,10 @@ def test_a_composite_draws_from_its_datasets_by_weight_and_scores_each_by_its_ow
 def test_a_task_verifies_its_reference_answer_with_1_and_nonsense_with_less(name: str) -> None:
     task = open_task(config_of(name, size=20), TOKENIZER)
     for prompt in map(task.prompt, range(20)):
-        question = prompt.reference
-        assert task.verify(question, question.answer) == 1
-        assert task.verify(question, f" {question.answer}\n") == 1
-        assert task.verify(question, f"<answer> 0 </answer>, no: <answer>{question.answer}</answer>.") == 1
+        question = prompt.question
+        assert task.verify(question, question.ground_truth) == 1
+        assert task.verify(question, f" {question.ground_truth}\n") == 1
+        assert task.verify(question, f"<answer> 0 </answer>, no: <answer>{question.ground_truth}</answer>.") == 1
         assert task.verify(question, "zzz") < 1
 
 
@@ -161,7 +161,7 @@ def test_without_a_chat_template_the_messages_contents_are_the_prompt() -> None:
     plain = character_tokenizer()
     plain.chat_template = None
     prompt = open_task(config_of(), plain).prompt(0)
-    assert prompt.text == prompt.reference.messages[0]["content"]
+    assert prompt.text == prompt.question.messages[0]["content"]
     assert open_task(config_of(), TOKENIZER).prompt(0).text == prompt.text + "<sep>"
 
 
@@ -170,12 +170,12 @@ def test_sft_pairs_are_the_training_prompts_with_their_answers_and_the_eos_token
     for i, (prompt, answer) in enumerate(task.sft_pairs(5)):
         assert np.array_equal(prompt, task.prompt(i).tokens)
         assert answer[-1] == TOKENIZER.eos_token_id
-        assert TOKENIZER.decode(answer[:-1]) == task.prompt(i).reference.answer
+        assert TOKENIZER.decode(answer[:-1]) == task.prompt(i).question.ground_truth
 
 
 def test_a_task_without_reference_answers_can_not_warm_start() -> None:
     task = open_task(config_of("rubiks_cube", max_prompt_tokens=4000, eval_size=0), TOKENIZER)
-    with pytest.raises(ConfigError, match="no reference answer"):
+    with pytest.raises(ConfigError, match="no right answer"):
         task.sft_pairs(1)
 
 

@@ -16,7 +16,7 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
-    """An ASGI application in front of vLLM's: it answers 401 unless the request has `Authorization: Bearer <key>`."""
+    """An ASGI application in front of vLLM's: it replies 401 unless the request has `Authorization: Bearer <key>`."""
 
     def __init__(self, app: Application) -> None:
         self._app = app

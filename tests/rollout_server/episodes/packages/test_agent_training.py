@@ -68,4 +68,4 @@ def test_an_unmodified_agent_learns_in_twenty_steps(
     rewards = [step["reward/mean"] for step in run.steps]
     assert len(rewards) == STEPS
     assert statistics.mean(rewards[-4:]) > statistics.mean(rewards[:4]) + 0.15, rewards
-    assert all(rollout.mask.sum() >= 2 for batch in run.batches for group in batch.groups for rollout in group.rollouts)
+    assert all(row.mask.sum() >= 2 for batch in run.batches for group in batch.groups for row in group.rows)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.conversation.session import SessionLimits
@@ -76,7 +76,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Question]]:
         wait_for_port(port)
         rows = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
         yield [
-            Question(messages=tuple(row["prompt"]), answer="", extra=row["extra_info"], source=row["data_source"])
+            Question(messages=tuple(row["prompt"]), ground_truth="", extra=row["extra_info"], source=row["data_source"])
             for row in rows
         ]
     finally:
@@ -95,7 +95,7 @@ def bisecting(tokens: list[int]) -> str:
 
 
 def saying(reply: Callable[[list[int]], str]) -> Any:
-    async def generate(tokens: list[int], max_tokens: int) -> Completion:
+    async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
         return await scripted(TOKENIZER, [reply(tokens)])(tokens, max_tokens)
 
     return generate
@@ -178,6 +178,6 @@ def test_a_server_of_verifiers_that_is_not_there_is_an_error(
     tasks: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verifiers_server, "HEALTH_S", 0.5)
-    nowhere = Question(messages=(), answer="", extra={"address": f"tcp://127.0.0.1:{free_port()}", "task": {}})
+    nowhere = Question(messages=(), ground_truth="", extra={"address": f"tcp://127.0.0.1:{free_port()}", "task": {}})
     (episode,) = played([nowhere], "a")
     assert episode.end == "failed" and "did not answer in 0.5 s" in episode.error

@@ -15,7 +15,7 @@ pytest.importorskip("skyrl_gym")
 
 TOKENIZER = character_tokenizer()
 LIMITS = EpisodeLimits(tool_s=5, turn_s=20, episode_s=60)
-QUESTION = Question(messages=({"role": "user", "content": "17+25?"},), answer="42", source="openai/gsm8k")
+QUESTION = Question(messages=({"role": "user", "content": "17+25?"},), ground_truth="42", source="openai/gsm8k")
 NAME = "rollout_server.episodes.environments.skyrl_gym:SkyRLGym"
 
 

@@ -1,4 +1,4 @@
-"""Answers of a server as a batch, and the learner's logprobs of them."""
+"""Rows of a server as a batch, and the learner's logprobs of them."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import numpy as np
 import torch
 
 from async_rl.config import Config
-from async_rl.types import Batch, Rollout, RolloutGroup
+from async_rl.types import Batch, Group, Row
 from learner.algorithms.token_advantages import batch_advantages
-from learner.train_step import Updater
-from rollout_server.engines.base import Completion, GenerationRequest
+from learner.updater import Updater
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.conftest import EngineInThread
 from tests.rollout_server.engines.hf_cases import request_for
 
 
 def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
-    """Generate `groups` groups of config.rollout.group_size answers at the same time."""
+    """Generate `groups` groups of config.rollout.group_size rows at the same time."""
     requests = [
         request_for(index, n=config.rollout.group_size, max_tokens=config.rollout.max_response_tokens)
         for index in range(groups)
     ]
 
-    async def run() -> list[list[Completion]]:
+    async def run() -> list[list[SampledReply]]:
         return list(await asyncio.gather(*map(server.engine.generate, requests)))
 
     return batch_of(requests, server.run(run(), timeout_s=300.0))
 
 
-def batch_of(requests: Sequence[GenerationRequest], answers: Sequence[Sequence[Completion]]) -> Batch:
+def batch_of(requests: Sequence[GenerationRequest], replies: Sequence[Sequence[SampledReply]]) -> Batch:
     groups = []
-    for request, completions in zip(requests, answers, strict=True):
-        rollouts = tuple(
-            Rollout(
+    for request, of_request in zip(requests, replies, strict=True):
+        rows = tuple(
+            Row(
                 tokens=c.tokens, logprobs=c.logprobs, versions=np.zeros_like(c.versions),
                 mask=np.ones(len(c.tokens), bool), reward=float(number % 2), finish_reason=c.finish_reason,
             )
-            for number, c in enumerate(completions)
+            for number, c in enumerate(of_request)
         )
-        groups.append(RolloutGroup(
+        groups.append(Group(
             group_id=request.group_id, prompt_index=request.prompt.index, start_version=0,
-            temperature=request.temperature, prompt_tokens=request.prompt.tokens, rollouts=rollouts, duration_s=1.0,
+            temperature=request.temperature, prompt_tokens=request.prompt.tokens, rows=rows, duration_s=1.0,
         ))
     return Batch(version=0, groups=tuple(groups), finished_versions=(0,) * len(groups))
 
 
 def behaviour_logprobs(batch: Batch) -> np.ndarray:
-    return np.concatenate([rollout.logprobs for group in batch.groups for rollout in group.rollouts])
+    return np.concatenate([row.logprobs for group in batch.groups for row in group.rows])
 
 
 def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
@@ -59,8 +59,8 @@ def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
     for micro in minibatch.micro_batches:
         with torch.no_grad():
             parts = updater.policy(micro.inputs)[0].split(micro.response.lengths)
-        found |= {answer: part.float().cpu().numpy() for answer, part in zip(micro.answers, parts, strict=True)}
-    return np.concatenate([found[answer] for answer in sorted(found)])
+        found |= {row: part.float().cpu().numpy() for row, part in zip(micro.rows, parts, strict=True)}
+    return np.concatenate([found[row] for row in sorted(found)])
 
 
 def with_dtype(config: Config, dtype: str) -> Config:

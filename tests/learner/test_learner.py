@@ -31,13 +31,13 @@ from async_rl.messages.reports import EvaluationDue, LearnerReport, StepDone, Tr
 from async_rl.storage.checkpoints import list_checkpoints
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
-from learner import trainer
-from learner.trainer import Learner
+from learner import learner as learner_module
+from learner.learner import Learner
 from tests.learner.fakes import FakeClient, FakePublisher
 from tests.learner.tiny_batches import make_batch, make_config
 
 METRICS = {
-    "batch/rollouts", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
+    "batch/episodes", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
     "staleness/in_flight", "staleness/in_queue", "offpolicy/is_weight_mean", "offpolicy/is_weight_var",
     "offpolicy/is_weight_max", "offpolicy/ess", "offpolicy/ess_truncated", "offpolicy/ess_sequence", "offpolicy/chi2",
     "offpolicy/chi2_sequence", "offpolicy/masked_fraction", "offpolicy/kl_proximal_learner",
@@ -90,7 +90,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
     ]
     assert [report.version for report in reports] == [1, 2, 3]
     keys = [{metric.key for metric in report.metrics} for report in reports]
-    for prefix in ("staleness/rollouts_", "by_staleness/0/", "alarm/"):
+    for prefix in ("staleness/episodes_", "by_staleness/0/", "alarm/"):
         assert all(any(key.startswith(prefix) for key in of_step) for of_step in keys)
         keys = [{key for key in of_step if not key.startswith(prefix)} for of_step in keys]
     assert keys[0] == METRICS
@@ -122,7 +122,7 @@ def test_a_pinned_evaluation_ends_before_the_learner_takes_the_gpus_memory(
         placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0),
         eval=EvalConfig(every_steps=1, pin_version=True),
     )
-    assert learner.config.takes_turns
+    assert learner.config.shares_gpus
 
     def end_the_evaluation() -> None:
         publisher.calls.append(("evaluated", -1))
@@ -239,7 +239,7 @@ def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
         tiny_model_path, staleness=StalenessConfig(max=1), run=RunConfig(dir=str(tmp_path))
     )
     old = make_batch(version=0)
-    monkeypatch.setattr(trainer, "decode_batch", lambda _: dataclasses.replace(old, version=2))
+    monkeypatch.setattr(learner_module, "decode_batch", lambda _: dataclasses.replace(old, version=2))
     learner.version = 2
     with pytest.raises(
         StalenessError, match="group 0 has a token of version 0, but the learner is at version 2"
@@ -251,7 +251,7 @@ def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
 
 
 async def feed(address: str, timeouts: TimeoutsConfig) -> None:
-    """A rollout worker that answers every slot at once with tokens of its start version, until cancelled."""
+    """A rollout worker that rows every slot at once with tokens of its start version, until cancelled."""
     client = WorkerClient(address, "rollout/0", timeouts)
     try:
         while True:

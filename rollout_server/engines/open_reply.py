@@ -1,4 +1,4 @@
-"""Collects one answer from the replies of a server: one reply or, where weight pushes abort requests, several."""
+"""Collects one reply from the responses of a server: one response or, where weight pushes abort requests, several."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 
 from async_rl.errors import AsyncRLError
 from async_rl.types import IntArray
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import SampledReply
 
 
 @dataclass(slots=True)
-class Answer:
-    """One answer while a server samples it. It needs more than one request only if a weight push aborts the first."""
+class OpenReply:
+    """One reply while a server samples it. It needs more than one request only if a weight push aborts the first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    """`stop` or `length`; empty until the answer has ended."""
+    """`stop` or `length`; empty until the reply has ended."""
     sample: int = 0
-    """The answer's number in its group."""
+    """The reply's number in its group."""
 
-    def completion(self) -> Completion:
-        return Completion(
+    def reply(self) -> SampledReply:
+        return SampledReply(
             tokens=np.array(self.tokens, dtype=np.int32), logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32), finish_reason=self.finish_reason,
         )
@@ -35,15 +35,15 @@ class Answer:
         self, tokens: list[int], logprobs: list[float], spans: list[dict[str, Any]] | None, end: str, *,
         max_tokens: int, end_tokens: Sequence[int], may_abort: bool,
     ) -> None:
-        """Append the tokens that one request has sampled, and set finish_reason if the answer has ended.
+        """Append the tokens that one request has sampled, and set finish_reason if the reply has ended.
 
         Args:
             spans: the server's weight_versions; see token_versions.
             end: why the request ended: `stop` (by an end token), `length`, `abort`, or anything else, an error.
-            max_tokens: the longest answer.
+            max_tokens: the longest reply.
 
         Raises:
-            AsyncRLError: the reply is incomplete, or ended by anything but stop, length or, with `may_abort`, an abort.
+            AsyncRLError: the response is incomplete, or not ended by stop, length or, with `may_abort`, an abort.
         """
         aborted = end == "abort"
         if not (tokens or aborted) or len(logprobs) != len(tokens) or None in logprobs:
@@ -60,7 +60,7 @@ class Answer:
             self.finish_reason = "length"
         elif not (aborted and may_abort):
             raise AsyncRLError(
-                f"the rollout server did not finish an answer: finish_reason {end}. Its log in run_dir/logs may say why"
+                f"the rollout server did not finish a reply: finish_reason {end}. Its log in run_dir/logs may say why"
             )
 
 

@@ -16,7 +16,7 @@ from async_rl.config import Config
 from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.storage.unlogged_steps import RecentSteps
-from async_rl.telemetry.completions import choose_completions
+from async_rl.telemetry.examples import choose_examples
 from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
@@ -32,10 +32,10 @@ from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
+from learner.pusher import Pusher
 from learner.ranks import init_distributed
 from learner.server_membership import ServerMembership
-from learner.train_step import Updater
-from learner.weight_sync import WeightSync
+from learner.updater import Updater
 
 STEP_TIMES = {
     "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
@@ -75,7 +75,7 @@ class Learner:
         """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""
         self.evaluations = EvalSchedule(config)
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
-        self._weights = WeightSync(config, self._updater, self._publisher, self.servers)
+        self._weights = Pusher(config, self._updater, self._publisher, self.servers)
         self._alarms = Alarms(rules_for(self._updater.dtype))
         self._stopping = threading.Event()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
@@ -117,7 +117,7 @@ class Learner:
                     continue
                 yield from self._end_early(taken)
                 break
-            if self.config.takes_turns:
+            if self.config.shares_gpus:
                 self._release_server_memory()
             metrics = self._train_step(taken)
             is_last = self._is_last(time.monotonic())
@@ -233,8 +233,8 @@ class Learner:
         metrics = [*metrics, *measured, Metric("time/step_s", step_s), *_step_times(spans)]
         self._recent_steps.add(self.version, reduce_metrics(metrics))
         alarms, states = self._alarms.check(self.version, metrics)
-        completions = choose_completions(batch) if self.config.logging.wandb != "disabled" else ()
-        return replace(report, metrics=(*metrics, *states), alarms=alarms, completions=completions)
+        examples = choose_examples(batch) if self.config.logging.wandb != "disabled" else ()
+        return replace(report, metrics=(*metrics, *states), alarms=alarms, examples=examples)
 
     def _keep_for_checkpoint(self, metrics: list[Metric], step_s: float) -> None:
         """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""

@@ -1,4 +1,4 @@
-"""Example completions: which are chosen, and the table that wandb gets, once by its own offline mode."""
+"""Example examples: which are chosen, and the table that wandb gets, once by its own offline mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from async_rl.config import Config, LoggingConfig, ModelConfig, RunConfig, TaskConfig
 from async_rl.telemetry import wandb_run
-from async_rl.telemetry.completions import COLUMNS, MAX_TOKENS, CompletionTable, choose_completions
+from async_rl.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
 from async_rl.telemetry.metrics import MetricsLogger
 from async_rl.telemetry.wandb_run import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
@@ -29,30 +29,30 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers_are_chosen_from_groups_all_over_the_batch() -> None:
-    chosen = choose_completions(make_batch(version=5, groups=10))
+    chosen = choose_examples(make_batch(version=5, groups=10))
     assert [each.group_id for each in chosen] == [0, 3, 6, 9]
     assert {(each.step, each.number, each.staleness) for each in chosen} == {(6, 1, 0)}
-    assert len(choose_completions(make_batch(groups=2))) == 2
+    assert len(choose_examples(make_batch(groups=2))) == 2
 
 
 def test_a_long_answer_is_cut_and_keeps_its_length() -> None:
     batch = make_batch(groups=1)
     (group,) = batch.groups
     ones = np.ones(MAX_TOKENS + 5, np.int32)
-    long = dataclasses.replace(group.rollouts[0], tokens=ones, versions=ones, mask=ones > 0)
-    (found,) = choose_completions(
-        dataclasses.replace(batch, groups=(dataclasses.replace(group, rollouts=(long,)),))
+    long = dataclasses.replace(group.rows[0], tokens=ones, versions=ones, mask=ones > 0)
+    (found,) = choose_examples(
+        dataclasses.replace(batch, groups=(dataclasses.replace(group, rows=(long,)),))
     )
     assert (len(found.tokens), found.num_tokens) == (MAX_TOKENS, MAX_TOKENS + 5)
 
 
 def test_rows_have_texts(tokenizer_folder: Path) -> None:
     tokenizer = character_tokenizer()
-    (completion, *_) = choose_completions(make_batch())
+    (completion, *_) = choose_examples(make_batch())
     completion = dataclasses.replace(completion, tokens=tuple(tokenizer("olleh")["input_ids"]))
-    ((step, group, number, _, text, reward, *_),) = CompletionTable(str(tokenizer_folder)).rows([completion])
+    ((step, group, number, _, text, reward, *_),) = ExampleTable(str(tokenizer_folder)).rows([completion])
     assert (step, group, number, text, reward) == (1, 0, 0, "olleh", completion.reward)
-    ((*_, ids, _, _, _, _),) = CompletionTable("no such folder").rows([completion])
+    ((*_, ids, _, _, _, _),) = ExampleTable("no such folder").rows([completion])
     assert ids == " ".join(map(str, completion.tokens))
 
 
@@ -64,14 +64,14 @@ def test_a_table_holds_the_rows_of_all_steps_since_the_last_one(
     monkeypatch.setattr(wandb_run, "time", clock)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda columns, data: data))  # type: ignore[arg-type]
     run = WandbRun(
-        SimpleNamespace(log=logged.append, finish=lambda: None), pytest.fail, CompletionTable(str(tokenizer_folder))
+        SimpleNamespace(log=logged.append, finish=lambda: None), pytest.fail, ExampleTable(str(tokenizer_folder))
     )
     for step in range(4):
         now_s = 100.0 + step * TABLE_EVERY_S / 2
-        run.log({"step": step + 1}, choose_completions(make_batch(version=step, groups=1)))
+        run.log({"step": step + 1}, choose_examples(make_batch(version=step, groups=1)))
     run.log({"step": 0, "eval/accuracy": 0.5})
     run.close()
-    tables = {record["step"]: [row[0] for row in record.get("completions", [])] for record in logged}
+    tables = {record["step"]: [row[0] for row in record.get("examples", [])] for record in logged}
     assert tables == {1: [1], 2: [], 3: [2, 3], 4: [4], 0: []}
 
 
@@ -84,7 +84,7 @@ def test_wandb_itself_writes_the_table_when_it_is_offline(tokenizer_folder: Path
     )  # fmt: skip
     logger = MetricsLogger(config, tmp_path)
     for step in range(2):
-        logger.log(step + 1, {"reward/mean": 0.5}, choose_completions(make_batch(version=step)))
+        logger.log(step + 1, {"reward/mean": 0.5}, choose_examples(make_batch(version=step)))
     logger.close()
     tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-*/files/media/table/*.json")]
     assert len(tables) == 2

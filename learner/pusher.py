@@ -11,7 +11,7 @@ from async_rl.weights import WeightPublisher
 from async_rl.weights.base import PushReport, Tolerance
 from learner.models.policy import full_parameters
 from learner.server_membership import ServerMembership
-from learner.train_step import Updater
+from learner.updater import Updater
 
 VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
 """The tolerance of `verify_once` by compute type. In bfloat16 learner and server round logits, near 20 to an eighth: a
@@ -19,7 +19,7 @@ single token says little, but the mean over tokens shows whether the weights dif
 VERIFY_TOKENS = 32
 
 
-class WeightSync:
+class Pusher:
     """Pushes the policy's weights to the rollout servers, and verifies the first push. All ranks call both methods.
 
     Only rank 0 talks to servers and has measurements.
@@ -52,7 +52,7 @@ class WeightSync:
                 return report, tuple(lost)
 
     def verify_once(self, batch: Batch) -> None:
-        """Compare every server's logprobs of an answer with the learner's after the first push. Collective.
+        """Compare every server's logprobs of a row with the learner's after the first push. Collective.
 
         The first push is the first that reaches a server. Later calls do nothing: who joins later is not compared.
 
@@ -67,7 +67,7 @@ class WeightSync:
             return
         self._is_verified = True
         group = batch.groups[0]
-        tokens = [*group.prompt_tokens.tolist(), *group.rollouts[0].tokens.tolist()][:VERIFY_TOKENS]
+        tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
         logprobs = self._updater.probe_logprobs(tokens)
         if self._publisher.rank == 0:
             self._publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])

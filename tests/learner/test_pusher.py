@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.telemetry.metrics import reduce_metrics
-from learner.trainer import Learner
+from learner.learner import Learner
 from tests.learner.fakes import FakeClient, FakePublisher, until_someone_waits
-from tests.learner.test_trainer import open_learner, pushed_bytes
+from tests.learner.test_learner import open_learner, pushed_bytes
 
 
 def joining(learner: Learner) -> threading.Thread:

@@ -1,4 +1,4 @@
-"""Example completions: a few answers of each batch, which learner rank 0 reports and wandb shows as a table."""
+"""Examples: a few rows of each batch, which learner rank 0 reports and wandb shows as a table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from async_rl.types import Batch
 ROWS_A_STEP = 4
 MAX_TOKENS = 4096
 """A prompt or an answer is cut after so many tokens."""
-COLUMNS = ("step", "group", "answer", "prompt", "completion", "reward", "staleness", "tokens", "finish_reason")
+COLUMNS = ("step", "group", "row", "prompt", "response", "reward", "staleness", "tokens", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Example:
     """One answer of a trained batch with its prompt, an example for the table in wandb."""
 
     step: int
@@ -35,32 +35,32 @@ class Completion:
     finish_reason: str
 
 
-def choose_completions(batch: Batch) -> tuple[Completion, ...]:
+def choose_examples(batch: Batch) -> tuple[Example, ...]:
     """Return one answer of each of ROWS_A_STEP groups spread over the batch; another number in the group each step."""
     chosen = []
     for place in np.unique(np.linspace(0, len(batch.groups) - 1, ROWS_A_STEP).round().astype(int)).tolist():
         group = batch.groups[place]
-        number = batch.version % len(group.rollouts)
-        rollout = group.rollouts[number]
-        trained = rollout.versions[rollout.mask] if rollout.mask.any() else rollout.versions
+        number = batch.version % len(group.rows)
+        row = group.rows[number]
+        trained = row.versions[row.mask] if row.mask.any() else row.versions
         chosen.append(
-            Completion(
+            Example(
                 step=batch.version + 1,
                 group_id=group.group_id,
                 number=number,
                 prompt_tokens=tuple(group.prompt_tokens[:MAX_TOKENS].tolist()),
-                tokens=tuple(rollout.tokens[:MAX_TOKENS].tolist()),
-                num_tokens=len(rollout.tokens),
-                reward=rollout.reward,
+                tokens=tuple(row.tokens[:MAX_TOKENS].tolist()),
+                num_tokens=len(row.tokens),
+                reward=row.reward,
                 staleness=batch.version - int(trained.min()),
-                finish_reason=rollout.finish_reason,
+                finish_reason=row.finish_reason,
             )
         )
     return tuple(chosen)
 
 
-class CompletionTable:
-    """Turns completions into rows of a table with the columns COLUMNS.
+class ExampleTable:
+    """Turns examples into a table with the columns COLUMNS.
 
     The texts need the file tokenizer.json of the model folder; without it they are token ids.
     """
@@ -74,13 +74,13 @@ class CompletionTable:
 
         return Tokenizer.from_file(str(self._file)) if self._file.is_file() else None
 
-    def rows(self, completions: Iterable[Completion]) -> list[list[Any]]:
+    def rows(self, examples: Iterable[Example]) -> list[list[Any]]:
         return [
             [
                 each.step, each.group_id, each.number, self._text(each.prompt_tokens), self._text(each.tokens),
                 each.reward, each.staleness, each.num_tokens, each.finish_reason,
             ]
-            for each in completions
+            for each in examples
         ]  # fmt: skip
 
     def _text(self, tokens: tuple[int, ...]) -> str:

@@ -26,11 +26,11 @@ from buffer.staleness import (
     vacant_batches,
     within_capacity,
 )
-from buffer.store_rows import DropReason, Row
 from buffer.store_state import StoreState
+from buffer.stored_group import DropReason, StoredGroup
 
 
-class Policy(ABC):
+class Mode(ABC):
     """Decides which groups may start, which are in a batch, which are late, and when a push may begin.
 
     What most modes share is here.
@@ -49,23 +49,23 @@ class Policy(ABC):
         """Return the batch number of each of the next `number` groups, or -1 where any batch may hold them."""
         return [-1] * number
 
-    def deadline(self, row: Row) -> int:
+    def deadline(self, row: StoredGroup) -> int:
         """Return the number of the last batch that may hold the group: start version + staleness.max."""
         return row.start_version + self.rules.max_staleness
 
-    def too_old(self, state: StoreState, version: int) -> list[Row]:
+    def too_old(self, state: StoreState, version: int) -> list[StoredGroup]:
         """Return the groups that are dropped as late before batch `version` is chosen."""
         return []
 
     @abstractmethod
-    def choose(self, state: StoreState, version: int) -> list[Row] | None:
+    def choose(self, state: StoreState, version: int) -> list[StoredGroup] | None:
         """Return the groups of batch `version`; None while the learner has to wait."""
 
-    def left_late(self, state: StoreState, version: int) -> list[Row]:
+    def left_late(self, state: StoreState, version: int) -> list[StoredGroup]:
         """Return the groups that are dropped as late because batch `version`, which was chosen, left them out."""
         return []
 
-    def check(self, row: Row, state: StoreState, version: int) -> None:
+    def check(self, row: StoredGroup, state: StoreState, version: int) -> None:
         """Raise StalenessError if a group that was chosen for batch `version` is too old for it."""
         if self.deadline(row) < version:
             raise StalenessError(
@@ -85,7 +85,7 @@ class Policy(ABC):
         """Return whether a push may begin now."""
         return not (self.rules.drain and state.running)
 
-    def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:
+    def drops_at_resume(self, rows: Sequence[StoredGroup], state: StoreState, version: int) -> list[DropReason | None]:
         """Return for each finished group why it is dropped by a resume at `version`; None: it continues.
 
         The rows are sorted by deadline. `state` may be changed so that batches are counted from `version` on.
@@ -93,14 +93,14 @@ class Policy(ABC):
         return [None if self.deadline(row) >= version else "late" for row in rows]
 
 
-class _ByDeadline(Policy):
+class _ByDeadline(Mode):
     """A policy whose batches hold the fresh groups with the earliest deadlines, and used groups."""
 
     @abstractmethod
     def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
         """Return the number of fresh groups in batch `version`; see fresh_to_take for the arguments."""
 
-    def choose(self, state: StoreState, version: int) -> list[Row] | None:
+    def choose(self, state: StoreState, version: int) -> list[StoredGroup] | None:
         size, finished = self.rules.prompts_per_step, state.finished.values()
         if self.rules.max_uses == 1 and len(finished) < size:  # the usual case of a wait, without a look at all groups
             return None
@@ -127,7 +127,7 @@ class Wait(_ByDeadline):
         late = [i for i, d in running.items() if d <= overfull]
         return f"{len(late)} of them expire by version {overfull} (first group {min(late)})"
 
-    def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:
+    def drops_at_resume(self, rows: Sequence[StoredGroup], state: StoreState, version: int) -> list[DropReason | None]:
         return _drops_over_capacity([self.deadline(row) for row in rows], version, self.rules)
 
 
@@ -138,7 +138,7 @@ class Drop(_ByDeadline):
         expiring = min(sum(d <= version for d in finished), self.rules.prompts_per_step)
         return fresh_at_least(expiring, len(finished), reusable, self.rules)
 
-    def left_late(self, state: StoreState, version: int) -> list[Row]:
+    def left_late(self, state: StoreState, version: int) -> list[StoredGroup]:
         live = (*state.running.values(), *state.finished.values())
         return [row for row in live if self.deadline(row) <= version]
 
@@ -147,17 +147,17 @@ class Mask(_ByDeadline):
     """The learner does not wait for running groups, and masks tokens that are too old; a group lasts as long as its
     newest token."""
 
-    def deadline(self, row: Row) -> int:
+    def deadline(self, row: StoredGroup) -> int:
         return row.newest_version + self.rules.max_staleness
 
     def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
         return fresh_at_least(0, len(finished), reusable, self.rules)
 
-    def too_old(self, state: StoreState, version: int) -> list[Row]:
+    def too_old(self, state: StoreState, version: int) -> list[StoredGroup]:
         return [row for row in state.finished.values() if self.deadline(row) < version]
 
 
-class Exact(Policy):
+class Exact(Mode):
     """Each group is admitted for a batch, of which every token is exactly staleness.max versions old."""
 
     def __init__(self, rules: Rules) -> None:
@@ -169,11 +169,11 @@ class Exact(Policy):
         members = Counter(row.exact_batch for rows in live for row in rows.values())
         return vacant_batches(members, number, state.version + bool(state.held), self.rules)
 
-    def choose(self, state: StoreState, version: int) -> list[Row] | None:
+    def choose(self, state: StoreState, version: int) -> list[StoredGroup] | None:
         rows = [row for row in state.finished.values() if row.exact_batch == version]
         return rows if len(rows) == self.rules.prompts_per_step else None
 
-    def check(self, row: Row, state: StoreState, version: int) -> None:
+    def check(self, row: StoredGroup, state: StoreState, version: int) -> None:
         super().check(row, state, version)
         only = exact_start_version(version, self.rules.max_staleness, state.first_version)
         if (row.start_version, row.newest_version) != (only, only):
@@ -188,7 +188,7 @@ class Exact(Policy):
     def may_push(self, state: StoreState) -> bool:
         return not (state.running or self.capacity(state))
 
-    def drops_at_resume(self, rows: Sequence[Row], state: StoreState, version: int) -> list[DropReason | None]:
+    def drops_at_resume(self, rows: Sequence[StoredGroup], state: StoreState, version: int) -> list[DropReason | None]:
         """Drop all groups if they do not fill the next staleness.max batches, which no later version can fill."""
         bound = self.rules.max_staleness
         members = Counter(
@@ -203,10 +203,10 @@ class Exact(Policy):
         return _drops_over_capacity([self.deadline(row) for row in rows], version, self.rules)
 
 
-_LATE: dict[str, type[Policy]] = {"wait": Wait, "drop": Drop, "mask": Mask}
+_LATE: dict[str, type[Mode]] = {"wait": Wait, "drop": Drop, "mask": Mask}
 
 
-def open_policy(rules: Rules) -> Policy:
+def open_mode(rules: Rules) -> Mode:
     """Return the policy that the rules name."""
     return Exact(rules) if rules.exact else _LATE[rules.late](rules)
 
@@ -215,6 +215,6 @@ def _drops_over_capacity(deadlines: Sequence[int], version: int, rules: Rules) -
     return [None if fits else "late" for fits in within_capacity(deadlines, version, rules)]
 
 
-def _oldest_first(row: Row) -> tuple[int, int]:
+def _oldest_first(row: StoredGroup) -> tuple[int, int]:
     """Return the key by which groups are sorted: oldest start version (earliest deadline) first, ties by id."""
     return row.start_version, row.group_id

@@ -1,7 +1,7 @@
 """One batch becomes one new policy version. `Updater.update` is the whole step, from top to bottom:
 
     advantages      algorithms/token_advantages.py  rewards of whole groups -> an advantage for each response token
-    pack            packing/                        rollouts -> rows, micro-batches and minibatches of this rank
+    pack            packing/                        rows -> rows, micro-batches and minibatches of this rank
     at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
     prepare         algorithms/objective.py         what depends on all tokens of the batch, such as whitening
     for each minibatch:
@@ -150,7 +150,7 @@ class Updater:
                 )
 
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
-        """Return this rank's micro-batches of every minibatch, given the `advantages` [group][answer], [T] each."""
+        """Return this rank's micro-batches of every minibatch, given the `advantages` [group][row], [T] each."""
         config = self.config
         rng = np.random.default_rng((config.run.seed, batch.version))
         budget = config.learner.max_tokens_per_microbatch
@@ -159,7 +159,7 @@ class Updater:
             pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // self.world_size), self._layout)
             cuts = plan_microbatches(pieces, self.world_size, budget, self._layout)[self.rank]
             filler = [[min(pieces, key=lambda piece: piece.length)]]  # for a rank with fewer micro-batches
-            num_tokens = sum(int(batch.groups[g].rollouts[i].mask.sum()) for g, i in pairs)
+            num_tokens = sum(int(batch.groups[g].rows[i].mask.sum()) for g, i in pairs)
             micro_batches = tuple(
                 collate(batch, rows or filler, advantages, self.device, is_trained=bool(rows)) for rows in cuts
             )

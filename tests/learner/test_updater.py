@@ -33,8 +33,8 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch
 from learner.models.policy import full_parameters
-from learner.train_step import Updater
-from tests.learner.tiny_batches import VOCAB, make_batch, make_config, make_group, make_rollout
+from learner.updater import Updater
+from tests.learner.tiny_batches import VOCAB, make_batch, make_config, make_group, make_row
 
 CPU = torch.device("cpu")
 
@@ -47,29 +47,29 @@ def weights_of(updater: Updater) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in full_parameters(updater.policy, torch.float32)}
 
 
-def reference_logprobs(lm: Any, prompt: np.ndarray, answer: np.ndarray, temperature: float) -> Tensor:
-    ids = torch.tensor([[*prompt.tolist(), *answer.tolist()]])
+def reference_logprobs(lm: Any, prompt: np.ndarray, row: np.ndarray, temperature: float) -> Tensor:
+    ids = torch.tensor([[*prompt.tolist(), *row.tolist()]])
     logits = lm(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer.tolist())]
+    return logits.log_softmax(-1)[torch.arange(len(row)), torch.tensor(row.tolist())]
 
 
 def reference_step(lm: Any, optimizer: torch.optim.Optimizer, batch: Batch, proximal: list[Tensor]) -> float:
     """One step of decoupled PPO-clip with token TIS and GRPO advantages, in place; returns the loss."""
     total, tokens, index = torch.zeros(()), 0, 0
     for group in batch.groups:
-        rewards = [rollout.reward for rollout in group.rollouts]
+        rewards = [row.reward for row in group.rows]
         mean = sum(rewards) / len(rewards)
         std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
-        for rollout in group.rollouts:
-            logprobs = reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature)
-            advantage = (rollout.reward - mean) / (std + 1e-6)
-            for t in range(len(rollout.tokens)):
-                if rollout.mask[t]:
+        for row in group.rows:
+            logprobs = reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature)
+            advantage = (row.reward - mean) / (std + 1e-6)
+            for t in range(len(row.tokens)):
+                if row.mask[t]:
                     ratio = (logprobs[t] - proximal[index][t]).exp()
                     surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
                     if advantage < 0:
                         surrogate = torch.max(surrogate, torch.tensor(3.0 * advantage))
-                    weight = min(float(np.exp(float(proximal[index][t]) - float(rollout.logprobs[t]))), 2.0)
+                    weight = min(float(np.exp(float(proximal[index][t]) - float(row.logprobs[t]))), 2.0)
                     total = total - weight * surrogate
                     tokens += 1
             index += 1
@@ -96,9 +96,9 @@ def test_an_update_gives_the_loss_and_weights_of_the_plain_reference(
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
     with torch.no_grad():
         proximal = [
-            reference_logprobs(lm, group.prompt_tokens, rollout.tokens, group.temperature)
+            reference_logprobs(lm, group.prompt_tokens, row.tokens, group.temperature)
             for group in batch.groups
-            for rollout in group.rollouts
+            for row in group.rows
         ]
     losses = [reference_step(lm, optimizer, batch, proximal) for _ in range(epochs)]
 
@@ -127,21 +127,21 @@ def test_training_lowers_the_loss_of_bad_answers_and_raises_the_good(
     updater = Updater(config, CPU)
     good, bad = [7, 8, 2], [9, 10, 2]
 
-    def probe(answer: list[int]) -> float:
-        return sum(updater.probe_logprobs([4, 5, *answer])[1:])
+    def probe(row: list[int]) -> float:
+        return sum(updater.probe_logprobs([4, 5, *row])[1:])
 
     before = probe(good), probe(bad)
     for version in range(5):
-        logprobs = [updater.probe_logprobs([4, 5, *answer])[1:] for answer in (good, bad)]
-        rollouts = [
-            make_rollout(good, logprobs[0], 1.0, version),
-            make_rollout(bad, logprobs[1], 0.0, version),
+        logprobs = [updater.probe_logprobs([4, 5, *row])[1:] for row in (good, bad)]
+        rows = [
+            make_row(good, logprobs[0], 1.0, version),
+            make_row(bad, logprobs[1], 0.0, version),
         ]
         metrics = values_of(
             updater.update(
                 Batch(
                     version=version,
-                    groups=(make_group(0, [4, 5], rollouts, version),),
+                    groups=(make_group(0, [4, 5], rows, version),),
                     finished_versions=(version,),
                 )
             )
@@ -158,7 +158,7 @@ def critic_batch(version: int) -> Batch:
         make_group(
             g,
             [4, 5 if g % 2 else 6],
-            [make_rollout([8, 9, 2], [-3.0] * 3, float(g % 2), version)] * 2,
+            [make_row([8, 9, 2], [-3.0] * 3, float(g % 2), version)] * 2,
             version,
         )
         for g in range(4)
@@ -227,8 +227,8 @@ def test_steps_without_finite_numbers_are_skipped_and_the_third_ends_the_run(
     updater = Updater(make_config(tiny_model_path), CPU)
     before = weights_of(updater)
     good, bad = make_batch(), copy.deepcopy(make_batch())
-    bad.groups[0].rollouts[0].logprobs[:] = float("nan")
-    bad.groups[0].rollouts[0].mask[:] = True
+    bad.groups[0].rows[0].logprobs[:] = float("nan")
+    bad.groups[0].rows[0].mask[:] = True
     for _ in range(2):
         metrics = values_of(updater.update(bad))
         assert metrics["policy/skipped_steps"] == 1 and "policy/loss" not in metrics
@@ -290,11 +290,11 @@ def test_each_group_is_scored_at_the_temperature_it_logged(tiny_model_path: Path
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     groups = []
     for index, temperature in enumerate((0.5, 1.0, 1.7)):
-        prompt, answer = np.array([4, 5, 6]), np.array([7, 8, 9, 2])
+        prompt, row = np.array([4, 5, 6]), np.array([7, 8, 9, 2])
         with torch.no_grad():
-            logprobs = reference_logprobs(lm, prompt, answer, temperature).tolist()
-        rollouts = [make_rollout(answer.tolist(), logprobs, reward) for reward in (0.0, 1.0)]
-        groups.append(make_group(index, prompt.tolist(), rollouts, temperature=temperature))
+            logprobs = reference_logprobs(lm, prompt, row, temperature).tolist()
+        rows = [make_row(row.tolist(), logprobs, reward) for reward in (0.0, 1.0)]
+        groups.append(make_group(index, prompt.tolist(), rows, temperature=temperature))
     batch = Batch(version=0, groups=tuple(groups), finished_versions=(0,) * 3)
     assert values_of(Updater(config, CPU).update(batch))["mismatch/mean_abs"] < 1e-6
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from async_rl.config import AlgorithmConfig
 from async_rl.messages.codec import check_group, encode_group
-from async_rl.types import RolloutGroup, Slot
+from async_rl.types import Group, Slot
 from buffer.client import WorkerClient
 from buffer.protocol.wire import pack_request
-from buffer.store_rows import Outcome
+from buffer.stored_group import Arrival
 from tests.buffer.factories import make_config, serving
 from tests.buffer.running import with_worker
 from tests.buffer.test_refusals import ask
@@ -23,21 +23,23 @@ from tests.messages.random_episodes import LIMITS, random_episodes
 SLOT = Slot(group_id=0, prompt_index=0, start_version=0)
 
 
-def outcome(group: RolloutGroup) -> Outcome:
-    return Outcome.of(check_group(encode_group(group), LIMITS))
+def outcome(group: Group) -> Arrival:
+    return Arrival.of(check_group(encode_group(group), LIMITS))
 
 
-def with_rewards(group: RolloutGroup, rewards: tuple[float, float]) -> RolloutGroup:
+def with_rewards(group: Group, rewards: tuple[float, float]) -> Group:
     """Give both episodes of a group these rewards, with the last turn of their first row."""
-    rollouts = list(group.rollouts)
+    rows = list(group.rows)
     for first, end, reward in zip((0, group.episodes[0].rows), (group.episodes[0].rows, None), rewards, strict=True):
-        rows = [
+        of_episode = [
             dataclasses.replace(row, reward=reward, turn_rewards=(0.0,) * len(row.turn_ends))
-            for row in rollouts[first:end]
+            for row in rows[first:end]
         ]
-        rows[0] = dataclasses.replace(rows[0], turn_rewards=(0.0,) * (len(rows[0].turn_ends) - 1) + (reward,))
-        rollouts[first:end] = rows
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
+        first_row = of_episode[0]
+        turn_rewards = (*[0.0] * (len(first_row.turn_ends) - 1), reward)
+        of_episode[0] = dataclasses.replace(first_row, turn_rewards=turn_rewards)
+        rows[first:end] = of_episode
+    return dataclasses.replace(group, rows=tuple(rows))
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -45,14 +47,14 @@ def with_rewards(group: RolloutGroup, rewards: tuple[float, float]) -> RolloutGr
 def test_means_are_over_episodes_and_count_trained_tokens(seed: int) -> None:
     group = random_episodes(SLOT, np.random.default_rng(seed), newest=4)
     found = outcome(group)
-    rewards, tokens, rows = [], [], iter(group.rollouts)
+    rewards, tokens, rows = [], [], iter(group.rows)
     for episode in group.episodes:
         of_episode = [next(rows) for _ in range(episode.rows)]
         rewards.append(of_episode[0].reward)
         tokens.append(sum(int(m) for row in of_episode for m in row.mask))
     assert found.reward == pytest.approx(np.mean(rewards)) and found.response_tokens == np.mean(tokens)
     assert found.equal_rewards == (len(set(rewards)) == 1)
-    assert found.newest_version == max(int(v) for row in group.rollouts for v in row.versions[row.mask])
+    assert found.newest_version == max(int(v) for row in group.rows for v in row.versions[row.mask])
     assert found.duration_s == group.duration_s
 
 

@@ -1,4 +1,4 @@
-"""Defines the row of a rollout group: all that the buffer knows of it, as plain values that a journal can keep."""
+"""Defines what the buffer knows of a group, as plain values that a journal can keep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["running", "finished", "held", "used", "trained", "dropped"]
 running or a finished group may be dropped instead. The last two states are final."""
 
 
-class Outcome(NamedTuple):
+class Arrival(NamedTuple):
     """Holds what the rules and the accounting need of a finished group, so that the group is decoded only once."""
 
     newest_version: int
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     duration_s: float
 
     @classmethod
-    def of(cls, group: GroupColumns) -> Outcome:
+    def of(cls, group: GroupColumns) -> Arrival:
         rewards = group.episode_rewards
         size = len(rewards)
         return cls(
@@ -37,10 +37,10 @@ class Outcome(NamedTuple):
         )
 
 
-class Row(NamedTuple):
-    """Holds all that the buffer knows of one group. A change makes a new row, so a journal may keep the old one.
+class StoredGroup(NamedTuple):
+    """Holds all that the buffer knows of one group. A change makes a new one, so a journal may keep the old one.
 
-    A row is a tuple, which is fast to make, because rows change very often. The fields before `outcome`, then those of
+    It is a tuple, which is fast to make, because groups change very often. The fields before `outcome`, then those of
     `outcome`, are the columns of the journal's table of groups, in that order; only its final_version is in no row.
     """
 
@@ -62,7 +62,7 @@ class Row(NamedTuple):
     """The row of the prompt in task.path, or its number in another task; -1 before the group arrived or failed."""
     error: str = ""
     """The cause of a drop as `failed`."""
-    outcome: Outcome | None = None
+    arrival: Arrival | None = None
     trained_versions: tuple[int, ...] = ()
     """Numbers of the batches that the group was trained in, one for each use."""
     payload: Frame = b""
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     @property
     def newest_version(self) -> int:
         """The version of the group's newest token; of a running group its start version, the lowest possible."""
-        return self.outcome.newest_version if self.outcome else self.start_version
+        return self.arrival.newest_version if self.arrival else self.start_version
 
     @property
     def is_fresh(self) -> bool:

@@ -1,7 +1,7 @@
 """Measures the time of a weight push into a rollout server, beside a plain transfer of the same bytes.
 
-    python -m benchmarks.weight_sync --sizes 1,16,128,1024 --rounds 5
-    python -m benchmarks.weight_sync --sglang 1b --transports cuda_ipc,disk --rounds 5
+    python -m benchmarks.weight_push --sizes 1,16,128,1024 --rounds 5
+    python -m benchmarks.weight_push --sglang 1b --transports cuda_ipc,disk --rounds 5
 
 A push pauses the server, sends the buckets, loads the weights and resumes. The pause is the time in which the server
 generates nothing. Push and plain transfer take turns; the table has the medians over the rounds after the first.
@@ -65,7 +65,7 @@ class PlainBroadcast:
 
     def __init__(self, num_bytes: int) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        command = [sys.executable, "-m", "benchmarks.weight_sync", "--plain-receiver", f"{store.port}:{num_bytes}"]
+        command = [sys.executable, "-m", "benchmarks.weight_push", "--plain-receiver", f"{store.port}:{num_bytes}"]
         self.process = subprocess.Popen(command)
         self.data = torch.ones(num_bytes, dtype=torch.uint8)
         try:
@@ -224,7 +224,7 @@ def main() -> None:
          f"{row['of_plain']:.2f}", f"{row['pause_ms']:.0f}", f"{row['pause_of_plain']:.2f}"]
         for row in rows
     ]  # fmt: skip
-    command = f"`python -m benchmarks.weight_sync {' '.join(sys.argv[1:])}`"
+    command = f"`python -m benchmarks.weight_push {' '.join(sys.argv[1:])}`"
     load = f"load average {os.getloadavg()[0]:.1f} at the end"
     page = f"{command}, {machine_text()}, {load}. Medians of the rounds after the first.\n\n"
     write_page(arguments.out, page + Table(header, lines).markdown(), {"machine": describe_machine(), "rows": rows})

@@ -116,12 +116,13 @@ def write_report(folder: Path) -> str:
     kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
     tables += kept
     sentences = [text for text in (best_row(rows), *efficiency_unknown(rows), ended_early(rows)) if text]
+    notes = list(NOTES)
     if kept:
-        sentences.append(f"Made while the runs' steps were there, and kept: {'; '.join(t.title for t in kept)}.")
+        notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
-    (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
+    (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *notes]) + "\n")
     _write_csvs(rows, folder)
-    (folder / "report.html").write_text(_page(folder, tables, sentences, pictures))
+    (folder / "report.html").write_text(_page(folder, tables, sentences, notes, pictures))
     return text + "\n" + "\n".join(sentences)
 
 
@@ -237,11 +238,13 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 """
 
 
-def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictures: Sequence[Path]) -> str:
+def _page(
+    folder: Path, tables: Sequence[Table], sentences: Sequence[str], notes: Sequence[str], pictures: Sequence[Path]
+) -> str:
     name = html.escape(folder.resolve().name)
     parts = [f"<h1>{name}</h1>", *(f'<p class="lead">{html.escape(text)}</p>' for text in sentences)]
     parts += [table.html() for table in tables]
-    parts += [f'<p class="note">{html.escape(note)}</p>' for note in NOTES]
+    parts += [f'<p class="note">{html.escape(note)}</p>' for note in notes]
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         caption = html.escape(CAPTIONS[picture.stem])

@@ -116,7 +116,7 @@ def noisy(rng: np.random.Generator, e: float, shared: Sequence[float]) -> dict[s
 
 @pytest.mark.parametrize("of_a_seed", [0.0, 0.015])
 def test_the_error_is_the_spread_that_repeated_sweeps_have(of_a_seed: float) -> None:
-    """What the runs of a seed share, such as its held-out prompts, is in both sides and must not be counted twice."""
+    """A seed shares things with itself, such as held-out prompts, on both sides: they must not be counted twice."""
     rng = np.random.default_rng(3)
     means, errors = [], []
     for _ in range(150):
@@ -131,7 +131,7 @@ def test_the_error_is_the_spread_that_repeated_sweeps_have(of_a_seed: float) -> 
     assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(means), rel=0.25)
 
 
-def test_effective_steps_are_those_of_synchronous_training_that_would_have_taught_as_much() -> None:
+def test_effective_steps_are_synchronous_steps_that_teach_as_much() -> None:
     runs = {seed: run(lambda v: saturating(0.5 * v), 10) for seed in ("0", "1")}
     found = effective_steps(runs, {"0": 90.0, "1": 110.0}, [("0", run(saturating, 10)), ("1", run(saturating, 10))])
     assert found[:, 0] == pytest.approx([0.5, 0.5], abs=0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -299,3 +300,14 @@ def test_the_shares_of_late_groups_and_of_masked_tokens_are_reported(sweep: Path
     masked = [0.9, 0.1, 0.3]  # the first step is left out
     steps = [{**step, "staleness/masked_fraction": share} for step, share in zip(run.steps, masked, strict=False)]
     assert dataclasses.replace(run, steps=steps).values()["masked"] == pytest.approx(0.2)
+
+
+def test_what_clipping_held_back_and_the_gradient_stand_beside_every_run(sweep: Path) -> None:
+    run = read_runs(sweep)[0]
+    names = ("clipped_positive", "clipped_negative", "grad_norm")
+    assert all(math.isnan(run.values()[name]) for name in names)
+    measured = [(9.0, 9.0, 9.0), (0.1, 0.02, 1.0), (0.3, 0.04, 2.0)]  # the first step is left out
+    keys = ("offpolicy/clip_fraction_positive", "offpolicy/clip_fraction_negative", "policy/grad_norm")
+    steps = [{**step, **dict(zip(keys, of, strict=True))} for step, of in zip(run.steps, measured, strict=False)]
+    values = dataclasses.replace(run, steps=steps).values()
+    assert [values[name] for name in names] == pytest.approx([0.2, 0.03, 1.5])

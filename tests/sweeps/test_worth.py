@@ -1,4 +1,4 @@
-"""What a step is worth in a report: one number in every place, the sentence without it, and committed sweeps."""
+"""The worth of a step in a report: one number in every place, the sentence without it, and committed sweeps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_without_synchronous_training_a_report_says_so_and_shows_the_improvement
     )
 
 
-def test_settings_of_staleness_share_the_synchronous_runs_and_other_axes_have_their_own(sweep: Path) -> None:
+def test_only_axes_beside_staleness_have_synchronous_runs_of_their_own(sweep: Path) -> None:
     def labelled(axis: str, label_of: dict[int, str]) -> list[Setting]:
         return settings_of(
             dataclasses.replace(run, labels={**run.labels, axis: label_of[run.staleness]}) for run in read_runs(sweep)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.sweeps.results import Setting
+from async_rl.sweeps.significance import speed_key
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
@@ -29,6 +30,8 @@ Series = tuple[tuple[str, str], ...]
 def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]) -> list[Path]:
     """Draw every plot that there is data for as a PNG file in `folder`; return the paths.
 
+    If the runs have no steps, as they were read from CSV files, the earlier plots of steps are kept.
+
     Args:
         predicted: the simulated results by staleness bound.
     """
@@ -39,15 +42,17 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]
 
     folder.mkdir(parents=True, exist_ok=True)
     bounded = [row for row in rows if not row.exact]
+    stepped = [row for row in rows if all(run.steps for run in row.runs)]
+    stepped_bounded = [row for row in stepped if not row.exact]
     pictures: list[tuple[str, Callable[[], Any]]] = [
         ("trade_off", lambda: _trade_off(rows)),
         ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
         ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
-        ("reward_by_step", lambda: _reward_curves(rows, 0, STEP)),
-        ("reward_by_time", lambda: _reward_curves(bounded, 1, SECONDS)),
-        ("utilisation", lambda: _utilisation(bounded, predicted)),
+        ("reward_by_step", lambda: _reward_curves(stepped, 0, STEP)),
+        ("reward_by_time", lambda: _reward_curves(stepped_bounded, 1, SECONDS)),
+        ("utilisation", lambda: _utilisation(stepped_bounded, predicted)),
         ("offpolicy", lambda: _offpolicy(rows)),
-        ("staleness", lambda: _staleness_histogram(rows)),
+        ("staleness", lambda: _staleness_histogram(stepped)),
     ]
     paths = []
     for name, draw in pictures:
@@ -55,6 +60,7 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]
         if figure is not None:
             figure.savefig(folder / f"{name}.png", dpi=DPI)
             plt.close(figure)
+        if figure is not None or (not stepped and (folder / f"{name}.png").is_file()):
             paths.append(folder / f"{name}.png")
     return paths
 
@@ -116,17 +122,21 @@ def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper cen
 
 
 def _trade_off(rows: Sequence[Setting]) -> Any:
-    """Return a figure of the improvement per step and, for bounded mode, the learner's utilisation and improvement per
-    minute, each over the staleness bound.
+    """Return a figure of what a step is worth and, for bounded mode, the learner's utilisation and effective steps a
+    minute, each over the staleness bound. Where efficiency can't be told, it shows the improvement instead.
     """
     what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
+    if any(row.has("efficiency") for row in rows):
+        worth, speed = ("efficiency", "synchronous steps that a step is worth"), "effective steps per minute"
+    else:
+        worth, speed = ("improvement", f"{what} gained in the run"), f"{what} gained per minute"
     bounded = [row for row in rows if not row.exact]
     figure, panels = _panels(3 if bounded else 1)
-    _against_staleness(panels[0], rows, "per_100_steps", f"{what} gained per 100 steps")
+    _against_staleness(panels[0], rows, *worth)
     if bounded:
         _against_staleness(panels[1], bounded, "learner", "learner utilisation, share of time")
         panels[1].set_ylim(0, 1)
-        _against_staleness(panels[2], bounded, "per_minute", f"{what} gained per minute, measured")
+        _against_staleness(panels[2], bounded, speed_key(bounded), speed)
     for axes in panels:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     _legend(figure, panels)
@@ -258,6 +268,8 @@ def _staleness_histogram(rows: Sequence[Setting]) -> Any:
 
     Runs in exact mode are drawn only if there are no others.
     """
+    if not rows:
+        return None
     rows = [row for row in rows if not row.exact] or rows
     bounds = sorted({row.staleness for row in rows})
     largest = max(bounds)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,18 @@ class Bound:
 
     def __str__(self) -> str:
         return str(self.max) if self.is_full else f"{self.depth:g}/{self.max}"
+
+    @classmethod
+    def parse(cls, text: str) -> Bound:
+        """Return the bound of a text like 8 or 1.25/8. Raises ValueError for other text."""
+        depth, _, bound = text.rpartition("/")
+        return cls(float(depth or bound), int(bound))
+
+    @classmethod
+    def of_config(cls, staleness: Mapping[str, Any]) -> Bound:
+        """Return the bound of a run by the section `staleness` of its config file."""
+        depth = staleness.get("depth", "max")
+        return cls(float(staleness["max"] if depth == "max" else depth), staleness["max"])
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -109,6 +121,11 @@ def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
     return Axis(name, {label: known[label] for label in labels})
 
 
+def bounds_title(bounds: Iterable[Bound]) -> str:
+    """Return what the texts of these bounds are: values of staleness.max, or of depth and staleness.max."""
+    return "staleness.max" if all(bound.is_full for bound in bounds) else "depth/max"
+
+
 def bounds_of(text: str) -> list[Bound]:
     """Return bounds, in text like `0,1,8,1.25/8` (depth/bound), as an ascending list without repeats.
 
@@ -116,12 +133,12 @@ def bounds_of(text: str) -> list[Bound]:
     """
     found = set()
     for part in text.split(","):
-        if not (match := re.fullmatch(r"(?:(\d+(?:\.\d+)?)/)?(\d+)", part)):
+        if not re.fullmatch(r"(\d+(\.\d+)?/)?\d+", part):
             raise ConfigError(
                 f"--staleness must be values of staleness.max, each with a depth before it if you like, e.g. "
                 f"0,1,8,1.25/8; got {text!r}"
             )
-        bound = Bound(float(match[1] or match[2]), int(match[2]))
+        bound = Bound.parse(part)
         check(
             bound.depth <= bound.max and bound.depth % 0.25 == 0, "--staleness", part,
             f"a depth of 0..{bound.max} in quarters before /{bound.max}",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cells import Bound, bounds_of
+from async_rl.sweeps.cells import Bound, bounds_of, bounds_title
 from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
 from async_rl.sweeps.results import read_runs, settings_of
 from async_rl.sweeps.simulate import Result, Workload, simulate
@@ -173,8 +173,8 @@ def describe_plan(plan: Plan) -> str:
     if rules := rules_text(w):
         lines.append(f"Rules: {rules}.")
     header = (
-        "staleness.max" if all(bound.is_full for bound in plan.bounds) else "depth/max", "step, s", "learner",
-        "rollout", "learner, closed form", "staleness, mean", "groups in flight / concurrency",
+        bounds_title(plan.bounds), "step, s", "learner", "rollout", "learner, closed form", "staleness, mean",
+        "groups in flight / concurrency",
     )  # fmt: skip
     rows = [
         [str(bound), *_shares(r), f"{plan.closed_form(bound):.1%}", f"{r.mean_staleness:.2f}", f"{r.in_flight:.1%}"]

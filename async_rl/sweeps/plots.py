@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.sweeps.cells import Bound, bounds_title
 from async_rl.sweeps.results import Setting
 from async_rl.sweeps.significance import speed_key
 from async_rl.telemetry.plot_learning_curve import smooth
@@ -27,7 +28,7 @@ STEP, SECONDS = "learner step", "seconds since the end of the first step"
 Series = tuple[tuple[str, str], ...]
 
 
-def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]) -> list[Path]:
+def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Result]) -> list[Path]:
     """Draw every plot that there is data for as a PNG file in `folder`; return the paths.
 
     If the runs have no steps, as they were read from CSV files, the earlier plots of steps are kept.
@@ -110,7 +111,7 @@ def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str
             label=series_name(series, list(all_series)),
         )
     axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
-    axes.set_xlabel("staleness.max, versions")
+    axes.set_xlabel(f"{bounds_title(bounds)}, versions")
     axes.set_title(label, fontsize=10)
 
 
@@ -199,7 +200,7 @@ def _curves(
         axes.set_title(series_name(name), fontsize=10)
         axes.set_xlabel(x_label)
     panels[0].set_ylabel(y_label)
-    _legend(figure, panels, "outside right upper", title="staleness.max")
+    _legend(figure, panels, "outside right upper", title=bounds_title(bounds))
     return figure
 
 
@@ -210,7 +211,7 @@ def _mean_and_error(lines: Any) -> tuple[Any, Any]:
     return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
 
 
-def _utilisation(rows: Sequence[Setting], predicted: dict[int, Result]) -> Any:
+def _utilisation(rows: Sequence[Setting], predicted: Mapping[Bound, Result]) -> Any:
     """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series.
 
     Marks show the predicted busy share, the occupancy of slots, and the GPU's utilisation by NVML.
@@ -242,7 +243,7 @@ def _utilisation(rows: Sequence[Setting], predicted: dict[int, Result]) -> Any:
             by_nvml = [row.estimate(f"gpu_{kind}").mean for row in rows]
             axes.plot(places, by_nvml, "kx", markersize=7, label="GPU, by NVML")
         axes.set_xticks(places, [str(row.staleness) for row in rows])
-        axes.set_xlabel("staleness.max, versions")
+        axes.set_xlabel(f"{bounds_title([row.staleness for row in rows])}, versions")
         axes.set_title(f"{kind} pool" + (f", {series_name(series)}" if series else ""), fontsize=10)
     panels[0].set_ylabel("share of time")
     panels[0].set_ylim(0, 1.02)
@@ -272,7 +273,7 @@ def _staleness_histogram(rows: Sequence[Setting]) -> Any:
         return None
     rows = [row for row in rows if not row.exact] or rows
     bounds = sorted({row.staleness for row in rows})
-    largest = max(bounds)
+    largest = max(bound.max for bound in bounds)
     figure, panels = _panels(len(bounds), width=3.0, height=2.4, sharey=True)
     for axes, bound in zip(panels, bounds, strict=True):
         counts = np.zeros(largest + 1)
@@ -282,8 +283,8 @@ def _staleness_histogram(rows: Sequence[Setting]) -> Any:
         if not counts.any():
             continue
         axes.bar(range(largest + 1), counts / counts.sum(), color=OKABE_ITO[0], width=0.8)
-        axes.axvline(bound + 0.5, color=OKABE_ITO[1], linestyle="--", linewidth=1.5)
-        axes.set_title(f"staleness.max {bound}", fontsize=9)
+        axes.axvline(bound.max + 0.5, color=OKABE_ITO[1], linestyle="--", linewidth=1.5)
+        axes.set_title(f"{bounds_title([bound])} {bound}", fontsize=9)
         axes.set_xlim(-0.7, largest + 0.7)
         axes.set_xticks(range(0, largest + 1, max(1, largest // 5)))
     figure.supxlabel("staleness of a trained episode, versions (dashed: the bound)", fontsize=10)

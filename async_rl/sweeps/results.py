@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cells import SEED, STALENESS, check_comparable, finished_cells, read_record
+from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
 from async_rl.sweeps.efficiency import Evaluations, effective_steps, why_unknown
 from async_rl.sweeps.statistics import Estimate, estimate
 from async_rl.telemetry.figures import Figures, over_steps
@@ -48,8 +48,8 @@ class Run:
     """The values of a run that was read from the report's runs.csv, and has no steps."""
 
     @property
-    def staleness(self) -> int:
-        return int(self.labels[STALENESS])
+    def staleness(self) -> Bound:
+        return Bound.parse(self.labels[STALENESS])
 
     @property
     def settings(self) -> tuple[tuple[str, str], ...]:
@@ -183,7 +183,7 @@ def _read_run(folder: Path) -> Run:
     record = read_record(folder)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     labels = dict(record.labels) if record else {}
-    labels.setdefault(STALENESS, str(config["staleness"]["max"]))
+    labels.setdefault(STALENESS, str(Bound.of_config(config["staleness"])))
     labels.setdefault(SEED, str(config["run"]["seed"]))
     records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if "staleness/max" in record]
@@ -206,7 +206,7 @@ class Setting:
     values: dict[str, list[float]]
 
     @property
-    def staleness(self) -> int:
+    def staleness(self) -> Bound:
         return self.runs[0].staleness
 
     @property
@@ -253,7 +253,7 @@ def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
     speeds = row.values["steps_per_minute"]
     if why_unknown([run.evaluations for run in synchronous]):
         return [[math.nan] * len(speeds)] * 2
-    if row.staleness == 0:  # 1 by definition
+    if row.staleness.max == 0:  # 1 by definition
         return [[1.0] * len(speeds), speeds]
     found = effective_steps(
         {run.labels[SEED]: run.evaluations for run in row.runs},
@@ -292,7 +292,7 @@ def synchronous_runs(rows: Sequence[Setting], row: Setting) -> list[Run]:
     def others(of: Setting) -> list[tuple[str, str]]:
         return [pair for pair in of.series if not pair[0].startswith(f"{STALENESS}.")]
 
-    return [run for other in rows if other.staleness == 0 and others(other) == others(row) for run in other.runs]
+    return [run for other in rows if other.staleness.max == 0 and others(other) == others(row) for run in other.runs]
 
 
 def baseline(rows: Sequence[Setting], row: Setting) -> Setting:

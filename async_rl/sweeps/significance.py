@@ -84,7 +84,7 @@ def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
     averages of a table together, and to all its single comparisons together.
     """
     pairs: dict[str, list[tuple[Setting, Setting]]] = {}
-    exact = [row for row in rows if row.exact and row.staleness > 0]
+    exact = [row for row in rows if row.exact and row.staleness.max > 0]
     for row, other in itertools.product(exact, exact):
         ours, none = dict(row.series), dict(other.series)
         correction = ours.pop("correction", "none")

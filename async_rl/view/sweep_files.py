@@ -160,13 +160,14 @@ def _unfinished(folder: Path) -> Cell:
     run = RunFiles(folder)
     steps = run.steps
     progress = f"step {run.metrics.refresh().last_step}" + (f" of {steps}" if steps else "")
-    labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.setting("staleness.max", ""))}
+    labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.bound or "")}
     state = "running" if run.state.name == "running" else "stopped"
     return Cell(folder.name, labels, state, progress, {}, True)
 
 
 def _sort_key(label: str) -> tuple[float, str]:
+    """Return a key that sorts numbers, and bounds like 1.25/8 by their depth."""
     try:
-        return float(label), label
+        return float(label.partition("/")[0]), label
     except ValueError:
         return math.inf, label

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,16 @@ import numpy as np
 
 from async_rl.config import Config, LearnerConfig, LoggingConfig, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.config.loading import dump_config
-from async_rl.sweeps.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
+from async_rl.sweeps.cells import (
+    Bound,
+    Cell,
+    all_cells,
+    cell_config,
+    make_record,
+    seed_axis,
+    staleness_axis,
+    write_record,
+)
 from async_rl.sweeps.simulate import Workload, simulate
 from async_rl.telemetry.timeline import STATES
 from buffer.store_state import GroupAccounting
@@ -35,8 +45,8 @@ def base_yaml(folder: Path) -> Path:
 
 
 def make_sweep(
-    folder: Path, bounds: Sequence[int] = (0, 1, 3), seeds: int = 3, steps: int = 40, workload: Workload = WORKLOAD,
-    overrides: Sequence[str] = (),
+    folder: Path, bounds: Sequence[int | str] = (0, 1, 3), seeds: int = 3, steps: int = 40,
+    workload: Workload = WORKLOAD, overrides: Sequence[str] = (),
 ) -> Path:
     """Cells with the simulator's times for `workload`, in which learning slows with the square of staleness.
 
@@ -71,9 +81,9 @@ def buffer_counts(trained: int) -> dict[str, float]:
 
 
 def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
-    bound, seed = int(cell.labels["staleness"]), int(cell.labels["seed"])
-    rng = np.random.default_rng((bound, seed))
-    result = simulate(workload, bound, steps, seed)
+    level, seed = Bound.parse(cell.labels["staleness"]), int(cell.labels["seed"])
+    rng = np.random.default_rng((*map(int, re.findall(r"\d+", str(level))), seed))
+    result, bound = simulate(workload, level.max, steps, seed, level.depth), level.depth
     in_flight = result.in_flight * workload.concurrency / max(result.rollout, 0.1)
     group_s = workload.group_s(in_flight)
     cell.folder.mkdir(parents=True)
@@ -82,8 +92,8 @@ def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
         accuracy = 0.3 + 0.01 * step * (1 - 0.05 * bound**2) + rng.normal(0, 0.004)
         record = {
             "step": step, "time/since_first_step_s": (step - 1) * result.step_s,
-            "time/step_s": result.step_s, "staleness/max": float(bound),
-            "staleness/mean": result.mean_staleness, f"staleness/episodes_{bound}": 128.0, "reward/mean": accuracy,
+            "time/step_s": result.step_s, "staleness/max": float(level.max),
+            "staleness/mean": result.mean_staleness, f"staleness/episodes_{level.max}": 128.0, "reward/mean": accuracy,
             "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
             "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": workload.train_s,
             "time/wait_data_s": 0.001, "rollout/groups": workload.prompts_per_step, "rollout/group_s": group_s,
@@ -99,7 +109,7 @@ def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     sync = workload.sync_s / workload.every_steps / result.step_s
     summary = {
         "steps": steps, "seconds": (steps - 1) * result.step_s, "staleness_mean": result.mean_staleness,
-        "staleness_max": bound, "occupancy/rollout": result.in_flight,
+        "staleness_max": level.max, "occupancy/rollout": result.in_flight,
         "buffer": buffer_counts(16 * steps),
         **{f"utilisation/{kind}/{state}": 0.0 for kind in ("learner", "rollout") for state in STATES[1:]},
         "utilisation/learner": result.utilisation, "utilisation/rollout": result.rollout,

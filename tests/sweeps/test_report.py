@@ -18,9 +18,9 @@ from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record,
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import Run, Setting, read_runs, settings_of
+from async_rl.sweeps.results import Run, Setting, read_results, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
-from tests.sweeps.factories import base_yaml, make_run
+from tests.sweeps.factories import base_yaml, make_run, make_sweep
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_every_run_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> Non
 def test_every_evaluation_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> None:
     with (sweep / "evals.csv").open() as file:
         records = [record for record in csv.DictReader(file) if (record["staleness"], record["seed"]) == ("1", "2")]
-    (run,) = [run for run in read_runs(sweep) if (run.staleness, run.labels["seed"]) == (1, "2")]
+    (run,) = [run for run in read_runs(sweep) if (run.staleness.max, run.labels["seed"]) == (1, "2")]
     evals = [tuple(float(record[key]) for key in ("version", "seconds", "accuracy")) for record in records]
     assert evals == pytest.approx([pytest.approx(each, abs=1e-3) for each in run.evals])
 
@@ -180,7 +180,7 @@ def test_cells_that_are_not_finished_or_of_another_sweep_are_left_out(sweep: Pat
     other.write_text(json.dumps(record | {"labels": record["labels"] | {"correction": "none"}}))
     (copy / "sweep.json").write_text(json.dumps({"axes": {"staleness": ["0", "1", "3"], "seed": ["0", "1", "2"]}}))
     runs = read_runs(copy)
-    assert [run.labels["seed"] for run in runs if run.staleness == 1] == ["2"]
+    assert [run.labels["seed"] for run in runs if run.staleness.max == 1] == ["2"]
     assert len(runs) == 7
 
 
@@ -311,3 +311,24 @@ def test_what_clipping_held_back_and_the_gradient_stand_beside_every_run(sweep: 
     steps = [{**step, **dict(zip(keys, of, strict=True))} for step, of in zip(run.steps, measured, strict=False)]
     values = dataclasses.replace(run, steps=steps).values()
     assert [values[name] for name in names] == pytest.approx([0.2, 0.03, 1.5])
+
+
+def test_depths_below_a_bound_stand_between_the_bounds_in_tables_plots_and_prediction(tmp_path: Path) -> None:
+    """Learning slows with the depth, and the simulator's durations are those of the same depth."""
+    sweep = make_sweep(tmp_path, bounds=(0, 1, "1.5/3", 3), seeds=2)
+    rows = settings_of(read_runs(sweep))
+    assert [str(row.staleness) for row in rows] == ["0", "1", "1.5/3", "3"]
+    assert [row.name for row in rows][2] == "staleness 1.5/3"
+    worth = [row.estimate("efficiency").mean for row in rows]
+    assert worth == sorted(worth, reverse=True) and worth[0] == 1.0
+    measured = {str(each.staleness): each for each in compare(rows)}
+    found = measured["1.5/3"]
+    assert found.predicted is not None
+    assert found.predicted.utilisation == pytest.approx(found.learner, rel=0.1)
+    assert measured["1"].staleness_mean < found.staleness_mean < measured["3"].staleness_mean
+    write_report(sweep)
+    assert "| 1.5/3 |" in (sweep / "table.md").read_text()
+    with (sweep / "runs.csv").open() as file:
+        assert [line["staleness"] for line in csv.DictReader(file)] == ["0", "0", "1", "1", "1.5/3", "1.5/3", "3", "3"]
+    shutil.rmtree(sweep / "cells")
+    assert [str(row.staleness) for row in settings_of(read_results(sweep))] == ["0", "1", "1.5/3", "3"]

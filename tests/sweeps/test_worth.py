@@ -90,12 +90,13 @@ def test_without_synchronous_training_a_report_says_so_and_shows_the_improvement
 def test_only_axes_beside_staleness_have_synchronous_runs_of_their_own(sweep: Path) -> None:
     def labelled(axis: str, label_of: dict[int, str]) -> list[Setting]:
         return settings_of(
-            dataclasses.replace(run, labels={**run.labels, axis: label_of[run.staleness]}) for run in read_runs(sweep)
+            dataclasses.replace(run, labels={**run.labels, axis: label_of[run.staleness.max]})
+            for run in read_runs(sweep)
         )
 
     plain = [row.values["efficiency"] for row in settings_of(read_runs(sweep))]
     late = labelled("staleness.late", {0: "wait", 1: "drop", 3: "mask"})
-    assert {row.staleness: row.values["efficiency"] for row in late} == dict(zip((0, 1, 3), plain, strict=True))
+    assert {row.staleness.max: row.values["efficiency"] for row in late} == dict(zip((0, 1, 3), plain, strict=True))
     rates = labelled("learner.lr", {0: "1e-4", 1: "1e-4", 3: "3e-4"})
     (unknown,) = efficiency_unknown(rates)
     assert " is worth at staleness 3 (learner.lr 3e-4) can't be told: the sweep has no synchronous setting" in unknown
@@ -138,7 +139,7 @@ def test_a_report_can_be_made_again_from_its_own_csv_files(sweep: Path, printed:
 @pytest.mark.parametrize("name", FITTED)
 def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: str) -> None:
     rows = settings_of(read_results(RESULTS / name))
-    found = {(dict(row.series).get("correction", ""), row.staleness): row.estimate("efficiency") for row in rows}
+    found = {(dict(row.series).get("correction", ""), row.staleness.max): row.estimate("efficiency") for row in rows}
     for correction, expected in FITTED[name].items():
         assert (found[correction, 0].mean, found[correction, 0].error) == (1.0, 0.0)
         for staleness, e, error in expected:
@@ -160,7 +161,7 @@ def test_the_tables_of_committed_sweeps_are_those_of_their_runs(name: str) -> No
 
 def test_the_documents_quote_what_the_committed_sweeps_say() -> None:
     readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
-    rows = {row.staleness: row for row in settings_of(read_results(RESULTS / "sweep_cpu"))}
+    rows = {row.staleness.max: row for row in settings_of(read_results(RESULTS / "sweep_cpu"))}
     speeds = {bound: row.values["effective_steps_per_minute"] for bound, row in rows.items()}
     times, _, interval = ratio_text(speeds[1], speeds[0]).partition(" ")
     assert f"a minute teaches {times} times as much (95 % interval {interval[1:-1]})" in readme
@@ -169,7 +170,7 @@ def test_the_documents_quote_what_the_committed_sweeps_say() -> None:
         worth, speed = (row.estimate(key).text(form) for key, (_, form) in WORTH_COLUMNS.items())
         assert f"| {worth} |" in results.replace("*", "") and f"| {speed} |" in results.replace("*", "")
     exact = {
-        (dict(row.series)["correction"], row.staleness): row.estimate("efficiency").text("{:.2f}")
+        (dict(row.series)["correction"], row.staleness.max): row.estimate("efficiency").text("{:.2f}")
         for row in settings_of(read_results(RESULTS / "exact"))
     }
     names = {"no correction": "none", "coupled": "coupled", "decoupled, token TIS": "decoupled_tis"}

@@ -105,8 +105,7 @@ class Updater:
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
-        is_skipped = is_stopped = False
-        scale = 1.0
+        is_skipped, is_stopped, scale = False, False, 1.0
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
             losses, logprobs = self.forward_backward(minibatch, sums, trains_policy, is_first_epoch=epoch == 0)
             if recorder:
@@ -138,6 +137,11 @@ class Updater:
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
+        return metrics + self._limit_metrics(scale, is_skipped, is_stopped)
+
+    def _limit_metrics(self, scale: float, is_skipped: bool, is_stopped: bool) -> list[Metric]:
+        """Return the metrics of those limits of a step that are switched on."""
+        algorithm, metrics = self.config.algorithm, []
         if self.config.learner.lr_by_ess != "off":
             metrics.append(Metric("policy/lr_scale", scale))
         if algorithm.skip_batch_kl:

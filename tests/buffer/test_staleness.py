@@ -191,7 +191,7 @@ def test_no_order_of_events_breaks_the_bound_or_stops_the_learner(
 
 
 @SMALL
-def test_the_slots_may_change_with_every_version_and_be_any_that_the_bound_allows(
+def test_slots_may_change_with_every_version_to_any_that_the_bound_allows(
     bound: int, size: int, fresh: int, every_steps: int
 ) -> None:
     """Also to fewer than are held."""
@@ -201,7 +201,7 @@ def test_the_slots_may_change_with_every_version_and_be_any_that_the_bound_allow
 
 
 @pytest.mark.parametrize(("bound", "depth"), [(2, 0), (3, 0.5), (3, 1), (2, 1.5)])
-def test_a_depth_below_the_bound_holds_fewer_groups_and_leaves_them_the_time_of_the_bound(
+def test_a_depth_holds_fewer_groups_and_leaves_them_the_time_of_the_bound(
     bound: int, depth: float
 ) -> None:
     checked = rules(bound, 2, slots=StalenessConfig(max=bound, depth=depth).slots(2))

@@ -53,7 +53,7 @@ def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
     assert "and a larger one, up to 4, gains less than 2% more" in text
 
 
-def test_a_depth_below_a_bound_is_nearly_as_fast_at_a_fraction_of_the_staleness() -> None:
+def test_a_depth_is_nearly_as_fast_at_a_fraction_of_the_staleness() -> None:
     """64 groups a step whose durations vary by their mean: 12.1 s at 1.24, and 10.9 s at 7.3."""
     text = plan("--staleness 1,8,1.25/8 --train-s 10 --sync-s 0.5 --group-s 8 --cv 1")
     found = {line.strip("| ").split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in text.splitlines()}

@@ -313,7 +313,7 @@ def test_what_clipping_held_back_and_the_gradient_stand_beside_every_run(sweep: 
     assert [values[name] for name in names] == pytest.approx([0.2, 0.03, 1.5])
 
 
-def test_depths_below_a_bound_stand_between_the_bounds_in_tables_plots_and_prediction(tmp_path: Path) -> None:
+def test_depths_stand_between_the_bounds_in_tables_and_prediction(tmp_path: Path) -> None:
     """Learning slows with the depth, and the simulator's durations are those of the same depth."""
     sweep = make_sweep(tmp_path, bounds=(0, 1, "1.5/3", 3), seeds=2)
     rows = settings_of(read_runs(sweep))

@@ -112,7 +112,7 @@ def test_statistics_by_staleness_count_their_tokens_and_the_last_all_older_ones(
 
 
 def test_statistics_by_length_are_of_the_tokens_of_episodes_of_that_length(one_rank: None) -> None:
-    """Of three rows, the first two are one episode of 7 tokens, and the last one has 8."""
+    """The first two of three rows are one episode of 7 tokens, and the last one is an episode of 8."""
     log_rho = torch.tensor([0.1, 0.2, 0.3, -0.4, 0.9, 0.0, 0.0])
     trained = torch.tensor([True, True, True, True, True, False, True])
     staleness = torch.tensor([4, 4, 5, 1, 1, 1, 0])

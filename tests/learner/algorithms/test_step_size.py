@@ -41,7 +41,7 @@ def test_weights_are_those_of_trained_tokens_or_of_the_rows_that_have_any() -> N
 
 @pytest.mark.parametrize("algorithm", [{}, {"minibatches": 3, "epochs": 2}, {"proximal": "behaviour"}])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_policys_learning_rate_on_a_batch_is_scaled_by_what_the_reference_model_says(
+def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
     tiny_model_path: Path, one_rank: None, level: str, algorithm: dict[str, Any]
 ) -> None:
     batch = make_batch()
@@ -70,7 +70,7 @@ def test_the_policys_learning_rate_on_a_batch_is_scaled_by_what_the_reference_mo
     assert found[level]["policy/lr_scale"] == pytest.approx(math.sqrt(found["off"][name]), rel=1e-4)
 
 
-def test_interpolated_logprobs_are_refused_because_they_do_not_show_the_sample_size(tmp_path: Path) -> None:
+def test_interpolated_logprobs_that_show_no_sample_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.lr_by_ess must be off with algorithm\.proximal interpolate, got"):
         make_config(
             tmp_path, algorithm=AlgorithmConfig(epochs=2, proximal="interpolate"),

@@ -154,7 +154,7 @@ def ray_here() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 with a character tokenizer and decided opinions about the next token."""
-    from tests.rollout_server.engines.hf_cases import save_sharp_model
+    from tests.kit.engines.hf import save_sharp_model
 
     return save_sharp_model(tmp_path_factory.mktemp("model"))
 
@@ -181,7 +181,7 @@ def sglang_server(running_sglang: EngineInThread) -> EngineInThread:
 @pytest.fixture(scope="session")
 def smoke_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps on an untrained tiny model, small enough for a few seconds of work."""
-    from tests.tiny_folder import save_tiny_model
+    from tests.kit.models import save_tiny_model
 
     folder = tmp_path_factory.mktemp("smoke")
     save_tiny_model("tiny-qwen2", folder / "model", seed=0)

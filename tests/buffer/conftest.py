@@ -6,8 +6,8 @@ import pytest
 
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import TIMEOUTS
+from tests.kit.buffer.clients import TIMEOUTS
+from tests.kit.groups import make_config, serving
 
 
 @pytest.fixture

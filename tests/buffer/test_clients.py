@@ -16,8 +16,8 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.operations import fair_shares
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, make_group, serving
-from tests.buffer.running import QUICK, TIMEOUTS, run_pipeline, with_worker
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, run_pipeline, with_worker
+from tests.kit.groups import make_config, make_group, serving
 
 
 def test_a_step_at_bound_zero_takes_the_groups_in_id_order(buffer: BufferServer, learner: LearnerClient) -> None:

@@ -18,10 +18,10 @@ from buffer.protocol.operations import Operations
 from buffer.protocol.wire import pack_request
 from buffer.staleness import Rules
 from buffer.store import Store
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import run_pipeline
 from tests.buffer.test_refusals import FIRST, put_frames
-from tests.messages.random_episodes import random_episodes
+from tests.kit.buffer.clients import run_pipeline
+from tests.kit.groups import make_config, serving
+from tests.kit.random_episodes import random_episodes
 
 TO_THE_OPERATIONS, WITH_EPISODES, OVER_A_SOCKET = 90_000, 30_000, 10_000
 FAR = 0x1111_1111_1111_1111

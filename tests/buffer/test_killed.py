@@ -15,8 +15,8 @@ import pytest
 from async_rl.config import BufferConfig, Config, NetworkConfig, RunConfig, TimeoutsConfig
 from buffer.journal.journal import FILE_NAME
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config
-from tests.buffer.running import run_pipeline
+from tests.kit.buffer.clients import run_pipeline
+from tests.kit.groups import make_config
 
 pytestmark = pytest.mark.processes
 

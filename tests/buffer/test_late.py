@@ -11,8 +11,8 @@ from async_rl.config import AlgorithmConfig, Config, StalenessConfig, WeightSync
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.store import FLAT_BATCHES, Store
-from tests.buffer.factories import make_arrival, make_config, make_group, make_row, plain_rules, serving
-from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.groups import make_arrival, make_config, make_group, make_row, plain_rules, serving
 
 
 def config_of(size: int, staleness: StalenessConfig, **changes: Any) -> Config:

@@ -11,8 +11,8 @@ from async_rl.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
 from buffer.late_waits import LateWaits
 from buffer.store import Store
-from tests.buffer.factories import make_arrival, make_config, make_group, plain_rules, serving
-from tests.buffer.running import TIMEOUTS, with_worker
+from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.groups import make_arrival, make_config, make_group, plain_rules, serving
 
 
 def test_what_the_learner_does_between_two_questions_is_no_wait() -> None:

@@ -10,8 +10,8 @@ import zmq
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import pack_request, read_reply
 from buffer.server import BufferServer
-from tests.buffer.factories import make_group
-from tests.buffer.running import QUICK, put_all, with_worker
+from tests.kit.buffer.clients import QUICK, put_all, with_worker
+from tests.kit.groups import make_group
 
 
 class LossyLink:

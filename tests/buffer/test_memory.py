@@ -15,8 +15,8 @@ import pytest
 from async_rl.config import RolloutConfig
 from async_rl.messages.codec import encode_group
 from buffer.client import LearnerClient, WorkerClient
-from tests.buffer.factories import make_config, make_group, make_row, serving
-from tests.buffer.running import TIMEOUTS, with_worker
+from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.groups import make_config, make_group, make_row, serving
 
 TOKENS = 2048
 

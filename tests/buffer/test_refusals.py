@@ -17,8 +17,8 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, make_group, make_row, serving
-from tests.buffer.running import TIMEOUTS, with_worker
+from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.groups import make_config, make_group, make_row, serving
 
 
 def ask(address: str, frames: list[bytes]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request
-from tests.buffer.factories import make_group, make_row, serving
 from tests.buffer.journal.test_journal import journalled, select, serving_until_a_crash
-from tests.buffer.running import TIMEOUTS, with_worker
 from tests.buffer.test_refusals import ask
+from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.groups import make_group, make_row, serving
 
 
 def run_past_its_checkpoint(config: Config) -> Config:

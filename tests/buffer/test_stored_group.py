@@ -15,10 +15,10 @@ from async_rl.types import Group, Slot
 from buffer.client import WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.stored_group import Arrival
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import with_worker
 from tests.buffer.test_refusals import ask
-from tests.messages.random_episodes import LIMITS, random_episodes
+from tests.kit.buffer.clients import with_worker
+from tests.kit.groups import make_config, serving
+from tests.kit.random_episodes import LIMITS, random_episodes
 
 SLOT = Slot(group_id=0, prompt_index=0, start_version=0)
 

@@ -19,7 +19,7 @@ from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
 from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES
 from learner.alarms import rules_for
-from tests.learner.tiny_batches import make_config
+from tests.kit.learner.batches import make_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

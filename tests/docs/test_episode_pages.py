@@ -35,11 +35,11 @@ from rollout_server.episodes.tools.tool import load_tools
 from rollout_server.question import Question
 from rollout_server.rewards.rules import gsm8k
 from tests.docs.test_readme import DOCUMENTS, ROOT, blocks, run
-from tests.e2e.assembled import run_assembled
-from tests.rollout_server.episodes.fake_engine import scripted
-from tests.rollout_server.episodes.packages.environment import new_environment
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
-from tests.rollout_server.episodes.tool_model import save_tool_model
+from tests.kit.assembled import run_assembled
+from tests.kit.episodes.sessions import scripted
+from tests.kit.tokenizers import end_tokens, tokenizer_of
+from tests.kit.tool_model import save_tool_model
+from tests.kit.virtual_environments import new_environment
 
 EPISODES, AGENTS = DOCUMENTS["docs/episodes.md"], DOCUMENTS["docs/agents.md"]
 MODULES = {

@@ -14,7 +14,7 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from rollout_server.episodes.episode import EPISODE_METRICS
 from rollout_server.question import Question
-from tests.docs.configuration_page import PAGE, page
+from tests.kit.configuration_page import PAGE, page
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -253,7 +253,7 @@ def test_the_readme_fits_on_two_screens_and_the_index_names_every_page() -> None
 
 
 def test_the_configuration_page_is_that_of_the_schema() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.docs.configuration_page"
+    assert PAGE.read_text() == page(), "python -m tests.kit.configuration_page"
 
 
 def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
@@ -265,4 +265,4 @@ def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
 
 def test_the_reference_loop_in_the_documents_is_the_one_that_runs_are_compared_with() -> None:
     (shown,) = blocks(DOCUMENTS["docs/reference-loop.md"], "python")
-    assert shown == (ROOT / "tests" / "e2e" / "reference_loop.py").read_text()
+    assert shown == (ROOT / "tests" / "kit" / "reference_loop.py").read_text()

@@ -17,7 +17,7 @@ from async_rl.cli import main
 from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.doctor.cluster import NodeReport, Probe, compare
 from async_rl.doctor.host import Check
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 FACTS = {
     "python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21",

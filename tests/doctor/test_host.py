@@ -29,7 +29,7 @@ from async_rl.doctor.host import Check, examine, print_table
 from async_rl.driver.preflight import check_inputs
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 
 def config(tmp_path: Path, engine: Any = "hf") -> Config:

@@ -32,7 +32,7 @@ from async_rl.errors import (
     WeightSyncError,
 )
 from benchmarks.marked_command import MarkedCommand, wait_until
-from tests.driver.fake_actors import FakeReservation
+from tests.kit.fake_actors import FakeReservation
 
 pytestmark = pytest.mark.e2e
 
@@ -176,7 +176,7 @@ from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.signals import StopSignals
 from async_rl.config import Limit
 from async_rl.errors import ProcessKilledError
-from tests.driver.fake_actors import FakeReservation
+from tests.kit.fake_actors import FakeReservation
 
 class Idle:
     def __init__(self, folder): ...

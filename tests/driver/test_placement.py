@@ -31,7 +31,7 @@ from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
 from buffer.protocol.keys import new_keys
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 

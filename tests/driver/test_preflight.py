@@ -39,7 +39,7 @@ from async_rl.errors import ConfigError
 from async_rl.pipeline import dry_run, run
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
 from tests.conftest import EngineInThread
-from tests.e2e.assembled import Run, run_assembled
+from tests.kit.assembled import Run, run_assembled
 
 Case = tuple[str, str, str]
 """staleness.mode, staleness.late, weight_sync.on_update"""

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config.loading import load_config
 from async_rl.pipeline import run
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 pytestmark = pytest.mark.e2e
 

@@ -16,7 +16,7 @@ from async_rl.errors import ConfigError
 from buffer.stored_group import DROP_REASONS
 from rollout_server.question import Question
 from tests.conftest import EngineInThread
-from tests.e2e.assembled import Run, run_assembled
+from tests.kit.assembled import Run, run_assembled
 
 Case = tuple[str, str, str]
 """staleness.mode, staleness.late, weight_sync.on_update"""

@@ -13,7 +13,7 @@ import zmq
 
 from benchmarks.marked_command import MarkedCommand, wait_until
 from buffer.protocol.socket import FREE_PORTS
-from tests.rollout_server.engines.strangers import status_of
+from tests.kit.engines.strangers import status_of
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,7 @@ from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
 from rollout_server.episodes.user_code.time_limits import in_thread
 from tests.conftest import EngineInThread
-from tests.e2e.assembled import run_assembled
+from tests.kit.assembled import run_assembled
 
 BATCH, GROUP, BOUND = 4, 4, 13
 STEPS = BOUND + 1

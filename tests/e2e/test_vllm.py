@@ -15,10 +15,10 @@ from async_rl.cli import main
 from async_rl.config.loading import load_config
 from async_rl.pipeline import run
 from benchmarks.kill_matrix import kill_once
-from tests.e2e.assembled import run_assembled
 from tests.e2e.test_episode_policies import check, configure
-from tests.rollout_server.engines.vllm_cases import needs_vllm
-from tests.tiny_folder import save_tiny_model
+from tests.kit.assembled import run_assembled
+from tests.kit.engines.vllm import needs_vllm
+from tests.kit.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -19,7 +19,7 @@ from async_rl.weights.server_admin import ServerAdmin
 from rollout_server.engines.base import SampledReply, open_engine
 from tests.extensions.engine import COUNTING
 from tests.extensions.transport import NewFolderPublisher
-from tests.rollout_server.engines.hf_cases import config_for, recomputed_logprobs, request_for, sharp_model
+from tests.kit.engines.hf import config_for, recomputed_logprobs, request_for, sharp_model
 
 ENGINE = "tests.extensions.engine:COUNTING"
 TRANSPORT = "tests.extensions.transport:NEW_FOLDERS"

@@ -15,7 +15,7 @@ from async_rl.config import Config, EvalConfig, LoggingConfig, RunConfig, Stalen
 from rollout_server.engines.base import SampledReply
 from tests.conftest import EngineInThread
 from tests.gpu.conftest import Note
-from tests.rollout_server.engines.hf_cases import request_for, same_replies
+from tests.kit.engines.hf import request_for, same_replies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 

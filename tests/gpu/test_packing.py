@@ -17,8 +17,8 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
 from rollout_server.engines.base import SampledReply
 from tests.gpu.conftest import OPEN, Note
-from tests.gpu.rows import batch_of, learner_logprobs, with_dtype
-from tests.rollout_server.engines.hf_cases import request_for
+from tests.kit.engines.hf import request_for
+from tests.kit.learner.served_batches import batch_of, learner_logprobs, with_dtype
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

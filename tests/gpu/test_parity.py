@@ -21,11 +21,11 @@ from learner.models.policy import full_parameters
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.conftest import EngineInThread
-from tests.gpu.answers import behaviour_logprobs, generated, learner_logprobs, with_dtype
 from tests.gpu.conftest import OPEN, Note
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import load_model
-from tests.rollout_server.engines.tags import check_tags
+from tests.kit.engines.hf import request_for
+from tests.kit.engines.sglang import load_model
+from tests.kit.engines.tags import check_tags
+from tests.kit.learner.served_batches import behaviour_logprobs, generated, learner_logprobs, with_dtype
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3

@@ -15,9 +15,9 @@ from async_rl.config import Config, ModelConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from rollout_server.engines.base import SampledReply
 from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.tags import check_tags
-from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
+from tests.kit.engines.hf import request_for
+from tests.kit.engines.tags import check_tags
+from tests.kit.engines.vllm import START_S, needs_vllm, vllm_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3

@@ -12,9 +12,9 @@ from hypothesis import settings
 
 from async_rl.types import Batch
 from learner import learner as learner_module
-from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, rank_main
-from tests.learner.tiny_batches import make_batch, save_tiny_model, save_tiny_reward_model
+from tests.kit.learner.batches import make_batch, save_tiny_model, save_tiny_reward_model
+from tests.kit.learner.fakes import FakeClient, FakePublisher
+from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, rank_main
 
 torch.set_num_threads(1)
 settings.register_profile("learner", deadline=None)  # the machine may be busy

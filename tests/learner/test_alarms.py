@@ -14,7 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.messages.reports import StepDone
 from async_rl.telemetry.metrics import Metric
 from learner.alarms import Alarms, rules_for
-from tests.learner.tiny_batches import make_config
+from tests.kit.learner.batches import make_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 BAD = {

@@ -17,7 +17,7 @@ from learner.batch_checks import check_bound, check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config, make_group, make_minibatch, make_row
+from tests.kit.learner.batches import make_batch, make_config, make_group, make_minibatch, make_row
 
 MASK = StalenessConfig(max=1, late="mask")
 

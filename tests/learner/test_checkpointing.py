@@ -33,9 +33,9 @@ from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
 from learner.learner import Learner
 from learner.updater import Updater
-from tests.learner.fakes import FakePublisher
+from tests.kit.learner.batches import make_batch, make_config
+from tests.kit.learner.fakes import FakePublisher
 from tests.learner.test_learner import open_learner, pushed_bytes
-from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
 

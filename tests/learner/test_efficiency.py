@@ -19,9 +19,9 @@ from learner.models.policy import full_parameters
 from learner.packing.microbatches import MicroBatch
 from learner.packing.plan import Layout
 from learner.updater import Updater
-from tests.learner.rank_process import measure_roles
+from tests.kit.learner.batches import make_batch, make_config
+from tests.kit.learner.rank_process import measure_roles
 from tests.learner.test_updater import reference_logprobs
-from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from learner.episodes import reward_at_tokens, rows_by_episode, tokens_by_episod
 from learner.packing.microbatches import MicroBatch, collate
 from learner.packing.plan import Piece
 from learner.updater import Updater
-from tests.learner.tiny_batches import (
+from tests.kit.learner.batches import (
     make_config,
     make_episode_batch,
     make_episodes,

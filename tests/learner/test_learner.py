@@ -33,8 +33,8 @@ from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import learner as learner_module
 from learner.learner import Learner
-from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.learner.batches import make_batch, make_config
+from tests.kit.learner.fakes import FakeClient, FakePublisher
 
 METRICS = {
     "batch/episodes", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
@@ -190,7 +190,7 @@ def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
         weight_sync=WeightSyncConfig(on_update="drain", verify=False),
     )
     for slow in ("FakeClient.buffer_checkpoint", "FakeClient.await_push", "FakePublisher.release_server_memory"):
-        monkeypatch.setattr(f"tests.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})
+        monkeypatch.setattr(f"tests.kit.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})
     for report in learner.run():
         if isinstance(report, EvaluationDue):
             threading.Timer(0.2, learner.evaluations.ended).start()

@@ -15,10 +15,10 @@ from async_rl.types import Batch
 from learner.learner import Learner
 from learner.log_ratios import LogRatioRecorder
 from learner.updater import Updater
-from tests.learner.fakes import FakePublisher
+from tests.kit.learner.batches import make_batch, make_config
+from tests.kit.learner.fakes import FakePublisher
 from tests.learner.test_learner import open_learner
 from tests.learner.test_updater import reference_logprobs
-from tests.learner.tiny_batches import make_batch, make_config
 
 
 def record(path: Path, tmp_path: Path, batch: Batch, algorithm: AlgorithmConfig) -> None:

@@ -10,7 +10,7 @@ from async_rl.config import Config, LearnerConfig, ModelConfig, SftConfig, TaskC
 from async_rl.errors import AsyncRLError, ConfigError
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from learner.sft import Example, _backward, _lr_factor, answer_example, base_tokenizer, train_sft
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 
 def config_of(base: str = "tiny-qwen2", **sft: int | float) -> Config:

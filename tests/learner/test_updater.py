@@ -34,7 +34,7 @@ from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch
 from learner.models.policy import full_parameters
 from learner.updater import Updater
-from tests.learner.tiny_batches import VOCAB, make_batch, make_config, make_group, make_row
+from tests.kit.learner.batches import VOCAB, make_batch, make_config, make_group, make_row
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from async_rl.errors import WireError
 from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
 from async_rl.messages.limits import Limits
 from async_rl.types import Group, Row, Slot
-from tests.buffer.factories import make_group, make_row
+from tests.kit.groups import make_group, make_row
 
 LIMITS = Limits(
     group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32

@@ -22,9 +22,9 @@ from rollout_server.episodes.env import Step
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
 from tests.docs.test_readme import DOCUMENTS, blocks
-from tests.rollout_server.episode_cases import TalkingEngine
+from tests.kit.episodes.envs_and_agents import TalkingEngine
+from tests.kit.models import save_tiny_model
 from tests.rollout_server.test_worker import TOKENIZER, config_of, rolled_out
-from tests.tiny_folder import save_tiny_model
 
 QUESTIONS = ["a", "too long " * 20, "b", "fails", "c", "fails at times", "d"]
 LONG, FAILS, FAILS_AT_TIMES = 1, 3, 5

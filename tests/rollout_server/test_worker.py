@@ -38,7 +38,7 @@ from rollout_server.rewards.base import Reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 TOKENIZER = character_tokenizer()
 SCORED = 0.25

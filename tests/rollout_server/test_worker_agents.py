@@ -13,10 +13,10 @@ from async_rl.config import Config, TaskConfig
 from async_rl.errors import RewardError
 from async_rl.telemetry.status import Status
 from rollout_server.worker import Worker
-from tests.rollout_server.episode_cases import TalkingEngine
+from tests.kit.episodes.envs_and_agents import TalkingEngine
+from tests.kit.models import save_tiny_model
 from tests.rollout_server.test_worker import config_of, metric_values, rolled_out
 from tests.rollout_server.test_worker_episodes import CASES, no_reward
-from tests.tiny_folder import save_tiny_model
 
 
 def config_for(agent: str, folder: Path, **changes: Any) -> Config:
@@ -44,7 +44,7 @@ def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tm
     values = metric_values(reports)
     assert 0 < values["episode/end_error"] < 1 and values["episode/failed"] == values["rollout/failed"] == 0
     (note,) = [note for report in reports for note in report.notes]
-    assert "ended with `error`: the agent raised KeyError: 'plum', at " in note and "episode_cases.py:" in note
+    assert "ended with `error`: the agent raised KeyError: 'plum', at " in note and "envs_and_agents.py:" in note
 
 
 def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
-from tests.rollout_server.episode_cases import TalkingEngine, follow
+from tests.kit.episodes.envs_and_agents import TalkingEngine, follow
+from tests.kit.models import save_tiny_model
 from tests.rollout_server.test_worker import TOKENIZER, config_of, metric_values, rolled_out, running_buffer
-from tests.tiny_folder import save_tiny_model
 
 CHAIN = "rollout_server.episodes.environments.chain:Chain"
-CASES = "tests.rollout_server.episode_cases"
+CASES = "tests.kit.episodes.envs_and_agents"
 
 
 def no_reward(*_: Any) -> float:

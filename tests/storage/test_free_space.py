@@ -28,7 +28,7 @@ from async_rl.storage import free_space as disk
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.free_space import check_disk, full_disk_named
 from async_rl.storage.run_dir import new_run_dir
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.model_loading import load_without_weights
 from learner.sft import base_tokenizer
 from rollout_server.eval_command import evaluate_model
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

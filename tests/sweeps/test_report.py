@@ -19,7 +19,7 @@ from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import Run, Setting, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
-from tests.sweeps.factories import base_yaml, make_run
+from tests.kit.sweeps import base_yaml, make_run
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from async_rl.sweeps.cells import (
     staleness_axis,
 )
 from async_rl.sweeps.sweep import Progress, Sweep, run_in_process, run_sweep
-from tests.sweeps.factories import base_yaml, make_run
+from tests.kit.sweeps import base_yaml, make_run
 
 
 def make(folder: Path, **changes: Any) -> Sweep:

@@ -18,7 +18,7 @@ from async_rl.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choos
 from async_rl.telemetry.metrics import MetricsLogger
 from async_rl.telemetry.wandb_run import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
-from tests.learner.tiny_batches import make_batch
+from tests.kit.learner.batches import make_batch
 
 
 @pytest.fixture(scope="module")

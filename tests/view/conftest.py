@@ -12,9 +12,9 @@ import pytest
 
 from async_rl.view.app import make_app
 from async_rl.view.library import Library
-from tests.view.chromium import open_browser
-from tests.view.factories import make_run
-from tests.view.view_server import ViewServer
+from tests.kit.view.chromium import open_browser
+from tests.kit.view.run_dirs import make_run
+from tests.kit.view.server import ViewServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -11,7 +11,7 @@ import pytest
 from async_rl.view.answers import episode_facts, parts, sibling, turns, version_shares
 from async_rl.view.run_files import RunFiles
 from async_rl.view.token_texts import TokenTexts, called_tools, find_tokenizer
-from tests.view.factories import (
+from tests.kit.view.run_dirs import (
     CHAT_PROMPT,
     CHAT_TURNS,
     RIGHT_TO_LEFT,

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
-from tests.view.factories import HOSTILE, TOOL_RESULT, JournalWriter, append_step, make_episodes, make_group, make_run
-from tests.view.view_server import ViewServer
+from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
+from tests.kit.view.run_dirs import (
+    HOSTILE,
+    TOOL_RESULT,
+    JournalWriter,
+    append_step,
+    make_episodes,
+    make_group,
+    make_run,
+)
+from tests.kit.view.server import ViewServer
 
 with suppress(ImportError):  # then the tests are skipped
     from playwright.sync_api import Browser, Page, expect

@@ -12,7 +12,7 @@ import pytest
 from async_rl.errors import AsyncRLError
 from async_rl.view.journal_reader import JournalError, JournalReader
 from buffer.journal.journal import FILE_NAME
-from tests.view.factories import CHARACTERS, JournalWriter, make_group, make_run
+from tests.kit.view.run_dirs import CHARACTERS, JournalWriter, make_group, make_run
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from async_rl.telemetry.status import Status, write_status
-from tests.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
-from tests.view.factories import RIGHT_TO_LEFT, JournalWriter, make_chat, make_group, make_run
-from tests.view.view_server import ViewServer
+from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
+from tests.kit.view.run_dirs import RIGHT_TO_LEFT, JournalWriter, make_chat, make_group, make_run
+from tests.kit.view.server import ViewServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

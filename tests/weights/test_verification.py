@@ -16,7 +16,7 @@ from async_rl.errors import WeightSyncError
 from async_rl.weights import open_publisher
 from learner.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rollout_server.engines.hf_cases import config_for, with_engine
+from tests.kit.engines.hf import config_for, with_engine
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 

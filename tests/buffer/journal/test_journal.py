@@ -28,10 +28,10 @@ from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
-from tests.buffer.factories import make_config, make_group, serving
-from tests.buffer.running import TIMEOUTS, run_pipeline, with_worker
 from tests.buffer.test_refusals import ask
 from tests.docs.test_readme import DOCUMENTS, blocks
+from tests.kit.buffer.clients import TIMEOUTS, run_pipeline, with_worker
+from tests.kit.groups import make_config, make_group, serving
 
 
 def journalled(folder: Path, keep_steps: int = 20, port: int = 0, **sizes: int) -> Config:

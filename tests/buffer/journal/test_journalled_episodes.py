@@ -23,7 +23,6 @@ from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
-from tests.buffer.factories import record_arrival, serving
 from tests.buffer.journal.test_journal import (
     documented_queries,
     journalled,
@@ -31,8 +30,9 @@ from tests.buffer.journal.test_journal import (
     select,
     serving_until_a_crash,
 )
-from tests.buffer.running import run_pipeline
-from tests.messages.random_episodes import LIMITS, random_episodes
+from tests.kit.buffer.clients import run_pipeline
+from tests.kit.groups import record_arrival, serving
+from tests.kit.random_episodes import LIMITS, random_episodes
 from tests.messages.test_codec import assert_same
 
 

@@ -20,8 +20,8 @@ from buffer.client import LearnerClient
 from buffer.protocol.keys import check_keys, new_keys, own_keys
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.groups import make_config, serving
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from learner.algorithms.diagnostics import (
     explained_variance,
     token_metrics,
 )
-from tests.learner.tiny_batches import make_batch, make_group, make_response, make_row
+from tests.kit.learner.batches import make_batch, make_group, make_response, make_row
 
 
 def offpolicy(

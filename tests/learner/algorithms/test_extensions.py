@@ -15,8 +15,8 @@ from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 from learner.algorithms.losses import LossInputs, LossOutput
 from learner.algorithms.objective import Objective
 from learner.updater import Updater
+from tests.kit.learner.batches import make_batch, make_config
 from tests.learner.test_updater import reference_logprobs, values_of
-from tests.learner.tiny_batches import make_batch, make_config
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 OUTSIDE = [

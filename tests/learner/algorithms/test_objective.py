@@ -26,7 +26,7 @@ from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import AGGREGATIONS, Objective
 from learner.packing.microbatches import MicroBatch
-from tests.learner.tiny_batches import (
+from tests.kit.learner.batches import (
     make_batch,
     make_config,
     make_group,

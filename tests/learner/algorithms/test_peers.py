@@ -23,7 +23,7 @@ from async_rl.config import (
 )
 from learner.algorithms.advantages import gae, vtrace
 from learner.algorithms.objective import Objective
-from tests.learner.tiny_batches import make_config, make_micro, make_minibatch, make_response
+from tests.kit.learner.batches import make_config, make_micro, make_minibatch, make_response
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 WHY = "the peers to compare with are not installed: pip install -e '.[peers]'"

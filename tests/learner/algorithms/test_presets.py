@@ -15,7 +15,7 @@ from async_rl.config.presets import PRESETS
 from async_rl.types import Batch
 from learner.models.policy import full_parameters
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.learner.batches import make_batch, make_config
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

@@ -16,7 +16,7 @@ from learner.algorithms.advantages import gae
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, make_pieces
-from tests.learner.tiny_batches import make_config, make_group, make_row
+from tests.kit.learner.batches import make_config, make_group, make_row
 
 TURNS = [True, True, False, False, True, False, True]
 """Two tokens of the assistant, two of the environment, and so on."""

@@ -17,7 +17,7 @@ from async_rl.errors import ConfigError
 from learner.models.lora import without_adapters
 from learner.models.policy import full_parameters, save_policy
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.learner.batches import make_batch, make_config
 
 CPU = torch.device("cpu")
 TOKENS = [3, 9, 4, 1, 20, 7]

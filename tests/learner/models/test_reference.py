@@ -14,8 +14,8 @@ from async_rl.errors import ConfigError
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models.reference import Reference
 from learner.updater import Updater
+from tests.kit.learner.batches import make_batch, make_config
 from tests.learner.test_updater import reference_logprobs
-from tests.learner.tiny_batches import make_batch, make_config
 
 CPU = torch.device("cpu")
 

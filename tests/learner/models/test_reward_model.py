@@ -22,7 +22,7 @@ from async_rl.types import Batch
 from learner.models.reward_model import RewardModel
 from learner.models.tiny_model import character_tokenizer
 from learner.updater import Updater
-from tests.learner.tiny_batches import (
+from tests.kit.learner.batches import (
     VOCAB,
     make_batch,
     make_config,
@@ -32,7 +32,7 @@ from tests.learner.tiny_batches import (
     make_turns_row,
     save_tiny_reward_model,
 )
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

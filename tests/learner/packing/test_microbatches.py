@@ -12,7 +12,7 @@ from async_rl.types import Batch
 from learner.packing.attention_mask import attention_mask
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, Piece, make_pieces, plan_microbatches, split_minibatches
-from tests.learner.tiny_batches import make_batch, make_episodes, make_group, make_row, make_turns_row
+from tests.kit.learner.batches import make_batch, make_episodes, make_group, make_row, make_turns_row
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))

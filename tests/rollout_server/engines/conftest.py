@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import EngineInThread, with_keys
-from tests.rollout_server.engines.hf_cases import save_sharp_model
-from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
+from tests.kit.engines.hf import save_sharp_model
+from tests.kit.engines.vllm import START_S, needs_vllm, vllm_config
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.base import Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rollout_server.engines.hf_cases import (
+from tests.kit.engines.hf import (
     TOLERANCE,
     config_for,
     recomputed_logprobs,
@@ -22,7 +22,7 @@ from tests.rollout_server.engines.hf_cases import (
     sharp_model,
     with_engine,
 )
-from tests.rollout_server.engines.tags import check_tags
+from tests.kit.engines.tags import check_tags
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import torch
 from async_rl.network import authorization
 from rollout_server.engines.hf.engine import HFEngine
 from tests.conftest import with_keys
-from tests.rollout_server.engines.hf_cases import (
+from tests.kit.engines.hf import (
     config_for,
     recomputed_logprobs,
     request_for,
@@ -23,7 +23,7 @@ from tests.rollout_server.engines.hf_cases import (
     sharp_model,
     with_engine,
 )
-from tests.rollout_server.engines.strangers import answered, status_of
+from tests.kit.engines.strangers import answered, status_of
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +44,7 @@ def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine],
     async def push(engine: HFEngine) -> list[float]:
         running = asyncio.create_task(_keep_generating(engine))
         publisher = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.rollout_server.engines.hf_publisher", transport, engine.url, str(folder),
+            sys.executable, "-m", "tests.kit.engines.hf_publisher", transport, engine.url, str(folder),
             str(run_dir), stderr=asyncio.subprocess.PIPE,
         )
         _, errors = await publisher.communicate()

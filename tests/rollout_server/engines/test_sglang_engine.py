@@ -19,8 +19,8 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.conftest import EngineInThread, sglang_config
-from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model
-from tests.rollout_server.engines.sglang_cases import (
+from tests.kit.engines.hf import request_for, save_sharp_model
+from tests.kit.engines.sglang import (
     TOLERANCE,
     generate,
     largest_error,
@@ -28,7 +28,7 @@ from tests.rollout_server.engines.sglang_cases import (
     logprobs_of,
     update_in_place,
 )
-from tests.rollout_server.engines.strangers import answered, listed_routes
+from tests.kit.engines.strangers import answered, listed_routes
 
 pytestmark = pytest.mark.e2e
 

@@ -22,11 +22,11 @@ from async_rl.weights.base import Tolerance
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.conftest import EngineInThread, sglang_config
-from tests.rollout_server.engines.hf_cases import request_for, sharp_model
-from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model, update_in_place
-from tests.rollout_server.engines.tags import check_tags
-from tests.rollout_server.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
-from tests.rollout_server.exported import train_and_export
+from tests.kit.engines.hf import request_for, sharp_model
+from tests.kit.engines.sglang import TOLERANCE, generate, largest_error, load_model, update_in_place
+from tests.kit.engines.tags import check_tags
+from tests.kit.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
+from tests.kit.learner.exported import train_and_export
 
 pytestmark = pytest.mark.e2e
 

@@ -17,10 +17,10 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
 from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model
-from tests.rollout_server.engines.strangers import answered, listed_routes
-from tests.rollout_server.engines.vllm_cases import (
+from tests.kit.engines.hf import request_for
+from tests.kit.engines.sglang import TOLERANCE, generate, largest_error, load_model
+from tests.kit.engines.strangers import answered, listed_routes
+from tests.kit.engines.vllm import (
     MODELS,
     START_S,
     needs_vllm,

@@ -16,16 +16,16 @@ import pytest
 from async_rl.errors import ProcessDiedError, WeightSyncError
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import generate
+from tests.kit.engines.hf import request_for
+from tests.kit.engines.sglang import generate
+from tests.kit.engines.vllm import START_S, needs_vllm, vllm_config
 from tests.rollout_server.engines.test_sglang_orphans import ROOT, running_in, wait_until
-from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
 from rollout_server.engines.base import open_engine
-from tests.rollout_server.engines.vllm_cases import vllm_config
+from tests.kit.engines.vllm import vllm_config
 
 async def main():
     engine = open_engine(vllm_config(Path(sys.argv[1])), 0, Path(sys.argv[2]))

@@ -9,9 +9,9 @@ import pytest
 
 from async_rl.config import WeightSyncConfig
 from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error
-from tests.rollout_server.engines.vllm_cases import MODELS, push
+from tests.kit.engines.hf import request_for
+from tests.kit.engines.sglang import TOLERANCE, generate, largest_error
+from tests.kit.engines.vllm import MODELS, push
 
 
 @pytest.mark.e2e

@@ -18,9 +18,9 @@ from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
-from tests.rollout_server.episodes.endpoint_session import ASK, ENDS, post, with_session
-from tests.rollout_server.episodes.fake_engine import completion
-from tests.rollout_server.episodes.random_requests import request
+from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
+from tests.kit.episodes.random_requests import request
+from tests.kit.episodes.sessions import completion
 from tests.rollout_server.episodes.test_openai_endpoint import ADD
 
 

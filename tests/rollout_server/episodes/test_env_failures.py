@@ -13,7 +13,7 @@ from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.env_runner import EnvRunner
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.kit.episodes.sessions import scripted, session_of
 from tests.rollout_server.episodes.test_env_runner import DONE, END, LIMITS, MORE, TOKENIZER, Scripted, played
 
 

@@ -20,7 +20,7 @@ from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.question_env import QuestionEnv
 from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.kit.episodes.sessions import scripted, session_of
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -29,8 +29,8 @@ from rollout_server.episodes.players.engine_sampler import GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.single_turn import SingleTurnPlayer
 from tests.conftest import EngineInThread, sglang_config
-from tests.rollout_server.engines.hf_cases import config_for, save_sharp_model, with_engine
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.engines.hf import config_for, save_sharp_model, with_engine
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOLERANCE = 1e-4
 LIMITS = SessionLimits(max_tokens=400, max_reply_tokens=12, max_turns=20)

@@ -17,7 +17,7 @@ from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance, WeightPublisher
 from rollout_server.engines.vllm.vllm_process import server_python
 from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import sharp_model
+from tests.kit.engines.hf import sharp_model
 
 START_S = 280.0
 VERSIONS = itertools.count(10)

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 
 
 def new_environment(folder: Path, requirements: tuple[str, ...], *, sees_ours: bool) -> Path:

@@ -14,8 +14,8 @@ from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
-from tests.rollout_server.episodes.fake_engine import scripted
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.episodes.sessions import scripted
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOKENIZER, ENDS = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
 Use = Callable[[OpenAIEndpoint, OpenSession], Awaitable[None]]

@@ -13,7 +13,7 @@ from async_rl.storage.checkpoints import TrainingState, checkpoint_folder
 from learner.checkpointing import Checkpointer
 from learner.models.export import export
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.learner.batches import make_batch, make_config
 
 TOKENS = [3, 7, 5, 11, 13, 4, 9]
 

@@ -1,4 +1,4 @@
-"""The page docs/configuration.md, made from the JSON schema: python -m tests.docs.configuration_page"""
+"""The page docs/configuration.md, made from the JSON schema: python -m tests.kit.configuration_page"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = """# Configuration
 
 Every key with its type, its default and its meaning. A YAML file holds sections; on the command line a key is set as
 `section.key=value`, and `section.key=` clears a text. A leading `~` in a path is the home directory. This page is made
-from the classes in `async_rl/config`: `python -m tests.docs.configuration_page`.
+from the classes in `async_rl/config`: `python -m tests.kit.configuration_page`.
 """
 
 

@@ -28,7 +28,7 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.batch_taking import NoBatch, share_taken
 from learner.models.policy import full_parameters, save_policy
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config, make_episode_batch
+from tests.kit.learner.batches import make_batch, make_config, make_episode_batch
 
 ALGORITHMS = {
     "token_mean": AlgorithmConfig(advantage="gae", whiten=True),

@@ -17,7 +17,7 @@ from async_rl.types import Batch, Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
-from tests.buffer.factories import make_group, make_row
+from tests.kit.groups import make_group, make_row
 
 TIMEOUTS = TimeoutsConfig(wire_s=5.0, work_s=20.0)
 QUICK = dataclasses.replace(TIMEOUTS, wire_s=1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 
 def save_tool_model(folder: Path) -> None:

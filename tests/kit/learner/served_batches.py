@@ -15,7 +15,7 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
+from tests.kit.engines.hf import request_for
 
 
 def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:

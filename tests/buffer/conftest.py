@@ -7,7 +7,8 @@ import pytest
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import TIMEOUTS
-from tests.kit.groups import make_config, serving
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
 
 
 @pytest.fixture

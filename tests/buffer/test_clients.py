@@ -17,7 +17,9 @@ from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.operations import fair_shares
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, run_pipeline, with_worker
-from tests.kit.groups import make_config, make_group, serving
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
+from tests.kit.groups import make_group
 
 
 def test_a_step_at_bound_zero_takes_the_groups_in_id_order(buffer: BufferServer, learner: LearnerClient) -> None:

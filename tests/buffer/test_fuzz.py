@@ -18,9 +18,9 @@ from buffer.protocol.operations import Operations
 from buffer.protocol.wire import pack_request
 from buffer.staleness import Rules
 from buffer.store import Store
-from tests.buffer.test_refusals import FIRST, put_frames
-from tests.kit.buffer.clients import run_pipeline
-from tests.kit.groups import make_config, serving
+from tests.kit.buffer.clients import FIRST, put_frames, run_pipeline
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
 from tests.kit.random_episodes import random_episodes
 
 TO_THE_OPERATIONS, WITH_EPISODES, OVER_A_SOCKET = 90_000, 30_000, 10_000

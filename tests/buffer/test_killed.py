@@ -16,7 +16,7 @@ from async_rl.config import BufferConfig, Config, NetworkConfig, RunConfig, Time
 from buffer.journal.journal import FILE_NAME
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline
-from tests.kit.groups import make_config
+from tests.kit.configs import make_config
 
 pytestmark = pytest.mark.processes
 

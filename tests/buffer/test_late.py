@@ -11,8 +11,11 @@ from async_rl.config import AlgorithmConfig, Config, StalenessConfig, WeightSync
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.store import FLAT_BATCHES, Store
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
-from tests.kit.groups import make_arrival, make_config, make_group, make_row, plain_rules, serving
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
+from tests.kit.groups import make_group, make_row
 
 
 def config_of(size: int, staleness: StalenessConfig, **changes: Any) -> Config:

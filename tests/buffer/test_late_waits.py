@@ -11,8 +11,11 @@ from async_rl.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
 from buffer.late_waits import LateWaits
 from buffer.store import Store
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker
-from tests.kit.groups import make_arrival, make_config, make_group, plain_rules, serving
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
+from tests.kit.groups import make_group
 
 
 def test_what_the_learner_does_between_two_questions_is_no_wait() -> None:

@@ -102,8 +102,6 @@ def test_a_batch_whose_answer_is_lost_is_handed_out_again(
     assert (buffer.counters()["buffer/trained"], buffer.counters()["buffer/slots_held"]) == (4, 0)
 
 
-
-
 def test_a_client_that_reads_nothing_loses_only_replies_of_its_own(
     buffer: BufferServer, learner: LearnerClient
 ) -> None:

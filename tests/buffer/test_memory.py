@@ -16,7 +16,9 @@ from async_rl.config import RolloutConfig
 from async_rl.messages.codec import encode_group
 from buffer.client import LearnerClient, WorkerClient
 from tests.kit.buffer.clients import TIMEOUTS, with_worker
-from tests.kit.groups import make_config, make_group, make_row, serving
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
+from tests.kit.groups import make_group, make_row
 
 TOKENS = 2048
 

@@ -20,10 +20,10 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request
-from tests.buffer.journal.test_journal import journalled, select, serving_until_a_crash
-from tests.buffer.test_refusals import ask
-from tests.kit.buffer.clients import TIMEOUTS, with_worker
-from tests.kit.groups import make_group, make_row, serving
+from tests.kit.buffer.clients import TIMEOUTS, ask, with_worker
+from tests.kit.buffer.journal import journalled, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.groups import make_group, make_row
 
 
 def run_past_its_checkpoint(config: Config) -> Config:

@@ -15,9 +15,9 @@ from async_rl.types import Group, Slot
 from buffer.client import WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.stored_group import Arrival
-from tests.buffer.test_refusals import ask
-from tests.kit.buffer.clients import with_worker
-from tests.kit.groups import make_config, serving
+from tests.kit.buffer.clients import ask, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
 from tests.kit.random_episodes import LIMITS, random_episodes
 
 SLOT = Slot(group_id=0, prompt_index=0, start_version=0)

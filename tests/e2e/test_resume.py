@@ -20,6 +20,7 @@ from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, re
 from async_rl.storage.log_ratios import FOLDER
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.tiny_model import character_tokenizer
+from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
@@ -27,9 +28,7 @@ Start = Callable[..., MarkedCommand]
 
 
 def records(run_dir: Path) -> dict[int, dict[str, Any]]:
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {r["step"]: r for r in map(json.loads, lines) if "policy/loss" in r}
+    return {record["step"]: record for record in logged(run_dir) if "policy/loss" in record}
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:

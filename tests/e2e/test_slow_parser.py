@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.marked_command import MarkedCommand, wait_until
 from rollout_server.episodes.conversation.reply_reader import ServerParser
-from tests.kit.tool_model import save_tool_model
+from tests.kit.models import save_tool_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -19,7 +19,9 @@ from async_rl.weights.server_admin import ServerAdmin
 from rollout_server.engines.base import SampledReply, open_engine
 from tests.extensions.engine import COUNTING
 from tests.extensions.transport import NewFolderPublisher
-from tests.kit.engines.hf import config_for, recomputed_logprobs, request_for, sharp_model
+from tests.kit.configs import config_for
+from tests.kit.engines.replies import recomputed_logprobs, request_for
+from tests.kit.models import sharp_model
 
 ENGINE = "tests.extensions.engine:COUNTING"
 TRANSPORT = "tests.extensions.transport:NEW_FOLDERS"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
 from learner.models.tiny_model import character_tokenizer
-
-Note = Callable[..., None]
-OPEN = {"float32": (1e-3, 1e-2), "bfloat16": (0.05, 0.3)}
-"""Largest mean and p99 of |difference of logprobs| between two ways to compute them, by compute type."""
+from tests.kit.learner.served_batches import Note
 
 
 @pytest.fixture(scope="session")

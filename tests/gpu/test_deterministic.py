@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,10 @@ import torch
 
 from async_rl.config import Config, EvalConfig, LoggingConfig, RunConfig, StalenessConfig
 from rollout_server.engines.base import SampledReply
-from tests.conftest import EngineInThread
-from tests.gpu.conftest import Note
-from tests.kit.engines.hf import request_for, same_replies
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import request_for, same_replies
+from tests.kit.learner.served_batches import Note
+from tests.kit.runs import logged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
@@ -65,8 +65,7 @@ def test_two_runs_at_staleness_zero_train_on_the_same_answers(
             staleness=StalenessConfig(max=0), logging=LoggingConfig(wandb="disabled"),
             algorithm=dataclasses.replace(deterministic.algorithm, filter_zero_variance=False),
         ))
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        steps = [record for record in map(json.loads, lines) if "reward/mean" in record]
+        steps = [record for record in logged(tmp_path / name) if "reward/mean" in record]
         series.append([(record["reward/mean"], record["policy/grad_norm"]) for record in steps])
     first, second = map(np.array, series)
     assert first[0, 0] == second[0, 0]

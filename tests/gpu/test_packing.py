@@ -16,9 +16,8 @@ from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
 from rollout_server.engines.base import SampledReply
-from tests.gpu.conftest import OPEN, Note
-from tests.kit.engines.hf import request_for
-from tests.kit.learner.served_batches import batch_of, learner_logprobs, with_dtype
+from tests.kit.engines.replies import request_for
+from tests.kit.learner.served_batches import OPEN, Note, batch_of, learner_logprobs, with_dtype
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -20,12 +20,11 @@ from async_rl.weights.base import serving_dtype
 from learner.models.policy import full_parameters
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from tests.conftest import EngineInThread
-from tests.gpu.conftest import OPEN, Note
-from tests.kit.engines.hf import request_for
-from tests.kit.engines.sglang import load_model
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import request_for
 from tests.kit.engines.tags import check_tags
-from tests.kit.learner.served_batches import behaviour_logprobs, generated, learner_logprobs, with_dtype
+from tests.kit.learner.served_batches import OPEN, Note, behaviour_logprobs, generated, learner_logprobs, with_dtype
+from tests.kit.models import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3

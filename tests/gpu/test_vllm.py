@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config, ModelConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from rollout_server.engines.base import SampledReply
-from tests.conftest import EngineInThread
-from tests.kit.engines.hf import request_for
+from tests.kit.configs import vllm_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import request_for
 from tests.kit.engines.tags import check_tags
-from tests.kit.engines.vllm import START_S, needs_vllm, vllm_config
+from tests.kit.engines.vllm import START_S, needs_vllm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3

@@ -28,7 +28,7 @@ from rollout_server.rewards.base import open_reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
-from tests.conftest import EngineInThread
+from tests.kit.engines.in_thread import EngineInThread
 
 
 @dataclass

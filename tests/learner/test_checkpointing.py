@@ -34,8 +34,7 @@ from learner.eval_schedule import EvalSchedule
 from learner.learner import Learner
 from learner.updater import Updater
 from tests.kit.learner.batches import make_batch, make_config
-from tests.kit.learner.fakes import FakePublisher
-from tests.learner.test_learner import open_learner, pushed_bytes
+from tests.kit.learner.fakes import FakePublisher, open_learner, pushed_bytes
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from learner.packing.plan import Layout
 from learner.updater import Updater
 from tests.kit.learner.batches import make_batch, make_config
 from tests.kit.learner.rank_process import measure_roles
-from tests.learner.test_updater import reference_logprobs
+from tests.kit.learner.updates import reference_logprobs
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.updater import Updater
 from tests.kit.learner.batches import make_batch, make_config
-from tests.learner.test_updater import reference_logprobs, values_of, weights_of
+from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
 
 CPU = torch.device("cpu")
 LEARNER = LearnerConfig(prompts_per_step=3, lr=3e-2, max_tokens_per_microbatch=40)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -27,14 +26,13 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
-from async_rl.messages.reports import EvaluationDue, LearnerReport, StepDone, TrainingEnded
+from async_rl.messages.reports import EvaluationDue, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import learner as learner_module
-from learner.learner import Learner
 from tests.kit.learner.batches import make_batch, make_config
-from tests.kit.learner.fakes import FakeClient, FakePublisher
+from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes
 
 METRICS = {
     "batch/episodes", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
@@ -47,19 +45,6 @@ METRICS = {
     "response/length_mean", "response/length_max", "response/truncated_fraction", "time/step_s", "time/wait_data_s",
     "time/train_s", "time/sync_s", "buffer/depth",
 }  # fmt: skip
-
-
-def pushed_bytes(report: LearnerReport) -> list[float]:
-    """Bytes of each push that the report tells of."""
-    assert isinstance(report, StepDone | TrainingEnded)
-    return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
-
-
-def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
-    listener = socket.create_server(("127.0.0.1", 0))
-    return Learner(
-        make_config(path, **overrides), 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener
-    )
 
 
 def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folder(

@@ -16,9 +16,8 @@ from learner.learner import Learner
 from learner.log_ratios import LogRatioRecorder
 from learner.updater import Updater
 from tests.kit.learner.batches import make_batch, make_config
-from tests.kit.learner.fakes import FakePublisher
-from tests.learner.test_learner import open_learner
-from tests.learner.test_updater import reference_logprobs
+from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.updates import reference_logprobs
 
 
 def record(path: Path, tmp_path: Path, batch: Batch, algorithm: AlgorithmConfig) -> None:

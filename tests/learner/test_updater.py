@@ -30,27 +30,13 @@ from async_rl.config import (
     StalenessConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch
-from learner.models.policy import full_parameters
 from learner.updater import Updater
-from tests.kit.learner.batches import VOCAB, make_batch, make_config, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_config, make_group, make_row
+from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
+from tests.kit.models import VOCAB
 
 CPU = torch.device("cpu")
-
-
-def values_of(metrics: list[Metric]) -> dict[str, float]:
-    return {metric.key: metric.value for metric in metrics}
-
-
-def weights_of(updater: Updater) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in full_parameters(updater.policy, torch.float32)}
-
-
-def reference_logprobs(lm: Any, prompt: np.ndarray, row: np.ndarray, temperature: float) -> Tensor:
-    ids = torch.tensor([[*prompt.tolist(), *row.tolist()]])
-    logits = lm(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1)[torch.arange(len(row)), torch.tensor(row.tolist())]
 
 
 def reference_step(lm: Any, optimizer: torch.optim.Optimizer, batch: Batch, proximal: list[Tensor]) -> float:

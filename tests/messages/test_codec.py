@@ -13,26 +13,13 @@ from hypothesis import strategies as st
 from async_rl.errors import WireError
 from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
 from async_rl.messages.limits import Limits
-from async_rl.types import Group, Row, Slot
-from tests.kit.groups import make_group, make_row
+from async_rl.types import Row, Slot
+from tests.kit.groups import assert_same, make_group, make_row
 
 LIMITS = Limits(
     group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
 )
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
-
-
-def assert_same(a: Group, b: Group) -> None:
-    for field in dataclasses.fields(Group):
-        if field.name not in ("prompt_tokens", "rows"):
-            assert getattr(a, field.name) == getattr(b, field.name), field.name
-    np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
-    assert len(a.rows) == len(b.rows)
-    for left, right in zip(a.rows, b.rows, strict=True):
-        for field in dataclasses.fields(Row):
-            x, y = getattr(left, field.name), getattr(right, field.name)
-            np.testing.assert_array_equal(x, y)
-            assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
 
 
 @given(

@@ -17,9 +17,9 @@ from async_rl.errors import WireError
 from async_rl.messages.codec import check_group, decode_group, encode_group
 from async_rl.messages.limits import Limits
 from async_rl.types import EpisodeFacts, Group, Row, Slot
-from tests.kit.groups import make_config, make_group, make_row
+from tests.kit.configs import make_config
+from tests.kit.groups import assert_same, make_group, make_row
 from tests.kit.random_episodes import LIMITS, random_episodes
-from tests.messages.test_codec import assert_same
 
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
 

@@ -21,10 +21,11 @@ from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
-from tests.docs.test_readme import DOCUMENTS, blocks
-from tests.kit.episodes.envs_and_agents import TalkingEngine
+from tests.kit.configs import config_of
+from tests.kit.documents import DOCUMENTS, blocks
+from tests.kit.engines.fakes import TOKENIZER, TalkingEngine
 from tests.kit.models import save_tiny_model
-from tests.rollout_server.test_worker import TOKENIZER, config_of, rolled_out
+from tests.kit.worker import rolled_out
 
 QUESTIONS = ["a", "too long " * 20, "b", "fails", "c", "fails at times", "d"]
 LONG, FAILS, FAILS_AT_TIMES = 1, 3, 5

@@ -10,7 +10,7 @@ from async_rl.telemetry.metrics import reduce_metrics
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode
-from tests.rollout_server.episodes.test_env_runner import MORE, Scripted, played
+from tests.kit.episodes.scripted_env import MORE, Scripted, played
 
 CONFIG = Config(model=ModelConfig(path="none"), task=TaskConfig(env="my_env:MyEnv"))
 

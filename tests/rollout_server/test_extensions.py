@@ -12,8 +12,10 @@ from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.errors import ConfigError
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import Task, open_task
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.models import save_tiny_model
-from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, rolled_out
+from tests.kit.worker import rolled_out
 
 TASK = {"name": "tests.extensions.task:Additions", "max_prompt_tokens": 40}
 REWARD = {"reward": "tests.extensions.reward:answer_length"}

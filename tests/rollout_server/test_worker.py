@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,155 +11,20 @@ import pytest
 
 from async_rl.config import (
     AlgorithmConfig,
-    BufferConfig,
-    Config,
-    EvalConfig,
-    LearnerConfig,
-    ModelConfig,
-    RolloutConfig,
-    TaskConfig,
     TimeoutsConfig,
 )
 from async_rl.errors import RewardError
-from async_rl.messages.reports import WorkerReport
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
-from async_rl.types import Batch
-from buffer.client import LearnerClient
-from buffer.server import BufferServer
-from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply
+from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.question import Question
-from rollout_server.rewards.base import Reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.models import save_tiny_model
-
-TOKENIZER = character_tokenizer()
-SCORED = 0.25
-
-
-def config_of(path: str = "none", *, staleness: int = 0, steps: int = 100, **changes: Any) -> Config:
-    config = Config(
-        model=ModelConfig(path=path),
-        task=TaskConfig(name="reasoning_gym/spell_backward", size=50, max_prompt_tokens=64, max_failures=5),
-        rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8),
-        algorithm=AlgorithmConfig(filter_zero_variance=False), buffer=BufferConfig(journal=False),
-        learner=LearnerConfig(prompts_per_step=4), eval=EvalConfig(size=6, samples=2),
-        timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, work_s=20, shutdown_s=5),
-    )
-    config = replace(
-        config, staleness=replace(config.staleness, max=staleness), run=replace(config.run, steps=steps)
-    )
-    return replace(config, **changes)
-
-
-class EchoEngine:
-    """Answers every request with the right answer, labelled with the request's start version."""
-
-    url, vocab_size = "", len(TOKENIZER)
-
-    def __init__(self) -> None:
-        self.requests: list[GenerationRequest] = []
-
-    async def start(self) -> None: ...
-
-    async def aclose(self) -> None: ...
-
-    async def load(self) -> Load:
-        return Load(running=3, slots=12)
-
-    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
-        self.requests.append(request)
-        await asyncio.sleep(0.002)
-        tokens = TOKENIZER(request.prompt.question.ground_truth + "<eos>")["input_ids"][: request.max_tokens]
-        length = len(tokens)
-        return [
-            SampledReply(
-                tokens=np.array(tokens, np.int32), logprobs=np.full(length, -0.5, np.float32),
-                versions=np.full(length, request.start_version, np.int32), finish_reason="stop",
-            )
-        ] * request.n
-
-
-@contextlib.contextmanager
-def running_buffer(config: Config) -> Iterator[BufferServer]:
-    server, stop = BufferServer(config), threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        stop.set()
-        thread.join()
-        server.close()
-
-
-def rolled_out(
-    config: Config, engine: Any, reward: Reward, steps: int = 1,
-    beside: Callable[[Worker], Awaitable[Any]] | None = None,
-) -> tuple[list[Batch], list[WorkerReport], BufferServer, Any]:
-    """Run a worker beside a learner that only counts versions, for `steps` batches."""
-
-    async def run(server: BufferServer) -> tuple[list[Batch], list[WorkerReport], Any]:
-        await engine.start()
-        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER)
-        worker = Worker(config, player, server.address)
-        reports: list[WorkerReport] = []
-
-        async def collect() -> None:
-            async for report in worker.run():
-                reports.append(report)
-
-        collecting = asyncio.create_task(collect())
-        loop = asyncio.get_running_loop()
-
-        def push(version: int) -> None:
-            if isinstance(engine, HFEngine):
-                asyncio.run_coroutine_threadsafe(engine.load_weights({}, version), loop).result(5)
-
-        learning = asyncio.create_task(asyncio.to_thread(learn, server.address, config, steps, push))
-        try:
-            await asyncio.wait((collecting, learning), return_when=asyncio.FIRST_COMPLETED)
-            if collecting.done():
-                collecting.result()
-            extra = await beside(worker) if beside else None
-            batches = await learning
-        finally:
-            await worker.stop()
-            await asyncio.gather(collecting, return_exceptions=True)
-            await engine.aclose()
-        return batches, reports, extra
-
-    with running_buffer(config) as server:
-        batches, reports, extra = asyncio.run(asyncio.wait_for(run(server), 60))
-    return batches, reports, server, extra
-
-
-def learn(address: str, config: Config, steps: int, push: Callable[[int], None]) -> list[Batch]:
-    client = LearnerClient(address, config.timeouts)
-    try:
-        client.served(0)
-        batches = []
-        for version in range(steps):
-            batches.append(client.take(version))
-            client.trained(version + 1)
-            push(version + 1)
-            client.served(version + 1)
-        return batches
-    finally:
-        client.close()
-
-
-def kind_of(question: Question) -> int:
-    """One of five kinds of questions, 0..4."""
-    return sum(map(ord, question.ground_truth)) % 5
-
-
-def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
-    return reduce_metrics(metric for report in reports for metric in report.metrics)
+from tests.kit.worker import SCORED, kind_of, metric_values, rolled_out
 
 
 def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> None:

@@ -13,10 +13,11 @@ from async_rl.config import Config, TaskConfig
 from async_rl.errors import RewardError
 from async_rl.telemetry.status import Status
 from rollout_server.worker import Worker
-from tests.kit.episodes.envs_and_agents import TalkingEngine
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import TalkingEngine
+from tests.kit.episodes.envs_and_agents import CASES, no_reward
 from tests.kit.models import save_tiny_model
-from tests.rollout_server.test_worker import config_of, metric_values, rolled_out
-from tests.rollout_server.test_worker_episodes import CASES, no_reward
+from tests.kit.worker import metric_values, rolled_out
 
 
 def config_for(agent: str, folder: Path, **changes: Any) -> Config:

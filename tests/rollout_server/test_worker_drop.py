@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from async_rl.config import StalenessConfig
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from tests.rollout_server.test_worker import SCORED, EchoEngine, config_of, rolled_out
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import EchoEngine
+from tests.kit.worker import SCORED, rolled_out
 
 
 class SlowOnceEngine(EchoEngine):

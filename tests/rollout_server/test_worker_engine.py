@@ -9,7 +9,9 @@ import pytest
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from tests.rollout_server.test_worker import EchoEngine, config_of, rolled_out
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import EchoEngine
+from tests.kit.worker import rolled_out
 
 
 def test_an_engine_that_dies_ends_the_run_with_its_error() -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +21,14 @@ from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
-from tests.kit.episodes.envs_and_agents import TalkingEngine, follow
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import TOKENIZER, TalkingEngine, follow
+from tests.kit.episodes.envs_and_agents import CASES, no_reward
 from tests.kit.models import save_tiny_model
-from tests.rollout_server.test_worker import TOKENIZER, config_of, metric_values, rolled_out, running_buffer
+from tests.kit.worker import metric_values, rolled_out
 
 CHAIN = "rollout_server.episodes.environments.chain:Chain"
-CASES = "tests.kit.episodes.envs_and_agents"
-
-
-def no_reward(*_: Any) -> float:
-    raise AssertionError("the environment gives the rewards")
 
 
 @pytest.fixture
@@ -202,6 +199,6 @@ def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
         await asyncio.gather(collecting, return_exceptions=True)
         await learning
 
-    with running_buffer(config) as server:
+    with serving(config) as server:
         asyncio.run(asyncio.wait_for(run(server.address), 60))
     assert seen == {"running": 0, "begun": 0, "of two versions": 0}

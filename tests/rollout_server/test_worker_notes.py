@@ -9,7 +9,9 @@ from typing import Any
 from async_rl.config import TaskConfig
 from rollout_server.question import Question
 from rollout_server.rewards.base import Reward
-from tests.rollout_server.test_worker import EchoEngine, config_of, kind_of, rolled_out
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import EchoEngine
+from tests.kit.worker import kind_of, rolled_out
 
 
 def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:

@@ -20,7 +20,9 @@ from rollout_server.rewards import math_checker, rules
 from rollout_server.rewards.base import open_reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, metric_values, rolled_out
+from tests.kit.configs import config_of
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+from tests.kit.worker import metric_values, rolled_out
 
 pytestmark = pytest.mark.processes
 

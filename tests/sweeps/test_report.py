@@ -19,6 +19,7 @@ from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import Run, Setting, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
+from tests.kit.runs import logged
 from tests.kit.sweeps import base_yaml, make_run
 
 
@@ -240,7 +241,7 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(run)
     for line in lines:
         if line["step"] == 10 and "eval/accuracy" in line:
             line["eval/newest_version"] = 13.0

@@ -12,8 +12,8 @@ import pytest
 
 from async_rl.view.pages import MISSING, duration
 from buffer.journal.journal import FILE_NAME
+from tests.kit.view.client import Client
 from tests.kit.view.run_dirs import CHAT_PROMPT, HOSTILE, JournalWriter, append_step, make_chat, make_group, make_run
-from tests.view.conftest import Client
 
 PAGES = ["/run/overview", "/run/overlap", "/run/groups", "/run/groups/1", "/run/staleness", "/run/overview/live"]
 

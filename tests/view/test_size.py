@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.journal.journal import FILE_NAME
+from tests.kit.view.client import Client
 from tests.kit.view.run_dirs import JournalWriter, make_group, make_run
-from tests.view.conftest import Client
 
 GROUPS = 10_000
 ADDRESSES = (

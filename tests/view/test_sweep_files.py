@@ -10,8 +10,8 @@ import pytest
 from async_rl.view.library import Library
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.sweeps import make_sweep
+from tests.kit.view.client import Client
 from tests.kit.view.run_dirs import make_run
-from tests.view.conftest import Client
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMITTED = RESULTS / "sweep_cpu"

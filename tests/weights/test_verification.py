@@ -16,7 +16,8 @@ from async_rl.errors import WeightSyncError
 from async_rl.weights import open_publisher
 from learner.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
-from tests.kit.engines.hf import config_for, with_engine
+from tests.kit.configs import config_for
+from tests.kit.engines.replies import with_engine
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 

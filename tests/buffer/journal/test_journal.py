@@ -6,17 +6,14 @@ import contextlib
 import dataclasses
 import re
 import sqlite3
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from async_rl.cli import main
-from async_rl.config import BufferConfig, CheckpointConfig, Config, ModelConfig, NetworkConfig, RunConfig, TaskConfig
+from async_rl.config import BufferConfig, CheckpointConfig, Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.config.loading import dump_config
 from async_rl.errors import AsyncRLError
 from async_rl.types import Batch, Slot
@@ -28,47 +25,10 @@ from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
-from tests.buffer.test_refusals import ask
-from tests.docs.test_readme import DOCUMENTS, blocks
-from tests.kit.buffer.clients import TIMEOUTS, run_pipeline, with_worker
-from tests.kit.groups import make_config, make_group, serving
-
-
-def journalled(folder: Path, keep_steps: int = 20, port: int = 0, **sizes: int) -> Config:
-    return dataclasses.replace(
-        make_config(**{"max_staleness": 1, **sizes}),
-        run=RunConfig(name="run", dir=str(folder)),
-        buffer=BufferConfig(journal_keep_steps=keep_steps),
-        checkpoint=CheckpointConfig(every_steps=0),
-        network=NetworkConfig(port=port),
-    )
-
-
-def select(config: Config, query: str) -> list[tuple[Any, ...]]:
-    with contextlib.closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
-        return database.execute(query).fetchall()
-
-
-@contextlib.contextmanager
-def serving_until_a_crash(config: Config) -> Iterator[BufferServer]:
-    """Serve, and end as when the process is killed: without a last commit to the journal."""
-    server = BufferServer(config)
-    stop = threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        stop.set()
-        thread.join(10)
-        server._socket.close()
-        assert server._journal
-        server._journal._db.close()
-        server._journal._files.close()
-
-
-def same_port(config: Config, server: BufferServer) -> Config:
-    return dataclasses.replace(config, network=NetworkConfig(port=int(server.address.rpartition(":")[2])))
+from tests.kit.buffer.clients import TIMEOUTS, ask, run_pipeline, with_worker
+from tests.kit.buffer.journal import documented_queries, journalled, same_port, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.groups import make_group
 
 
 async def put_six(worker: WorkerClient) -> None:
@@ -166,10 +126,6 @@ def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_pat
         kept = {group_id for (group_id,) in select(fresh, "SELECT group_id FROM payloads")}
         kept_at_the_end.append({group.group_id for group in batches[0].groups} <= kept)
     assert kept_at_the_end == [True, False]
-
-
-def documented_queries() -> list[str]:
-    return blocks(DOCUMENTS["docs/run-directory.md"], "sql")
 
 
 def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path) -> None:

@@ -23,17 +23,11 @@ from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
-from tests.buffer.journal.test_journal import (
-    documented_queries,
-    journalled,
-    same_port,
-    select,
-    serving_until_a_crash,
-)
 from tests.kit.buffer.clients import run_pipeline
-from tests.kit.groups import record_arrival, serving
+from tests.kit.buffer.journal import documented_queries, journalled, record_arrival, same_port, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.groups import assert_same
 from tests.kit.random_episodes import LIMITS, random_episodes
-from tests.messages.test_codec import assert_same
 
 
 def with_episodes(folder: Path, **sizes: int) -> Config:

@@ -21,7 +21,8 @@ from buffer.protocol.keys import check_keys, new_keys, own_keys
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
-from tests.kit.groups import make_config, serving
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import make_config
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Helpers that run clients: one call of a worker, or a whole run."""
+"""Clients of a buffer: one message, one worker, or all of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+import msgpack
 import numpy as np
+import zmq
 
 from async_rl.config import Config, TimeoutsConfig
+from async_rl.messages.codec import encode_group
 from async_rl.types import Batch, Group, Slot
 from buffer.client import LearnerClient, WorkerClient
-from buffer.protocol.wire import decode_batch
+from buffer.protocol.wire import decode_batch, pack_request
 from buffer.server import BufferServer
 from tests.kit.groups import make_group, make_row
 
 TIMEOUTS = TimeoutsConfig(wire_s=5.0, work_s=20.0)
 QUICK = dataclasses.replace(TIMEOUTS, wire_s=1.0)
+FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
 
 
 def with_worker(
@@ -124,3 +128,15 @@ def run_pipeline(
     return batches
 
 
+def ask(address: str, frames: list[bytes]) -> dict[str, Any]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        socket.send_multipart(frames)
+        assert socket.poll(5000), "no answer"
+        reply: dict[str, Any] = msgpack.unpackb(socket.recv_multipart()[0])
+        return reply
+
+
+def put_frames(slot: Slot, worker: str = "rollout/0", **changes: Any) -> list[bytes]:
+    return [pack_request("put", 77, worker=worker), encode_group(make_group(slot, **changes))]

@@ -23,7 +23,7 @@ from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
-from tests.kit.groups import make_arrival
+from tests.kit.buffer.arrivals import make_arrival
 
 WORKERS = ("rollout/0", "rollout/1")
 EVERYTHING = 10**6

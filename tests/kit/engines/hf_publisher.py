@@ -10,7 +10,8 @@ import torch
 
 from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance
-from tests.kit.engines.hf import config_for, sharp_model
+from tests.kit.configs import config_for
+from tests.kit.models import sharp_model
 
 
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:

@@ -11,8 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from async_rl.types import FloatArray, IntArray
 from rollout_server.engines.base import SampledReply
+from tests.kit.engines.replies import TOLERANCE, from_scratch
 
-TOLERANCE = 1e-4
 TOLD_APART = 0.05
 """The least error of some logprob of a segment under another version's weights."""
 MIN_TOKENS = 5
@@ -23,11 +23,6 @@ def segments(versions: IntArray) -> list[tuple[int, int, int]]:
     """(version, first token, end) of each run of equal versions."""
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [(int(versions[a]), a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def from_scratch(model: PreTrainedModel, prompt: IntArray, reply: IntArray, temperature: float) -> FloatArray:
-    """Logprobs [T] under one version's weights, with all KV computed by them."""
-    return _continue(model, DynamicCache(), np.concatenate([prompt, reply[:-1]]), reply, temperature)
 
 
 def over_mixed_kv(

@@ -10,8 +10,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from rollout_server.engines.base import Engine, GenerationRequest, SampledReply
-from tests.kit.engines.hf import request_for
-from tests.kit.engines.tags import from_scratch, segments
+from tests.kit.engines.replies import from_scratch, request_for
+from tests.kit.engines.tags import segments
 
 Played = list[tuple[GenerationRequest, SampledReply]]
 OBSERVED = np.arange(10, 17, dtype=np.int32)

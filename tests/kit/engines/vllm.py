@@ -5,34 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig, WeightSyncConfig
+from async_rl.config import Config, WeightSyncConfig
 from async_rl.errors import ConfigError
 from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance, WeightPublisher
 from rollout_server.engines.vllm.vllm_process import server_python
-from tests.conftest import EngineInThread
-from tests.kit.engines.hf import sharp_model
+from tests.kit.configs import vllm_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.models import sharp_model
 
 START_S = 280.0
 VERSIONS = itertools.count(10)
 MODELS: dict[int, PreTrainedModel] = {}
 """The weights that the server was given, by version."""
-
-
-def vllm_config(model: Path, **rollout: Any) -> Config:
-    """Prompts and replies together fit the tiny models' positions exactly."""
-    return Config(
-        model=ModelConfig(path=str(model)),
-        task=TaskConfig(name="reasoning_gym/spell_backward", max_prompt_tokens=512),
-        rollout=RolloutConfig(engine="vllm", max_response_tokens=512, concurrency=32, **rollout),
-        learner=LearnerConfig(prompts_per_step=32),
-    )
 
 
 def needs_vllm() -> None:

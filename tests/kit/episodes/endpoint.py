@@ -14,10 +14,14 @@ from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
+from rollout_server.episodes.tools.tool import Tool
+from tests.kit.episodes.example_tools import add
 from tests.kit.episodes.sessions import scripted
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOKENIZER, ENDS = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+ASK = {"model": "policy", "messages": [user("hi")]}
+ADD = Tool.from_function(add).schema
 Use = Callable[[OpenAIEndpoint, OpenSession], Awaitable[None]]
 
 
@@ -50,6 +54,3 @@ async def post(opened: OpenSession, body: Any, **headers: str) -> tuple[int, dic
         http.post(f"{opened.base_url}/chat/completions", json=body, headers=headers) as reply,
     ):
         return reply.status, await reply.json(), reply.headers
-
-
-ASK = {"model": "policy", "messages": [user("hi")]}

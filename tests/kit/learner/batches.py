@@ -1,4 +1,4 @@
-"""Tiny models, configurations, batches and micro-batches, importable by the processes that tests start."""
+"""Configurations, batches and micro-batches, importable by the processes that tests start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from async_rl.config import (
     AlgorithmConfig,
@@ -25,38 +24,7 @@ from async_rl.config import (
 )
 from async_rl.types import Batch, EpisodeFacts, Group, Row
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
-
-VOCAB = 23
-
-
-def save_tiny_model(path: Path) -> Path:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    return path
-
-
-def save_tiny_reward_model(path: Path, vocab: int = VOCAB, **changes: Any) -> Path:
-    torch.manual_seed(3)
-    shape = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1,
-        "num_key_value_heads": 2, "initializer_range": 0.5, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": None,
-    }  # fmt: skip
-    Qwen2ForSequenceClassification(Qwen2Config(vocab_size=vocab, **shape | changes)).save_pretrained(path)
-    return path
+from tests.kit.models import VOCAB
 
 
 def make_config(path: Path, /, **overrides: Any) -> Config:

@@ -1,18 +1,23 @@
-"""Fakes of the buffer client and of the weight publisher, which record the calls they get."""
+"""Learners whose buffer and servers are fakes, which record the calls they get."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_rl.config import TimeoutsConfig
+from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.base import PushReport, Tolerance
+from learner.learner import Learner
 from learner.server_membership import ServerMembership
+from tests.kit.learner.batches import make_config
 
 
 class FakeClient:
@@ -88,3 +93,16 @@ def until_someone_waits(servers: ServerMembership) -> None:
     while not servers.someone_waits():
         assert time.monotonic() < deadline, "no server has asked to join within a minute"
         time.sleep(0.002)
+
+
+def pushed_bytes(report: LearnerReport) -> list[float]:
+    """Bytes of each push that the report tells of."""
+    assert isinstance(report, StepDone | TrainingEnded)
+    return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
+
+
+def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return Learner(
+        make_config(path, **overrides), 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener
+    )

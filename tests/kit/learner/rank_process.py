@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from async_rl.config import (
@@ -140,3 +141,11 @@ def measure_roles(model: Path, max_tokens: int, sharding: Literal["full", "hybri
     updater = Updater(config, torch.device("cpu"))
     metrics = [{m.key: m.value for m in updater.update(make_batch(seed, seed))} for seed in (0, 1)]
     return {"metrics": metrics, "weights": dict(full_parameters(updater.policy, torch.float32))}
+
+
+def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dict[str, Any]]:
+    """Results of `rank_main` on each rank."""
+    mp.start_processes(
+        rank_main, (ranks, str(out / "store"), str(model), cases, str(out)), nprocs=ranks, start_method="spawn"
+    )
+    return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(ranks)]

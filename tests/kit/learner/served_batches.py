@@ -1,10 +1,9 @@
-"""Rows of a server as a batch, and the learner's logprobs of them."""
+"""Batches of the rows of a server, and the learner's logprobs of them."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,8 +13,12 @@ from async_rl.types import Batch, Group, Row
 from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from tests.conftest import EngineInThread
-from tests.kit.engines.hf import request_for
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import generate, request_for
+
+Note = Callable[..., None]
+OPEN = {"float32": (1e-3, 1e-2), "bfloat16": (0.05, 0.3)}
+"""Largest mean and p99 of |difference of logprobs| between two ways to compute them, by compute type."""
 
 
 def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
@@ -24,11 +27,7 @@ def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
         request_for(index, n=config.rollout.group_size, max_tokens=config.rollout.max_response_tokens)
         for index in range(groups)
     ]
-
-    async def run() -> list[list[SampledReply]]:
-        return list(await asyncio.gather(*map(server.engine.generate, requests)))
-
-    return batch_of(requests, server.run(run(), timeout_s=300.0))
+    return batch_of(requests, generate(server, *requests, timeout_s=300.0))
 
 
 def batch_of(requests: Sequence[GenerationRequest], replies: Sequence[Sequence[SampledReply]]) -> Batch:

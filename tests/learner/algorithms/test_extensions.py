@@ -16,7 +16,7 @@ from learner.algorithms.losses import LossInputs, LossOutput
 from learner.algorithms.objective import Objective
 from learner.updater import Updater
 from tests.kit.learner.batches import make_batch, make_config
-from tests.learner.test_updater import reference_logprobs, values_of
+from tests.kit.learner.updates import reference_logprobs, values_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 OUTSIDE = [

@@ -15,7 +15,7 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.models.reference import Reference
 from learner.updater import Updater
 from tests.kit.learner.batches import make_batch, make_config
-from tests.learner.test_updater import reference_logprobs
+from tests.kit.learner.updates import reference_logprobs
 
 CPU = torch.device("cpu")
 

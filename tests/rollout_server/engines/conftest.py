@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import EngineInThread, with_keys
-from tests.kit.engines.hf import save_sharp_model
-from tests.kit.engines.vllm import START_S, needs_vllm, vllm_config
+from tests.kit.configs import vllm_config, with_keys
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.vllm import START_S, needs_vllm
+from tests.kit.models import save_sharp_model
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,10 @@ from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.base import Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
-from tests.kit.engines.hf import (
-    TOLERANCE,
-    config_for,
-    recomputed_logprobs,
-    request_for,
-    same_replies,
-    save_sharp_model,
-    sharp_model,
-    with_engine,
-)
+from tests.kit.configs import config_for
+from tests.kit.engines.replies import TOLERANCE, recomputed_logprobs, request_for, same_replies, with_engine
 from tests.kit.engines.tags import check_tags
+from tests.kit.models import save_sharp_model, sharp_model
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,10 @@ import torch
 
 from async_rl.network import authorization
 from rollout_server.engines.hf.engine import HFEngine
-from tests.conftest import with_keys
-from tests.kit.engines.hf import (
-    config_for,
-    recomputed_logprobs,
-    request_for,
-    save_sharp_model,
-    sharp_model,
-    with_engine,
-)
+from tests.kit.configs import config_for, with_keys
+from tests.kit.engines.replies import recomputed_logprobs, request_for, with_engine
 from tests.kit.engines.strangers import answered, status_of
+from tests.kit.models import save_sharp_model, sharp_model
 
 pytestmark = pytest.mark.processes
 

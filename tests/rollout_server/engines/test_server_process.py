@@ -17,7 +17,7 @@ import pytest
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
-from tests.kit.engines.hf import config_for
+from tests.kit.configs import config_for
 
 SERVER = """
 import sys

@@ -31,7 +31,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
 from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
-from tests.kit.engines.hf import request_for
+from tests.kit.engines.replies import request_for
 
 MODEL = SimpleNamespace(
     max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -21,12 +21,14 @@ from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from tests.conftest import EngineInThread, sglang_config
-from tests.kit.engines.hf import request_for, sharp_model
-from tests.kit.engines.sglang import TOLERANCE, generate, largest_error, load_model, update_in_place
+from tests.kit.configs import sglang_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.sglang import update_in_place
 from tests.kit.engines.tags import check_tags
 from tests.kit.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
 from tests.kit.learner.exported import train_and_export
+from tests.kit.models import load_model, sharp_model
 
 pytestmark = pytest.mark.e2e
 

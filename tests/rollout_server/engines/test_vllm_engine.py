@@ -16,18 +16,12 @@ from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
-from tests.conftest import EngineInThread
-from tests.kit.engines.hf import request_for
-from tests.kit.engines.sglang import TOLERANCE, generate, largest_error, load_model
+from tests.kit.configs import vllm_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
 from tests.kit.engines.strangers import answered, listed_routes
-from tests.kit.engines.vllm import (
-    MODELS,
-    START_S,
-    needs_vllm,
-    push,
-    pushing,
-    vllm_config,
-)
+from tests.kit.engines.vllm import MODELS, START_S, needs_vllm, push, pushing
+from tests.kit.models import load_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 

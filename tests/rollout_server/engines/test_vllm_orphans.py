@@ -15,11 +15,11 @@ import pytest
 
 from async_rl.errors import ProcessDiedError, WeightSyncError
 from rollout_server.engines.vllm.admin import VLLMAdmin
-from tests.conftest import EngineInThread
-from tests.kit.engines.hf import request_for
-from tests.kit.engines.sglang import generate
-from tests.kit.engines.vllm import START_S, needs_vllm, vllm_config
-from tests.rollout_server.engines.test_sglang_orphans import ROOT, running_in, wait_until
+from tests.kit.configs import vllm_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.orphans import ROOT, running_in, wait_until
+from tests.kit.engines.replies import generate, request_for
+from tests.kit.engines.vllm import START_S, needs_vllm
 
 PARENT = """
 import asyncio, sys

@@ -39,7 +39,8 @@ from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors,
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
 from rollout_server.engines.vllm.share_bucket import share_bucket
 from rollout_server.engines.vllm.vllm_process import server_environment, server_python
-from tests.kit.engines.hf import request_for, save_sharp_model, sharp_model
+from tests.kit.engines.replies import request_for
+from tests.kit.models import save_sharp_model, sharp_model
 
 MODEL = SimpleNamespace(
     max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

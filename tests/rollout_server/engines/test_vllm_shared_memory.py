@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import WeightSyncConfig
-from tests.conftest import EngineInThread
-from tests.kit.engines.hf import request_for
-from tests.kit.engines.sglang import TOLERANCE, generate, largest_error
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
 from tests.kit.engines.vllm import MODELS, push
 
 

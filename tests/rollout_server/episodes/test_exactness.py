@@ -28,8 +28,10 @@ from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.engine_sampler import GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.single_turn import SingleTurnPlayer
-from tests.conftest import EngineInThread, sglang_config
-from tests.kit.engines.hf import config_for, save_sharp_model, with_engine
+from tests.kit.configs import config_for, sglang_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import with_engine
+from tests.kit.models import save_sharp_model
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOLERANCE = 1e-4

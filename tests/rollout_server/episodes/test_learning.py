@@ -28,7 +28,7 @@ from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.demonstrations import OracleSession
 from rollout_server.episodes.players.engine_sampler import GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
-from tests.kit.engines.hf import config_for
+from tests.kit.configs import config_for
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -23,7 +23,7 @@ from rollout_server.episodes.conversation.reply_reader import (
     open_parser,
 )
 from rollout_server.episodes.conversation.session import Session, SessionLimits
-from tests.conftest import EngineInThread
+from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.episodes.sessions import completion
 from tests.kit.tokenizers import end_tokens, template, tokenizer_of
 

@@ -116,11 +116,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def running_sglang(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
-    from tests.kit.configs import sglang_config, with_keys
+    from tests.kit.configs import server_config, with_keys
     from tests.kit.engines.in_thread import EngineInThread
 
     folder = tmp_path_factory.mktemp("logs")
-    server = EngineInThread(with_keys(sglang_config(model_folder), folder / "keys"), folder)
+    server = EngineInThread(with_keys(server_config("sglang", model_folder), folder / "keys"), folder)
     server.run(server.engine.start())
     yield server
     server.close()

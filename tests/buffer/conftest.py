@@ -8,12 +8,12 @@ from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import TIMEOUTS
 from tests.kit.buffer.serving import serving
-from tests.kit.configs import make_config
+from tests.kit.configs import buffer_config
 
 
 @pytest.fixture
 def buffer() -> Iterator[BufferServer]:
-    with serving(make_config(max_staleness=0, prompts_per_step=4)) as server:
+    with serving(buffer_config(prompts_per_step=4)) as server:
         yield server
 
 

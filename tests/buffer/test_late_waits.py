@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker
 from tests.kit.buffer.serving import serving
-from tests.kit.configs import make_config
+from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group
 
 
@@ -60,7 +59,7 @@ def test_only_with_enough_other_groups_does_a_learner_wait_for_late_ones() -> No
 
 def test_the_wait_comes_with_the_batch() -> None:
     """Bound 1, batches of 2: group 0 is late at version 1, for which groups 4 and 5 would be enough."""
-    with serving(replace(make_config(prompts_per_step=2), staleness=StalenessConfig(max=1))) as server:
+    with serving(buffer_config(prompts_per_step=2, staleness=StalenessConfig(max=1))) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
 

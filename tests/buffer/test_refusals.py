@@ -15,7 +15,7 @@ from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import FIRST, TIMEOUTS, ask, put_frames, with_worker
 from tests.kit.buffer.serving import serving
-from tests.kit.configs import make_config
+from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group, make_row
 
 PUT = pack_request("put", 77, worker="rollout/0")
@@ -89,7 +89,7 @@ def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(
 
 
 def test_a_group_is_delivered_by_the_worker_it_was_granted_to() -> None:
-    with serving(make_config(workers=2)) as server:
+    with serving(buffer_config(workers=2)) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
         learner.close()

@@ -23,6 +23,7 @@ from buffer.protocol.wire import pack_request
 from tests.kit.buffer.clients import TIMEOUTS, ask, with_worker
 from tests.kit.buffer.journal import journalled, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
 from tests.kit.groups import make_group, make_row
 
 
@@ -63,7 +64,7 @@ def run_past_its_checkpoint(config: Config) -> Config:
     folder.mkdir(parents=True)
     state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain)
     write_training_state(folder, state)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(config.run_dir)))
+    return changed(config, run={"resume": config.run_dir})
 
 
 def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tmp_path: Path) -> None:

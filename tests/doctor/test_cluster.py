@@ -14,9 +14,9 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from async_rl.cli import main
-from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.doctor.cluster import NodeReport, Probe, compare
 from async_rl.doctor.host import Check
+from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
 FACTS = {
@@ -65,7 +65,7 @@ def test_a_node_that_cannot_answer_is_named() -> None:
 
 
 def test_a_port_that_nobody_serves_is_reported_with_the_reason() -> None:
-    probe = Probe(os.getcwd(), Config(model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum")))
+    probe = Probe(os.getcwd(), make_config())
     address, port = probe.listen()
     with socket.create_server((address, 0)) as closed:
         shut = closed.getsockname()[1]

@@ -15,12 +15,6 @@ import ray
 
 from async_rl.config import (
     Config,
-    LoggingConfig,
-    ModelConfig,
-    PlacementConfig,
-    RolloutPlacement,
-    RunConfig,
-    TaskConfig,
     TimeoutsConfig,
 )
 from async_rl.driver.actor_group import ActorGroup
@@ -34,6 +28,7 @@ from async_rl.messages.reports import EvaluationDone, EvaluationDue, LearnerRepo
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Span
+from tests.kit.configs import make_config
 
 STEPS = 1000
 
@@ -166,11 +161,9 @@ class FakeRun:
 
     def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig) -> None:
         self.folder = folder
-        self.config = Config(
-            model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-            run=RunConfig(name="r", dir=str(folder)), logging=LoggingConfig(wandb="disabled"),
-            placement=PlacementConfig(rollout=RolloutPlacement(servers=servers, max_restarts=1)),
-            timeouts=timeouts,
+        self.config = make_config(
+            run={"name": "r", "dir": folder}, logging={"wandb": "disabled"},
+            placement={"rollout": {"servers": servers, "max_restarts": 1}}, timeouts=timeouts,
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
         for name in ("learner-0", "learner-1", "rollout-0"):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rl.config import Config, LearnerConfig, LoggingConfig, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.config.loading import dump_config
 from async_rl.sweeps.cells import Cell, all_cells, cell_config, make_record, seed_axis, staleness_axis, write_record
 from async_rl.sweeps.simulate import Workload, simulate
 from async_rl.telemetry.timeline import STATES
 from buffer.store_state import GroupAccounting
 from buffer.stored_group import Arrival, StoredGroup
+from tests.kit.configs import make_config
 
 WORKLOAD = Workload(
     concurrency=64, prompts_per_step=16, train_s=0.4, train_cv=0.1, sync_s=0.05, group_mean_s=0.2, load_s=0.02,
@@ -24,10 +24,9 @@ EVAL_EVERY = 10
 
 
 def base_yaml(folder: Path) -> Path:
-    config = Config(
-        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-        rollout=RolloutConfig(concurrency=WORKLOAD.concurrency), logging=LoggingConfig(wandb="disabled"),
-        learner=LearnerConfig(prompts_per_step=WORKLOAD.prompts_per_step),
+    config = make_config(
+        rollout={"concurrency": WORKLOAD.concurrency}, logging={"wandb": "disabled"},
+        learner={"prompts_per_step": WORKLOAD.prompts_per_step},
     )
     path = folder / "base.yaml"
     path.write_text(dump_config(config))

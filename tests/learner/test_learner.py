@@ -31,7 +31,8 @@ from async_rl.storage.checkpoints import list_checkpoints
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import learner as learner_module
-from tests.kit.learner.batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes
 
 METRICS = {
@@ -291,7 +292,7 @@ def test_three_steps_with_the_real_buffer_keep_the_bound_and_its_account(
         "run": RunConfig(steps=3, dir=str(tmp_path)),
         "rollout": RolloutConfig(group_size=4, max_response_tokens=9, temperature=0.8),
     }
-    server = fed_buffer(make_config(tiny_model_path, **overrides))
+    server = fed_buffer(learner_config(tiny_model_path, **overrides))
     reports = list(open_learner(tiny_model_path, server.address, **overrides).run())
     staleness = [{m.key: m.value for m in report.metrics}["staleness/max"] for report in reports]
     assert staleness[0] == 0 and max(staleness) == 1

@@ -17,7 +17,7 @@ from async_rl.errors import WireError
 from async_rl.messages.codec import check_group, decode_group, encode_group
 from async_rl.messages.limits import Limits
 from async_rl.types import EpisodeFacts, Group, Row, Slot
-from tests.kit.configs import make_config
+from tests.kit.configs import buffer_config
 from tests.kit.groups import assert_same, make_group, make_row
 from tests.kit.random_episodes import LIMITS, random_episodes
 
@@ -218,13 +218,13 @@ def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
 
 
 def test_a_run_of_questions_refuses_episodes() -> None:
-    limits = Limits.from_config(make_config())
+    limits = Limits.from_config(buffer_config())
     with pytest.raises(WireError, match="episodes: got a dict of 12, allowed None: an episode of this run is"):
         decode_group(encode_group(random_episodes(SLOT, np.random.default_rng(0))), limits)
 
 
 def test_the_limits_follow_from_the_config() -> None:
-    config = make_config()
+    config = buffer_config()
     assert Limits.from_config(config) == Limits(
         group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
     )

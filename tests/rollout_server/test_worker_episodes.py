@@ -22,7 +22,7 @@ from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.kit.buffer.serving import serving
-from tests.kit.configs import config_of
+from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, TalkingEngine, follow
 from tests.kit.episodes.envs_and_agents import CASES, no_reward
 from tests.kit.models import save_tiny_model
@@ -34,7 +34,7 @@ CHAIN = "rollout_server.episodes.environments.chain:Chain"
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     save_tiny_model("tiny-qwen2", tmp_path, seed=0)
-    config = config_of(str(tmp_path))
+    config = worker_config(tmp_path)
     task = TaskConfig(env=CHAIN, size=50, max_prompt_tokens=16, params={"mean_s": 0.0}, max_failures=5)
     rollout = replace(config.rollout, max_episode_tokens=200, max_turns=32)
     timeouts = TimeoutsConfig(generate_s=20, wire_s=5, work_s=20, shutdown_s=5, turn_s=0.3)
@@ -116,10 +116,7 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_the_cause(config: Config) -> None:
-    broken = replace(
-        config, task=replace(config.task, env=f"{CASES}:AlwaysRaises", params={}),
-        timeouts=replace(config.timeouts, work_s=1),
-    )
+    broken = changed(config, task={"env": f"{CASES}:AlwaysRaises", "params": {}}, timeouts={"work_s": 1})
     with pytest.raises(RewardError, match=r"5 groups in a row failed .* the environment's step raised KeyError"):
         rolled_out(broken, TalkingEngine(follow), no_reward)
 
@@ -128,7 +125,7 @@ def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) 
     task = TaskConfig(
         name="reasoning_gym/spell_backward", agent=f"{CASES}:solve", size=50, max_prompt_tokens=64, max_failures=5
     )
-    config = replace(config, task=task, timeouts=replace(config.timeouts, turn_s=20))
+    config = changed(config, task=task, timeouts={"turn_s": 20})
     engine = TalkingEngine(lambda last, number, n: "xy" if last == "more" else "z")
     (batch,), reports, *_ = rolled_out(config, engine, no_reward)
     for group in batch.groups:
@@ -161,9 +158,9 @@ def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: 
 
 def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
     """Episodes wait most of the time, and the push for them. While it runs the engine gets no request."""
-    config = replace(
+    config = changed(
         config, staleness=StalenessConfig(max=4), weight_sync=WeightSyncConfig(on_update="drain"),
-        task=replace(config.task, params={"mean_s": 0.02}), timeouts=replace(config.timeouts, turn_s=10, episode_s=20),
+        task={"params": {"mean_s": 0.02}}, timeouts={"turn_s": 10, "episode_s": 20},
     )
     engine = TalkingEngine(follow, delay_s=0.01)
     seen: Counter[str] = Counter()

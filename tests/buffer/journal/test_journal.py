@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_rl.cli import main
-from async_rl.config import BufferConfig, CheckpointConfig, Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.config.loading import dump_config
 from async_rl.errors import AsyncRLError
 from async_rl.types import Batch, Slot
@@ -28,6 +28,7 @@ from rollout_server.tasks.base import open_task
 from tests.kit.buffer.clients import TIMEOUTS, ask, run_pipeline, with_worker
 from tests.kit.buffer.journal import documented_queries, journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
 from tests.kit.groups import make_group
 
 
@@ -118,7 +119,7 @@ def test_payloads_of_trained_groups_are_pruned_and_nothing_else_is(tmp_path: Pat
 
 def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_path: Path) -> None:
     """Checkpoint 4 is being written until 8 is due at the latest; a crash before that resumes from 0."""
-    config = dataclasses.replace(journalled(tmp_path, keep_steps=0), checkpoint=CheckpointConfig(every_steps=4))
+    config = changed(journalled(tmp_path, keep_steps=0), checkpoint={"every_steps": 4})
     kept_at_the_end = []
     for steps in (8, 9):
         fresh = dataclasses.replace(config, run=RunConfig(name=f"{steps}", dir=str(tmp_path)))
@@ -199,7 +200,7 @@ def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
 def test_a_run_without_a_journal_says_so_when_asked_for_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = dataclasses.replace(journalled(tmp_path), buffer=BufferConfig(journal=False))
+    config = changed(journalled(tmp_path), buffer={"journal": False})
     trained(config, steps=2)
     assert not (config.run_dir / FILE_NAME).exists()
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
@@ -239,7 +240,7 @@ def test_a_journal_of_another_schema_version_is_refused(
 
 
 def test_groups_that_may_be_used_again_survive_a_crash(tmp_path: Path) -> None:
-    config = dataclasses.replace(journalled(tmp_path), buffer=BufferConfig(max_uses=2, fresh_fraction=0.5))
+    config = changed(journalled(tmp_path), buffer={"max_uses": 2, "fresh_fraction": 0.5})
     with serving_until_a_crash(config) as server:
         run_pipeline(server, config, steps=5, workers=1)
         state = server._store.state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sqlite3
 from collections import Counter, defaultdict
@@ -26,13 +25,14 @@ from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline
 from tests.kit.buffer.journal import documented_queries, journalled, record_arrival, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
 from tests.kit.groups import assert_same
 from tests.kit.random_episodes import LIMITS, random_episodes
 
 
 def with_episodes(folder: Path, **sizes: int) -> Config:
     config = journalled(folder, keep_steps=-1, **sizes)
-    return dataclasses.replace(config, task=dataclasses.replace(config.task, env="my_games:Game"))
+    return changed(config, task={"env": "my_games:Game"})
 
 
 def play(server: BufferServer, config: Config, steps: int) -> list[Batch]:
@@ -175,7 +175,7 @@ def test_episodes_are_exported_with_their_turns(tmp_path: Path) -> None:
 
 def test_turns_are_exported_after_the_tokens_are_gone(tmp_path: Path) -> None:
     config = with_episodes(tmp_path)
-    config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal_keep_steps=0))
+    config = changed(config, buffer={"journal_keep_steps": 0})
     with serving(config) as server:
         (batch,) = play(server, config, steps=1)
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0

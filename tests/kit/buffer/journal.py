@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sqlite3
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import BufferConfig, CheckpointConfig, Config, NetworkConfig, RunConfig
+from async_rl.config import Config
 from async_rl.messages.codec import check_group, encode_group
 from async_rl.messages.limits import Limits
 from async_rl.types import Group
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from buffer.stored_group import Arrival, State, StoredGroup
-from tests.kit.configs import make_config
+from tests.kit.configs import buffer_config, changed
 from tests.kit.documents import DOCUMENTS, blocks
 
 
-def journalled(folder: Path, keep_steps: int = 20, port: int = 0, **sizes: int) -> Config:
-    return dataclasses.replace(
-        make_config(**{"max_staleness": 1, **sizes}),
-        run=RunConfig(name="run", dir=str(folder)),
-        buffer=BufferConfig(journal_keep_steps=keep_steps),
-        checkpoint=CheckpointConfig(every_steps=0),
-        network=NetworkConfig(port=port),
+def journalled(folder: Path, keep_steps: int = 20, **sections: Any) -> Config:
+    """A run whose buffer keeps a journal in folder/run."""
+    return buffer_config(
+        **{"max_staleness": 1, **sections}, run={"name": "run", "dir": folder}, checkpoint={"every_steps": 0},
+        buffer={"journal": True, "journal_keep_steps": keep_steps},
     )
 
 
@@ -35,7 +32,7 @@ def select(config: Config, query: str) -> list[tuple[Any, ...]]:
 
 
 def same_port(config: Config, server: BufferServer) -> Config:
-    return dataclasses.replace(config, network=NetworkConfig(port=int(server.address.rpartition(":")[2])))
+    return changed(config, network={"port": int(server.address.rpartition(":")[2])})
 
 
 def documented_queries() -> list[str]:

@@ -10,15 +10,15 @@ import torch
 
 from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance
-from tests.kit.configs import config_for
+from tests.kit.configs import changed, server_config
 from tests.kit.models import sharp_model
 
 
 def main(transport: str, url: str, folder: str, run_dir: str) -> None:
     """Push the weights of seed 5 as version 3, in several buckets, and verify them."""
-    config = config_for(Path(folder))
+    config = server_config("hf", Path(folder))
     sync = replace(config.weight_sync, transport=transport, bucket_bytes=100_000)
-    config = replace(config, weight_sync=sync, run=replace(config.run, dir=run_dir))
+    config = changed(config, weight_sync=sync, run={"dir": run_dir})
     model = sharp_model("tiny-qwen2", 5).eval()
     publisher = open_publisher(config, [url], 0, torch.device("cpu"))
     publisher.connect()

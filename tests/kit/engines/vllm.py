@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance, WeightPublisher
 from rollout_server.engines.vllm.vllm_process import server_python
-from tests.kit.configs import vllm_config
+from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.models import sharp_model
 
@@ -28,17 +27,15 @@ MODELS: dict[int, PreTrainedModel] = {}
 def needs_vllm() -> None:
     """Skip the test where there is no environment with vLLM."""
     try:
-        server_python(vllm_config(Path("model")))
+        server_python(server_config("vllm", Path("model")))
     except ConfigError as error:
         pytest.skip(str(error))
 
 
 def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str) -> Config:
-    return dataclasses.replace(
-        server.config, run=dataclasses.replace(server.config.run, dir=str(folder)),
-        weight_sync=WeightSyncConfig(
-            on_update=on_update, transport=transport, bucket_bytes=300_000,  # type: ignore[arg-type]
-        ),
+    return changed(
+        server.config, run={"dir": folder},
+        weight_sync=WeightSyncConfig(on_update=on_update, transport=transport, bucket_bytes=300_000),
     )
 
 

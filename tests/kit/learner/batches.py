@@ -1,45 +1,18 @@
-"""Configurations, batches and micro-batches, importable by the processes that tests start."""
+"""Batches and micro-batches, importable by the processes that tests start."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.config import (
-    AlgorithmConfig,
-    BufferConfig,
-    Config,
-    LearnerConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    StalenessConfig,
-    TaskConfig,
-)
 from async_rl.types import Batch, EpisodeFacts, Group, Row
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
 from tests.kit.models import VOCAB
-
-
-def make_config(path: Path, /, **overrides: Any) -> Config:
-    """Overrides are whole components, by name."""
-    components: dict[str, Any] = {
-        "model": ModelConfig(path=str(path)),
-        "task": TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=12),
-        "rollout": RolloutConfig(group_size=4, max_response_tokens=9),
-        "algorithm": AlgorithmConfig(),
-        "buffer": BufferConfig(journal=False),
-        "learner": LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=4096),
-        "staleness": StalenessConfig(max=2),
-        "run": RunConfig(steps=2, dir=str(path.parent / "runs")),
-    }
-    return Config(**components | overrides)
 
 
 def make_row(

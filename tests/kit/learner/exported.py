@@ -13,7 +13,8 @@ from async_rl.storage.checkpoints import TrainingState, checkpoint_folder
 from learner.checkpointing import Checkpointer
 from learner.models.export import export
 from learner.updater import Updater
-from tests.kit.learner.batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
 
 TOKENS = [3, 7, 5, 11, 13, 4, 9]
 
@@ -26,7 +27,7 @@ def train_and_export(model: Path, folder: Path, rank: int) -> list[float]:
     """
     device = torch.device("cpu")
     lora = ModelConfig(path=str(model), lora=LoraConfig(rank=rank))
-    config = make_config(model, model=lora, run=RunConfig(dir=str(folder / "runs")))
+    config = learner_config(model, model=lora, run=RunConfig(dir=str(folder / "runs")))
     updater = Updater(config, device)
     for version in range(3):
         updater.update(make_batch(seed=version, version=version))

@@ -17,7 +17,7 @@ from async_rl.telemetry.timeline import Span
 from async_rl.weights.base import PushReport, Tolerance
 from learner.learner import Learner
 from learner.server_membership import ServerMembership
-from tests.kit.learner.batches import make_config
+from tests.kit.configs import learner_config
 
 
 class FakeClient:
@@ -103,6 +103,5 @@ def pushed_bytes(report: LearnerReport) -> list[float]:
 
 def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
     listener = socket.create_server(("127.0.0.1", 0))
-    return Learner(
-        make_config(path, **overrides), 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener
-    )
+    config = learner_config(path, **overrides)
+    return Learner(config, 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener)

@@ -29,7 +29,8 @@ from learner.algorithms.token_advantages import batch_advantages
 from learner.batch_taking import NoBatch, share_taken
 from learner.models.policy import full_parameters, save_policy
 from learner.updater import Updater
-from tests.kit.learner.batches import make_batch, make_config, make_episode_batch
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch, make_episode_batch
 
 ALGORITHMS = {
     "token_mean": AlgorithmConfig(advantage="gae", whiten=True),
@@ -76,7 +77,7 @@ def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Ca
 
 
 def failed_save(model: Path, rank: int) -> str:
-    policy = Updater(make_config(model), torch.device("cpu")).policy
+    policy = Updater(learner_config(model), torch.device("cpu")).policy
     try:
         save_policy(policy, model, Path("/dev/null/model"), is_writer=rank == 0)
     except OSError as error:
@@ -98,7 +99,7 @@ def measure(
     """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
     learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens, sharding=sharding)
     of_case = {**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm]
-    config = make_config(model, algorithm=of_case, learner=learner, placement=placed(sharding))
+    config = learner_config(model, algorithm=of_case, learner=learner, placement=placed(sharding))
     updater = Updater(config, torch.device("cpu"))
     networks = {"policy": updater.policy.lm}
     if updater.critic is not None:
@@ -127,7 +128,7 @@ def measure(
 
 def measure_roles(model: Path, max_tokens: int, sharding: Literal["full", "hybrid"] = "full") -> dict[str, Any]:
     """All four roles at once, the policy with adapters: metrics of two updates and the weights to push."""
-    config = make_config(
+    config = learner_config(
         model,
         model=ModelConfig(path=str(model), lora=LoraConfig(rank=4)),
         algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -60,7 +59,3 @@ def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
             parts = updater.policy(micro.inputs)[0].split(micro.response.lengths)
         found |= {row: part.float().cpu().numpy() for row, part in zip(micro.rows, parts, strict=True)}
     return np.concatenate([found[row] for row in sorted(found)])
-
-
-def with_dtype(config: Config, dtype: str) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))  # type: ignore[arg-type]

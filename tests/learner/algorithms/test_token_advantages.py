@@ -16,7 +16,8 @@ from learner.algorithms.advantages import gae
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, make_pieces
-from tests.kit.learner.batches import make_config, make_group, make_row
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_group, make_row
 
 TURNS = [True, True, False, False, True, False, True]
 """Two tokens of the assistant, two of the environment, and so on."""
@@ -30,7 +31,7 @@ def multi_turn_batch() -> Batch:
 
 
 def advantages_of(batch: Batch, tmp_path: Path, **algorithm: Any) -> list[list[np.ndarray]]:
-    return batch_advantages(make_config(tmp_path / "none", algorithm=AlgorithmConfig(**algorithm)), batch)
+    return batch_advantages(learner_config(tmp_path / "none", algorithm=AlgorithmConfig(**algorithm)), batch)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"])
@@ -79,7 +80,7 @@ def test_gae_gives_the_reward_at_the_last_assistant_token_and_skips_other_tokens
     zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
     micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
     values, penalty = torch.linspace(0, 1, 14), torch.full((14,), 0.1) * micro.response.trained
-    config = make_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8))
+    config = learner_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8))
     got, returns = critic_advantages(config, gae, micro.response, values, torch.zeros(14), penalty)
     kept = torch.tensor(TURNS)
     for index, reward in enumerate((1.0, 0.0)):

@@ -22,7 +22,8 @@ from async_rl.types import Batch
 from learner.models.reward_model import RewardModel
 from learner.models.tiny_model import character_tokenizer
 from learner.updater import Updater
-from tests.kit.learner.batches import make_batch, make_config, make_episodes, make_group, make_row, make_turns_row
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch, make_episodes, make_group, make_row, make_turns_row
 from tests.kit.models import VOCAB, save_bare_reward_model, save_tiny_model
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ SHAPE: dict[str, Any] = {
 
 
 def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096, **sections: Any) -> RewardModel:
-    config = make_config(
+    config = learner_config(
         policy, **sections,
         reward_model=RewardModelConfig(path=str(reward)),
         learner=LearnerConfig(prompts_per_step=3, max_tokens_per_microbatch=max_tokens),
@@ -148,7 +149,7 @@ def test_a_reward_model_with_another_vocabulary_can_not_read_calls_of_tools(tmp_
     save_bare_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
     tokenizer.save_pretrained(tmp_path / "rm")
     task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"])
-    config = make_config(tmp_path / "policy", task=task, reward_model=RewardModelConfig(path=str(tmp_path / "rm")))
+    config = learner_config(tmp_path / "policy", task=task, reward_model=RewardModelConfig(path=str(tmp_path / "rm")))
     with pytest.raises(ConfigError, match=r"must have the policy's vocabulary with task.tools"):
         RewardModel(config, CPU, torch.float32, init_device_mesh("cpu", (1,)))
 
@@ -167,12 +168,12 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     path = str(save_bare_reward_model(tmp_path / "rm"))
-    config = make_config(tiny_model_path, reward_model=RewardModelConfig(path=path))
+    config = learner_config(tiny_model_path, reward_model=RewardModelConfig(path=path))
     assert not config.drops_zero_variance  # by the rule's rewards, which nothing is trained on
     batch = make_batch()
     scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)
     found = {metric.key: metric.value for metric in Updater(config, CPU).update(batch)}
-    expected = {metric.key: metric.value for metric in Updater(make_config(tiny_model_path), CPU).update(scored)}
+    expected = {metric.key: metric.value for metric in Updater(learner_config(tiny_model_path), CPU).update(scored)}
     assert found.pop("reward/rule_mean") == pytest.approx(sum(rewards_of(batch)) / 12)
     assert found["reward/mean"] == pytest.approx(sum(rewards_of(scored)) / 12)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

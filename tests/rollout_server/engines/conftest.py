@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.configs import vllm_config, with_keys
+from tests.kit.configs import server_config, with_keys
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.vllm import START_S, needs_vllm
 from tests.kit.models import save_sharp_model
@@ -24,7 +24,7 @@ def vllm_server(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Serves `vllm_model` at version 0 or, after a test that updates weights, at a later one."""
     needs_vllm()
     folder = tmp_path_factory.mktemp("vllm-logs")
-    server = EngineInThread(with_keys(vllm_config(vllm_model), folder / "keys"), folder)
+    server = EngineInThread(with_keys(server_config("vllm", vllm_model), folder / "keys"), folder)
     server.run(server.engine.start(), START_S)
     yield server
     server.close()

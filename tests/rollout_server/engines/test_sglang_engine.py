@@ -18,7 +18,7 @@ from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from tests.kit.configs import sglang_config
+from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.replies import TOLERANCE, from_scratch, generate, largest_error, request_for
 from tests.kit.engines.sglang import update_in_place
@@ -164,7 +164,7 @@ def save_qwen3(folder: Path) -> Path:
 @pytest.mark.parametrize("family", [pytest.param("tiny-llama", marks=pytest.mark.nightly), "qwen3"])
 def test_other_families_have_the_logprobs_of_transformers_too(family: str, tmp_path: Path) -> None:
     folder = save_qwen3(tmp_path) if family == "qwen3" else save_sharp_model(tmp_path, family)
-    server = EngineInThread(sglang_config(folder), tmp_path / "logs")
+    server = EngineInThread(server_config("sglang", folder), tmp_path / "logs")
     try:
         server.run(server.engine.start())
         groups = [request_for(i, max_tokens=30, temperature=0.7) for i in range(6)]
@@ -175,7 +175,7 @@ def test_other_families_have_the_logprobs_of_transformers_too(family: str, tmp_p
 
 @pytest.mark.nightly
 def test_garbage_collection_skips_objects_from_before_the_first_request(model_folder: Path, tmp_path: Path) -> None:
-    server = EngineInThread(sglang_config(model_folder, server_args={"log_level": "debug"}), tmp_path)
+    server = EngineInThread(server_config("sglang", model_folder, server_args={"log_level": "debug"}), tmp_path)
     try:
         server.run(server.engine.start())
     finally:
@@ -186,7 +186,7 @@ def test_garbage_collection_skips_objects_from_before_the_first_request(model_fo
 
 
 def test_a_server_that_dies_at_start_shows_its_log_and_a_hint(model_folder: Path, tmp_path: Path) -> None:
-    server = EngineInThread(sglang_config(model_folder, server_args={"no_such_flag": 1}), tmp_path)
+    server = EngineInThread(server_config("sglang", model_folder, server_args={"no_such_flag": 1}), tmp_path)
     with pytest.raises(ProcessDiedError) as failure:
         server.run(server.engine.start())
     server.close()

@@ -17,10 +17,10 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from rollout_server.engines.base import open_engine
-from tests.kit.configs import sglang_config
+from tests.kit.configs import server_config
 
 async def main():
-    engine = open_engine(sglang_config(Path(sys.argv[1])), 0, Path(sys.argv[2]))
+    engine = open_engine(server_config("sglang", Path(sys.argv[1])), 0, Path(sys.argv[2]))
     await engine.start()
     print("ready", flush=True)
     await asyncio.sleep(600)

@@ -16,7 +16,7 @@ from learner.updater import Updater
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import changed
 from tests.kit.engines.replies import request_for
-from tests.kit.learner.served_batches import OPEN, Note, batch_of, learner_logprobs
+from tests.kit.learner.served_batches import OPEN, Note, learner_logprobs, served_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -35,7 +35,7 @@ def random_batch(config: Config) -> Batch:
             )
             for length in lengths.tolist()
         ])
-    return batch_of(requests, rows)
+    return served_batch(requests, rows)
 
 
 def opened(config: Config, attention: str, max_tokens: int, device: torch.device) -> Updater:

@@ -46,7 +46,7 @@ def make_sweep(
     sweep = folder / "sweep"
     axes = [staleness_axis(",".join(map(str, bounds))), seed_axis(seeds, 0)]
     for cell in all_cells(axes, sweep):
-        make_run(cell, steps, workload)
+        write_cell(cell, steps, workload)
         resolved = cell_config(config, overrides, cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
         write_record(cell, make_record(cell, resolved, 60.0, f"async-rl train {config}", "abc1234"))
@@ -69,7 +69,7 @@ def buffer_counts(trained: int) -> dict[str, float]:
     return account.metrics()
 
 
-def make_run(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
+def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     bound, seed = int(cell.labels["staleness"]), int(cell.labels["seed"])
     rng = np.random.default_rng((bound, seed))
     result = simulate(workload, bound, steps, seed)

@@ -18,7 +18,8 @@ from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
 from learner.updater import Updater
 from tests.kit.configs import learner_config
-from tests.kit.learner.batches import make_batch, make_group, make_minibatch, make_row
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_minibatch
 
 MASK = StalenessConfig(max=1, late="mask")
 
@@ -104,9 +105,7 @@ def test_an_answer_without_a_young_token_trains_nothing_and_counts_in_the_reward
 def batch_with_versions(versions: list[int], version: int) -> Batch:
     row = make_row([5] * len(versions), [-1.0] * len(versions), 1.0)
     row.versions[:] = np.array(versions)
-    return Batch(
-        version=version, groups=(make_group(7, [3], [row], versions[0]),), finished_versions=(version,)
-    )
+    return batch_of(make_group(7, [3], [row], versions[0]), version=version)
 
 
 @pytest.mark.parametrize("versions", [[3, 4, 5], [5], [3]])

@@ -26,14 +26,8 @@ from learner.packing.microbatches import MicroBatch, collate
 from learner.packing.plan import Piece
 from learner.updater import Updater
 from tests.kit.configs import learner_config
-from tests.kit.learner.batches import (
-    make_episode_batch,
-    make_episodes,
-    make_group,
-    make_minibatch,
-    make_row,
-    make_turns_row,
-)
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_episode_batch, make_episodes, make_minibatch, make_turns_row
 
 CPU = torch.device("cpu")
 FORKED = (make_turns_row(".rR.rR", [0.25, 0.5], 1.75), make_turns_row("..R", [1.0], 1.75))
@@ -44,7 +38,7 @@ PLAIN = make_turns_row("..rR", [0.25], 0.25)
 
 def hand_batch() -> Batch:
     group = dataclasses.replace(make_group(0, [3, 4], [*FORKED, PLAIN]), episodes=make_episodes([2, 1]))
-    return Batch(version=0, groups=(group,), finished_versions=(0,))
+    return batch_of(group)
 
 
 def config_of(**algorithm: Any) -> Config:
@@ -245,7 +239,7 @@ def test_metrics_of_a_batch_count_episodes_by_hand() -> None:
     second.versions[:2] = 1  # tokens that another row trains
     cut = dataclasses.replace(PLAIN, versions=PLAIN.versions + 4, finish_reason="timeout")
     group = dataclasses.replace(make_group(0, [3], [first, second, cut], version=3), episodes=make_episodes([2, 1]))
-    batch = Batch(version=5, groups=(group,), finished_versions=(4,))
+    batch = batch_of(group, version=5, finished_versions=(4,))
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
     expected = {
         "reward/mean": 1.0, "reward/std": 0.75, "batch/episodes": 2, "batch/response_tokens": 7,
@@ -266,7 +260,7 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     second = dataclasses.replace(second, versions=np.array([3, 3, 5], np.int32))  # its old tokens are not trained
     old = dataclasses.replace(PLAIN, versions=np.array([1, 1, 2, 2], np.int32))
     group = dataclasses.replace(make_group(0, [3], [first, second, old], version=2), episodes=make_episodes([2, 1]))
-    batch = Batch(version=5, groups=(group,), finished_versions=(5,))
+    batch = batch_of(group, version=5)
     masked, metrics = check_staleness(batch, 5, StalenessConfig(max=1, late="mask"))
     rows = masked.groups[0].rows
     assert [row.mask.nonzero()[0].tolist() for row in rows] == [[4, 5], [2], []]
@@ -279,4 +273,4 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     assert placed == [[0, 0, 0, 0, 0, 1.5], [0, 0, 1.0], [0, 0, 0, 0]]
     check_bound(masked, 5, 1)
     in_time = dataclasses.replace(group, rows=(dataclasses.replace(first, mask=first.versions >= 4), second))
-    check_bound(Batch(version=5, groups=(in_time,), finished_versions=(5,)), 5, 1)
+    check_bound(batch_of(in_time, version=5), 5, 1)

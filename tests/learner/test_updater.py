@@ -33,7 +33,8 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.updater import Updater
 from tests.kit.configs import learner_config
-from tests.kit.learner.batches import make_batch, make_group, make_row
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch
 from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
 from tests.kit.models import VOCAB
 
@@ -120,19 +121,8 @@ def test_training_lowers_the_loss_of_bad_answers_and_raises_the_good(
     before = probe(good), probe(bad)
     for version in range(5):
         logprobs = [updater.probe_logprobs([4, 5, *row])[1:] for row in (good, bad)]
-        rows = [
-            make_row(good, logprobs[0], 1.0, version),
-            make_row(bad, logprobs[1], 0.0, version),
-        ]
-        metrics = values_of(
-            updater.update(
-                Batch(
-                    version=version,
-                    groups=(make_group(0, [4, 5], rows, version),),
-                    finished_versions=(version,),
-                )
-            )
-        )
+        rows = [make_row(good, logprobs[0], 1.0, version), make_row(bad, logprobs[1], 0.0, version)]
+        metrics = values_of(updater.update(batch_of(make_group(0, [4, 5], rows, version), version=version)))
         assert metrics["mismatch/mean_abs"] < 1e-5
         assert metrics["offpolicy/ess"] == pytest.approx(1.0, abs=1e-6)
     assert probe(good) > before[0] + 0.1
@@ -150,7 +140,7 @@ def critic_batch(version: int) -> Batch:
         )
         for g in range(4)
     ]
-    return Batch(version=version, groups=tuple(groups), finished_versions=(version,) * 4)
+    return batch_of(*groups, version=version)
 
 
 def ppo_config(path: Path, **critic: Any) -> Config:
@@ -282,7 +272,7 @@ def test_each_group_is_scored_at_the_temperature_it_logged(tiny_model_path: Path
             logprobs = reference_logprobs(lm, prompt, row, temperature).tolist()
         rows = [make_row(row.tolist(), logprobs, reward) for reward in (0.0, 1.0)]
         groups.append(make_group(index, prompt.tolist(), rows, temperature=temperature))
-    batch = Batch(version=0, groups=tuple(groups), finished_versions=(0,) * 3)
+    batch = batch_of(*groups)
     assert values_of(Updater(config, CPU).update(batch))["mismatch/mean_abs"] < 1e-6
 
 

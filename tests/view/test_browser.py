@@ -16,8 +16,8 @@ from tests.kit.view.run_dirs import (
     JournalWriter,
     append_step,
     make_episodes,
-    make_group,
     make_run,
+    text_group,
 )
 from tests.kit.view.server import ViewServer
 
@@ -191,7 +191,7 @@ def test_long_answers_are_shown_whole(browser: Browser, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "long", groups=0)
     (run_dir / "trajectories.sqlite").unlink()
     writer = JournalWriter(run_dir)
-    writer.add(make_group(0, ["tokens, " * 1000] * 8), step=1)
+    writer.add(text_group(0, ["tokens, " * 1000] * 8), step=1)
     writer.close()
     server = ViewServer(run_dir)
     page = browser.new_context(base_url=server.url).new_page()

@@ -10,23 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.types import Batch, EpisodeFacts, Group, Row
+from async_rl.types import Batch, EpisodeFacts, Row
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, ResponseTokens
+from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import VOCAB
-
-
-def make_row(
-    tokens: Sequence[int], logprobs: Sequence[float], reward: float, version: int = 0
-) -> Row:
-    length = len(tokens)
-    return Row(
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.array(logprobs, np.float32),
-        versions=np.full(length, version, np.int32),
-        mask=np.ones(length, bool),
-        reward=reward,
-        finish_reason="stop",
-    )
 
 
 def make_batch(
@@ -42,39 +29,14 @@ def make_batch(
         rows = []
         for _ in range(group_size):
             length = int(rng.integers(1, 10))
-            row = make_row(
-                rng.integers(3, VOCAB, length).tolist(),
-                rng.normal(-3, 0.7, length).tolist(),
-                float(rng.random()),
-                version,
-            )
+            tokens, logprobs = rng.integers(3, VOCAB, length), rng.normal(-3, 0.7, length)
+            row = make_row(tokens, logprobs, float(rng.random()), version)
             row.mask[:-1] = rng.random(length)[:-1] >= 0.2
             row.logprobs[~row.mask] = 0
             rows.append(row)
-        made.append(
-            make_group(
-                index,
-                rng.integers(3, VOCAB, int(rng.integers(2, 13))).tolist(),
-                rows,
-                version=version,
-                temperature=temperature,
-            )
-        )
-    return Batch(version=version, groups=tuple(made), finished_versions=(version,) * groups)
-
-
-def make_group(
-    index: int, prompt: Sequence[int], rows: Sequence[Row], version: int = 0, temperature: float = 1.0
-) -> Group:
-    return Group(
-        group_id=index,
-        prompt_index=index,
-        start_version=version,
-        temperature=temperature,
-        prompt_tokens=np.array(prompt, np.int32),
-        rows=tuple(rows),
-        duration_s=1.0,
-    )
+        prompt = rng.integers(3, VOCAB, int(rng.integers(2, 13)))
+        made.append(make_group(index, prompt, rows, version, temperature=temperature))
+    return batch_of(*made, version=version)
 
 
 def make_turns_row(text: str, turn_rewards: Sequence[float], reward: float, version: int = 0) -> Row:
@@ -114,9 +76,9 @@ def make_episode_batch(seed: int = 0, is_split: bool = True) -> Batch:
             parts = turn_rows(whole) if is_split else [whole]
             rows += parts
             counts.append(len(parts))
-        group = make_group(index, rng.integers(3, VOCAB, num_prompt_tokens).tolist(), rows, temperature=0.8)
+        group = make_group(index, rng.integers(3, VOCAB, num_prompt_tokens), rows, temperature=0.8)
         groups.append(replace(group, episodes=make_episodes(counts)))
-    return Batch(version=0, groups=tuple(groups), finished_versions=(0,) * len(groups))
+    return batch_of(*groups)
 
 
 def turn_rows(whole: Row) -> list[Row]:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from async_rl.config import Config
-from async_rl.types import Batch, Group, Row
+from async_rl.types import Batch
 from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.replies import generate, request_for
+from tests.kit.groups import batch_of, make_group, make_row
 
 Note = Callable[..., None]
 OPEN = {"float32": (1e-3, 1e-2), "bfloat16": (0.05, 0.3)}
@@ -26,24 +27,20 @@ def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
         request_for(index, n=config.rollout.group_size, max_tokens=config.rollout.max_response_tokens)
         for index in range(groups)
     ]
-    return batch_of(requests, generate(server, *requests, timeout_s=300.0))
+    return served_batch(requests, generate(server, *requests, timeout_s=300.0))
 
 
-def batch_of(requests: Sequence[GenerationRequest], replies: Sequence[Sequence[SampledReply]]) -> Batch:
-    groups = []
-    for request, of_request in zip(requests, replies, strict=True):
-        rows = tuple(
-            Row(
-                tokens=c.tokens, logprobs=c.logprobs, versions=np.zeros_like(c.versions),
-                mask=np.ones(len(c.tokens), bool), reward=float(number % 2), finish_reason=c.finish_reason,
-            )
-            for number, c in enumerate(of_request)
+def served_batch(requests: Sequence[GenerationRequest], replies: Sequence[Sequence[SampledReply]]) -> Batch:
+    """The replies as groups of version 0, with rewards of 0 and 1 by turns."""
+    return batch_of(*(
+        make_group(
+            request.group_id, request.prompt.tokens, temperature=request.temperature, rows=[
+                make_row(reply.tokens, reply.logprobs, float(number % 2), finish_reason=reply.finish_reason)
+                for number, reply in enumerate(of_request)
+            ],
         )
-        groups.append(Group(
-            group_id=request.group_id, prompt_index=request.prompt.index, start_version=0,
-            temperature=request.temperature, prompt_tokens=request.prompt.tokens, rows=rows, duration_s=1.0,
-        ))
-    return Batch(version=0, groups=tuple(groups), finished_versions=(0,) * len(groups))
+        for request, of_request in zip(requests, replies, strict=True)
+    ))
 
 
 def behaviour_logprobs(batch: Batch) -> np.ndarray:

@@ -21,6 +21,7 @@ from async_rl.types import EpisodeFacts, Group, Row
 from buffer.journal.journal import FILE_NAME, payload_folder
 from buffer.journal.payload_files import PayloadFiles
 from buffer.journal.tables import SCHEMA
+from tests.kit.groups import make_group, make_row
 
 RIGHT_TO_LEFT = "\u202e"
 """A character that turns the direction of all text behind it."""
@@ -46,24 +47,14 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def make_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", version: int = 0) -> Group:
+def text_group(group_id: int, answers: Sequence[str], prompt: str = "prompt", version: int = 0) -> Group:
     """Return a group whose answers have their first half sampled by `version` and the rest by the next one."""
     rows = []
     for number, text in enumerate(answers):
-        ids = np.array(tokens_of(text), np.int32)
-        half = len(ids) // 2
-        rows.append(
-            Row(
-                tokens=ids, logprobs=np.linspace(-0.1, -2.0, len(ids), dtype=np.float32),
-                versions=np.array([version] * half + [version + 1] * (len(ids) - half), np.int32),
-                mask=np.ones(len(ids), np.bool_), reward=float(number), finish_reason="stop",
-            )
-        )  # fmt: skip
-    return Group(
-        group_id=group_id, prompt_index=group_id, start_version=version, temperature=1.0,
-        prompt_tokens=np.array(tokens_of(prompt), np.int32), rows=tuple(rows), duration_s=1.5,
-        worker="rollout/0", keeps_kv=True,
-    )  # fmt: skip
+        ids = tokens_of(text)
+        versions = np.repeat([version, version + 1], [len(ids) // 2, len(ids) - len(ids) // 2]).astype(np.int32)
+        rows.append(make_row(ids, np.linspace(-0.1, -2.0, len(ids)), float(number), versions=versions))
+    return make_group(group_id, tokens_of(prompt), rows, version, keeps_kv=True)
 
 
 QUESTION_TO_TOOL, TOOL_RESULT, LAST_REPLY = "6 * 7 = ?", " [the calculator says 42] ", "It is 42."
@@ -86,7 +77,7 @@ def make_episodes(group_id: int, version: int = 0) -> Group:
         )
         for rows in (1, 2)
     ]
-    group = make_group(group_id, ["x"], version=version)
+    group = text_group(group_id, ["x"], version=version)
     return dataclasses.replace(group, rows=(row, half, half), episodes=tuple(facts))
 
 
@@ -119,7 +110,7 @@ def make_chat(group_id: int, version: int = 0) -> Group:
         EpisodeFacts(rows=1, turns=2, tool_calls=1, generate_s=1.0, tool_s=0.5, duration_s=1.5, end="done"),
         EpisodeFacts(rows=1, turns=1, tool_calls=1, generate_s=0.5, tool_s=0.0, duration_s=60.5, end="timeout"),
     )
-    group = make_group(group_id, ["x"], CHAT_PROMPT, version)
+    group = text_group(group_id, ["x"], CHAT_PROMPT, version)
     return dataclasses.replace(group, rows=(row, hung), episodes=facts)
 
 
@@ -259,9 +250,9 @@ def make_run(run_dir: Path, steps: int = 12, note: str = "ended normally", group
     write_tokenizer(run_dir / "model")
     journal = JournalWriter(run_dir)
     for i in range(groups):
-        group = make_group(i, ["right answer", HOSTILE], prompt=f"question {i} {HOSTILE}", version=1)
+        group = text_group(i, ["right answer", HOSTILE], prompt=f"question {i} {HOSTILE}", version=1)
         journal.add(group, step=i + 3)
         write_log_ratios(run_dir, i + 3, group)
-        journal.add(make_group(groups + i, ["late", "later"], version=1), drop_reason="late")
+        journal.add(text_group(groups + i, ["late", "later"], version=1), drop_reason="late")
     journal.close()
     return run_dir

@@ -18,13 +18,13 @@ from async_rl.config import (
     MasksConfig,
 )
 from async_rl.seams import LOSSES
-from async_rl.types import Batch
 from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import AGGREGATIONS, Objective
 from learner.packing.microbatches import MicroBatch
 from tests.kit.configs import learner_config
-from tests.kit.learner.batches import make_batch, make_group, make_micro, make_minibatch, make_response, make_row
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_micro, make_minibatch, make_response
 
 LENGTHS = (5, 3, 4, 1)
 ALL_MASKS = MasksConfig(
@@ -313,7 +313,7 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(one_rank
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 3))
     rows = [make_row([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
     rows[2].mask[:7] = False  # the median counts trained tokens
-    batch = Batch(version=0, groups=(make_group(0, [3], rows),), finished_versions=(0,))
+    batch = batch_of(make_group(0, [3], rows))
     (metric,) = objective.finish(sums.reduce(), batch)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
 

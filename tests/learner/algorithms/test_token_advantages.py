@@ -17,7 +17,7 @@ from learner.algorithms.token_advantages import batch_advantages, critic_advanta
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, make_pieces
 from tests.kit.configs import learner_config
-from tests.kit.learner.batches import make_group, make_row
+from tests.kit.groups import batch_of, make_group, make_row
 
 TURNS = [True, True, False, False, True, False, True]
 """Two tokens of the assistant, two of the environment, and so on."""
@@ -27,7 +27,7 @@ def multi_turn_batch() -> Batch:
     rows = [make_row(range(3, 3 + len(TURNS)), [-1.0] * len(TURNS), float(reward)) for reward in (1, 0)]
     for row in rows:
         row.mask[:] = TURNS
-    return Batch(version=0, groups=(make_group(0, [3, 4], rows),), finished_versions=(0,))
+    return batch_of(make_group(0, [3, 4], rows))
 
 
 def advantages_of(batch: Batch, tmp_path: Path, **algorithm: Any) -> list[list[np.ndarray]]:
@@ -66,7 +66,7 @@ def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: P
     for index, baseline in enumerate((0.0, 1.0)):
         group = make_group(index, [3], rows)
         groups.append(dataclasses.replace(group, baseline_reward=baseline))
-    batch = Batch(version=0, groups=tuple(groups), finished_versions=(0, 0))
+    batch = batch_of(*groups)
     got = advantages_of(batch, tmp_path, advantage="remax")
     assert [[float(a[0]) for a in group] for group in got] == [[1.0, 0.25], [0.0, -0.75]]
 

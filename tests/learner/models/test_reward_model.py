@@ -23,7 +23,8 @@ from learner.models.reward_model import RewardModel
 from learner.models.tiny_model import character_tokenizer
 from learner.updater import Updater
 from tests.kit.configs import learner_config
-from tests.kit.learner.batches import make_batch, make_episodes, make_group, make_row, make_turns_row
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row
 from tests.kit.models import VOCAB, save_bare_reward_model, save_tiny_model
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def text_batch(policy: Path) -> Batch:
     )
     answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("5", "no idea")]
     rows = [make_row(answer, [-1.0] * len(answer), 0.0) for answer in answers]
-    return Batch(version=0, groups=(make_group(0, prompt, rows),), finished_versions=(0,))
+    return batch_of(make_group(0, prompt, rows))
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -121,7 +122,7 @@ def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
     rows = [make_turns_row(".rR.R", [0.5, 0.25], 0.75), make_turns_row("rR", [1.0], 1.0)]
     group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
     reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"))
-    scored = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,)))
+    scored = reward_model.score(batch_of(group))
     first, second = scored.groups[0].rows
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     assert first.reward == pytest.approx(lm(torch.tensor([[3, 4, 3, 4, 5, 6, 7]])).logits.item(), rel=1e-5)
@@ -136,7 +137,7 @@ def test_an_episode_that_ran_out_of_time_is_scored_only_where_its_part_counts(
     group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
     task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"], on_timeout=on_timeout)
     reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"), task=task)
-    done, late = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,))).groups[0].rows
+    done, late = reward_model.score(batch_of(group)).groups[0].rows
     late_reward = 0.0 if on_timeout == "zero" else done.reward
     assert done.reward not in (0.0, 1.0)
     assert (late.reward, late.turn_rewards) == (late_reward, (late_reward,))

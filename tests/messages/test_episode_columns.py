@@ -28,7 +28,8 @@ def row_of_turns(mask: str, turn_ends: tuple[int, ...], rewards: tuple[float, ..
     is_trained = np.array([each == "1" for each in mask])
     logprobs = np.where(is_trained, np.float32(-0.5), np.float32(0))
     return make_row(
-        len(mask), version=3, mask=is_trained, logprobs=logprobs, reward=reward, turn_ends=turn_ends, turn_rewards=rewards
+        len(mask), reward=reward, version=3, mask=is_trained, logprobs=logprobs, turn_ends=turn_ends,
+        turn_rewards=rewards,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,14 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import GenerationRequest, Load, SampledReply
 
 TOKENIZER = character_tokenizer()
+
+
+def completion(tokens: Sequence[int], version: int = 0, *, ended: bool = True) -> SampledReply:
+    """A reply of these tokens, all of one version."""
+    return SampledReply(
+        tokens=np.array(tokens, np.int32), logprobs=np.full(len(tokens), -0.5, np.float32),
+        versions=np.full(len(tokens), version, np.int32), finish_reason="stop" if ended else "length",
+    )
 
 
 class EchoEngine:
@@ -33,13 +41,7 @@ class EchoEngine:
         self.requests.append(request)
         await asyncio.sleep(0.002)
         tokens = TOKENIZER(request.prompt.question.ground_truth + "<eos>")["input_ids"][: request.max_tokens]
-        length = len(tokens)
-        return [
-            SampledReply(
-                tokens=np.array(tokens, np.int32), logprobs=np.full(length, -0.5, np.float32),
-                versions=np.full(length, request.start_version, np.int32), finish_reason="stop",
-            )
-        ] * request.n
+        return [completion(tokens, request.start_version)] * request.n
 
 
 class TalkingEngine:
@@ -78,12 +80,7 @@ class TalkingEngine:
 
     def _completion(self, text: str, version: int, max_tokens: int) -> SampledReply:
         tokens = TOKENIZER(text + "<eos>", add_special_tokens=False)["input_ids"][:max_tokens]
-        length = len(tokens)
-        return SampledReply(
-            tokens=np.array(tokens, np.int32), logprobs=np.full(length, -0.5, np.float32),
-            versions=np.full(length, version, np.int32),
-            finish_reason="stop" if tokens[-1] == TOKENIZER.eos_token_id else "length",
-        )  # fmt: skip
+        return completion(tokens, version, ended=tokens[-1] == TOKENIZER.eos_token_id)
 
 
 def follow(last: str, number: int, n: int) -> str:

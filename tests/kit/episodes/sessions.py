@@ -13,17 +13,9 @@ from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.session import Session, SessionLimits
+from tests.kit.engines.fakes import completion
 
 LIMITS = SessionLimits(max_tokens=2000, max_reply_tokens=8, max_turns=50)
-
-
-def completion(tokens: Sequence[int], version: int = 0, *, ended: bool = True) -> SampledReply:
-    return SampledReply(
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.full(len(tokens), -0.5, np.float32),
-        versions=np.full(len(tokens), version, np.int32),
-        finish_reason="stop" if ended else "length",
-    )
 
 
 class RandomEngine:

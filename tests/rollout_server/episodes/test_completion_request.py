@@ -12,7 +12,8 @@ from rollout_server.episodes.agents.completion_request import CompletionRequest,
 from rollout_server.episodes.conversation.messages import Message, plain_messages, prefix_digests, user
 from rollout_server.episodes.conversation.reply_reader import json_calls
 from rollout_server.episodes.conversation.session import EpisodeOver
-from tests.kit.episodes.sessions import completion, session_of
+from tests.kit.engines.fakes import completion
+from tests.kit.episodes.sessions import session_of
 from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 ANYTHING = st.recursive(

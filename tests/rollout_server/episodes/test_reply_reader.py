@@ -23,8 +23,8 @@ from rollout_server.episodes.conversation.reply_reader import (
     open_parser,
 )
 from rollout_server.episodes.conversation.session import Session, SessionLimits
+from tests.kit.engines.fakes import completion
 from tests.kit.engines.in_thread import EngineInThread
-from tests.kit.episodes.sessions import completion
 from tests.kit.tokenizers import end_tokens, template, tokenizer_of
 
 ADD = ("add", '{"a": 1}')

@@ -18,7 +18,7 @@ from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.pipeline import _close_buffer, _evaluate_trained
 from async_rl.telemetry.status import Status, format_status, write_status
-from tests.kit.fake_actors import Buffer, FakeRun, Row, ends_when, stop, tells_when
+from tests.kit.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop, tells_when
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 @pytest.fixture
 def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervision, "RolloutActor", Row)
+    monkeypatch.setattr(supervision, "RolloutActor", Rollout)
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
     runs: list[FakeRun] = []
 

@@ -38,7 +38,7 @@ IN_CI = [
 
 def slow_for_some(question: Question, response: str) -> float:
     """A reward that takes long for about a third of the prompts, so that their groups are late."""
-    if len(question.answer) == 5:
+    if len(question.ground_truth) == 5:
         time.sleep(0.3)
     return sum(letter in "aeiou" for letter in response) / 64
 

@@ -83,7 +83,7 @@ class Buffer(FakeProcess):
         return {"buffer/unaccounted": 0.0}
 
 
-class Row(FakeProcess):
+class Rollout(FakeProcess):
     async def start(self) -> str:
         return "http://new"
 
@@ -171,7 +171,7 @@ class FakeRun:
         self.log = RunLog(self.config)
         self.processes = ActorGroup(self.config.run_dir, cast(Reservation, FakeReservation()), StopSignals())
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
-        for kind, cls, count in (("rollout", Row, servers), ("learner", Learner, ranks)):
+        for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
             for index in range(count):
                 threads = learner_threads(self.config) if cls is Learner else None
                 self.processes.start(f"{kind}/{index}", cls, self.config, index, threads=threads)

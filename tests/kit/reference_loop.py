@@ -60,15 +60,15 @@ class Reference:
                 for reply in group.replies:
                     text = tokenizer.decode(reply.tokens, skip_special_tokens=True)
                     tokens = reply.tokens.tolist()
-                    answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt.reference, text)))
+                    answers.append(Answer(prompt.tokens.tolist(), tokens, reward(prompt.question, text)))
             yield self.train(answers)
 
     def _sample(self, prompts: list[Prompt]) -> list[OpenRequest]:
-        row = self.config.rollout
+        rollout = self.config.rollout
         groups = [
             OpenRequest(GenerationRequest(
-                group_id=i, prompt=prompt, start_version=0, seed=self.config.run.seed, n=row.group_size,
-                max_tokens=row.max_response_tokens, temperature=row.temperature,
+                group_id=i, prompt=prompt, start_version=0, seed=self.config.run.seed, n=rollout.group_size,
+                max_tokens=rollout.max_response_tokens, temperature=rollout.temperature,
             ))
             for i, prompt in enumerate(prompts)
         ]

@@ -22,7 +22,7 @@ from tests.kit.view.run_dirs import (
 from tests.kit.view.server import ViewServer
 
 with suppress(ImportError):  # then the tests are skipped
-    from playwright.sync_api import Browser, Page, expect
+    from playwright.sync_api import Browser, Page, Route, expect
 
     expect.set_options(timeout=READY_LIMIT_MS)
 
@@ -89,6 +89,19 @@ def test_filters_list_the_groups_that_meet_them(page: Page) -> None:
     page.wait_for_url("**step=4**")
     page.locator("tbody a").first.click()
     page.wait_for_url("**/groups/1")
+
+
+def test_a_colour_that_is_chosen_before_the_answer_has_come_is_its_colour(page: Page) -> None:
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    held: list[Route] = []
+    page.route("**/data/answers/**", lambda route: held.append(route))
+    page.goto("/run/groups/1")
+    page.get_by_label("importance ratio").check()
+    page.locator("#tokens").press("ArrowRight")
+    held[0].continue_()
+    page.wait_for_selector(".t.r5")
+    assert problems == []
 
 
 def test_an_answer_is_coloured_and_shown_as_text_and_as_ids(page: Page) -> None:

@@ -146,13 +146,16 @@ function setUp() {
     });
   });
   for (const input of document.querySelectorAll("input[name=color], input[name=form]")) {
-    input.addEventListener("change", () => { remember(); draw(); });
+    input.addEventListener("change", () => {
+      remember();
+      if (shown) draw(); // else `load` draws it so, when the answer has come
+    });
   }
   const place = document.getElementById("tokens");
   place.addEventListener("mouseover", (event) => event.target.dataset.at && facts(Number(event.target.dataset.at)));
   place.addEventListener("keydown", (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (!move) return;
+    if (!move || !shown) return;
     event.preventDefault();
     facts(Math.min(Math.max(0, chosen + move), shown.ids.length - 1));
   });

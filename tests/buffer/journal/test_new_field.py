@@ -37,7 +37,7 @@ NEW_FIELDS = {
         "was_retried: Annotated[bool, Flag()] = False",
         "costs: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)",
     ],
-    "Rollout": [
+    "Row": [
         "entropies: Annotated[FloatArray, PerToken('<f4', low=0)] = field(default_factory=lambda: np.zeros(0))",
         'language: Annotated[str, Text()] = ""',
         "turn_s: Annotated[tuple[float, ...], PerTurn('<f8', column='seconds')] = ()",

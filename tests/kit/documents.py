@@ -30,3 +30,8 @@ def run(command: str, folder: Path, timeout_s: float) -> None:
         timeout=timeout_s,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+
+
+def documented_queries() -> list[str]:
+    """The SQL that the documents show for a journal."""
+    return blocks(DOCUMENTS["docs/run-directory.md"], "sql")

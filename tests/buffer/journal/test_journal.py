@@ -26,9 +26,10 @@ from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
 from tests.kit.buffer.clients import TIMEOUTS, ask, run_pipeline, with_worker
-from tests.kit.buffer.journal import documented_queries, journalled, same_port, select
+from tests.kit.buffer.journal import journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
+from tests.kit.documents import documented_queries
 from tests.kit.groups import make_group
 
 

@@ -23,9 +23,10 @@ from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline
-from tests.kit.buffer.journal import documented_queries, journalled, record_arrival, same_port, select
+from tests.kit.buffer.journal import journalled, record_arrival, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
+from tests.kit.documents import documented_queries
 from tests.kit.groups import assert_same
 from tests.kit.random_episodes import LIMITS, random_episodes
 

@@ -15,7 +15,6 @@ from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from buffer.stored_group import Arrival, State, StoredGroup
 from tests.kit.configs import buffer_config, changed
-from tests.kit.documents import DOCUMENTS, blocks
 
 
 def journalled(folder: Path, keep_steps: int = 20, **sections: Any) -> Config:
@@ -33,10 +32,6 @@ def select(config: Config, query: str) -> list[tuple[Any, ...]]:
 
 def same_port(config: Config, server: BufferServer) -> Config:
     return changed(config, network={"port": int(server.address.rpartition(":")[2])})
-
-
-def documented_queries() -> list[str]:
-    return blocks(DOCUMENTS["docs/run-directory.md"], "sql")
 
 
 def record_arrival(journal: Journal, group: Group, state: State, limits: Limits) -> None:

@@ -20,7 +20,7 @@ from buffer.staleness import (
     young_enough,
 )
 from buffer.stored_group import StoredGroup
-from tests.buffer.factories import make_arrival
+from tests.kit.buffer.arrivals import make_arrival
 
 
 def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: object) -> Rules:

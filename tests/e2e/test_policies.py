@@ -15,8 +15,8 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from buffer.stored_group import DROP_REASONS
 from rollout_server.question import Question
-from tests.conftest import EngineInThread
-from tests.e2e.assembled import Run, run_assembled
+from tests.kit.assembled import Run, run_assembled
+from tests.kit.engines.in_thread import EngineInThread
 
 Case = tuple[str, str, str]
 """staleness.mode, staleness.late, weight_sync.on_update"""

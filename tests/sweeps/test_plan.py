@@ -23,7 +23,7 @@ from async_rl.sweeps.plan import (
 )
 from async_rl.sweeps.results import read_runs
 from async_rl.sweeps.simulate import Workload, simulate
-from tests.sweeps.factories import WORKLOAD, make_sweep
+from tests.kit.sweeps import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"
 

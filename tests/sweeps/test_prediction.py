@@ -13,7 +13,7 @@ from async_rl.sweeps.prediction import Stages, compare, rules_of, stages, work_c
 from async_rl.sweeps.report import prediction
 from async_rl.sweeps.results import Run, read_runs, settings_of
 from async_rl.sweeps.simulate import Workload, simulate
-from tests.sweeps.factories import make_sweep
+from tests.kit.sweeps import make_sweep
 
 STEADY = Workload(
     concurrency=64, prompts_per_step=64, train_s=40.0, sync_s=0.0, group_mean_s=60.0, group_cv=0.0

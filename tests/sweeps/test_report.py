@@ -20,7 +20,8 @@ from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import Run, Setting, read_results, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
-from tests.sweeps.factories import base_yaml, make_run, make_sweep
+from tests.kit.runs import logged
+from tests.kit.sweeps import base_yaml, make_sweep, write_cell
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ def test_cells_that_differ_in_more_than_the_axes_are_not_compared(
 def test_an_axis_may_vary_a_whole_section(tmp_path: Path) -> None:
     axis = key_axis("task.params={min_terms: 2},{min_terms: 3}")
     for cell in all_cells([axis, seed_axis(1, 0)], tmp_path / "sections"):
-        make_run(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
+        write_cell(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
         resolved = cell_config(str(base_yaml(tmp_path)), [], cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
         write_record(cell, make_record(cell, resolved, 60.0))
@@ -218,7 +219,7 @@ def test_an_axis_may_vary_a_whole_section(tmp_path: Path) -> None:
 def test_presets_may_differ_in_all_that_a_preset_sets(tmp_path: Path) -> None:
     config = str(base_yaml(tmp_path))
     for cell in all_cells([key_axis("algorithm.preset=grpo,ppo,rloo"), seed_axis(1, 0)], tmp_path / "presets"):
-        make_run(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
+        write_cell(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
         resolved = cell_config(config, [], cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
         write_record(cell, make_record(cell, resolved, 60.0))
@@ -230,7 +231,7 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(run)
     for line in lines:
         if line["step"] == 10 and "eval/accuracy" in line:
             line["eval/newest_version"] = 13.0

@@ -27,7 +27,7 @@ from async_rl.sweeps.cells import (
     staleness_axis,
 )
 from async_rl.sweeps.sweep import Progress, Sweep, run_in_process, run_sweep
-from tests.sweeps.factories import base_yaml, make_run
+from tests.kit.sweeps import base_yaml, write_cell
 
 
 def make(folder: Path, **changes: Any) -> Sweep:
@@ -47,7 +47,7 @@ class Trainer:
         self.cells.append(cell.name)
         if cell.name == self.fails:
             return "it did not work"
-        make_run(cell, steps=12)
+        write_cell(cell, steps=12)
         config = cell_config(sweep.config, sweep.base_overrides(), cell)
         (cell.folder / "config.yaml").write_text(dump_config(config))
         return ""

@@ -16,7 +16,7 @@ from async_rl.sweeps.significance import best_row
 from async_rl.sweeps.statistics import ratio_text
 from async_rl.sweeps.tables import tables_in
 from async_rl.view.sweep_files import SweepFiles
-from tests.view.conftest import Client
+from tests.kit.view.client import Client
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -25,7 +25,7 @@ from async_rl.telemetry.status import NORMAL_END, write_status
 from async_rl.telemetry.summary_table import format_summary
 from async_rl.telemetry.timeline import Span
 from async_rl.view.sweep_files import SweepFiles
-from tests.view.conftest import Client
+from tests.kit.view.client import Client
 
 STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)
 """The first step includes the warm-up and counts in no figure."""

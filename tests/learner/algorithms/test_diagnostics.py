@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.types import Batch
 from learner.algorithms.diagnostics import (
     BUCKETS,
     LENGTHS,
@@ -24,7 +23,8 @@ from learner.algorithms.diagnostics import (
     explained_variance,
     token_metrics,
 )
-from tests.learner.tiny_batches import make_batch, make_group, make_response, make_row
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_response
 
 
 def offpolicy(
@@ -212,7 +212,7 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
     old, young = make_row([5, 6, 7], [-1.0] * 3, 1.0), make_row([5], [-1.0], 0.0, version=4)
     old.versions[:] = [2, 3, 3]
     group = make_group(0, [3, 4], [old, young], version=2)
-    batch = Batch(version=5, groups=(group,), finished_versions=(4,), counters={"buffer/depth": 7.0})
+    batch = batch_of(group, version=5, finished_versions=(4,), counters={"buffer/depth": 7.0})
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
     assert got == {
         "reward/mean": 0.5,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import AlgorithmConfig, LearnerConfig
 from async_rl.errors import ConfigError
 from learner.algorithms.step_size import step_scale, weight_sums
 from learner.updater import Updater
-from tests.learner.test_updater import reference_logprobs, values_of
-from tests.learner.tiny_batches import make_batch, make_config, make_response
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch, make_response
+from tests.kit.learner.updates import reference_logprobs, values_of
 
 LR = 3e-3
 
@@ -54,13 +53,10 @@ def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
             log_rho.append((ours.astype(np.float64) - row.logprobs)[row.mask])
     weights = np.exp(np.concatenate(log_rho) if level == "token" else [row.sum() for row in log_rho if len(row)])
     scale = weights.sum() / math.sqrt(len(weights) * (weights**2).sum())
-    learner = LearnerConfig(prompts_per_step=3, lr=LR, max_tokens_per_microbatch=40)
     found = {}
     for by in ("off", level):
-        config = make_config(
-            tiny_model_path, algorithm=AlgorithmConfig(**algorithm),
-            learner=replace(learner, lr_by_ess=by),  # type: ignore[arg-type]
-        )
+        sizes = {"lr": LR, "max_tokens_per_microbatch": 40}
+        config = learner_config(tiny_model_path, algorithm=algorithm, learner={**sizes, "lr_by_ess": by})
         found[by] = values_of(Updater(config, torch.device("cpu")).update(batch))
     assert scale < 0.99
     assert found[level]["policy/lr_scale"] == pytest.approx(scale, rel=1e-4)
@@ -70,9 +66,6 @@ def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
     assert found[level]["policy/lr_scale"] == pytest.approx(math.sqrt(found["off"][name]), rel=1e-4)
 
 
-def test_interpolated_logprobs_that_show_no_sample_size_are_refused(tmp_path: Path) -> None:
+def test_interpolated_logprobs_that_show_no_sample_size_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"learner\.lr_by_ess must be off with algorithm\.proximal interpolate, got"):
-        make_config(
-            tmp_path, algorithm=AlgorithmConfig(epochs=2, proximal="interpolate"),
-            learner=LearnerConfig(prompts_per_step=3, lr_by_ess="token"),
-        )
+        learner_config(algorithm={"epochs": 2, "proximal": "interpolate"}, learner={"lr_by_ess": "token"})

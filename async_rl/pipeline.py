@@ -234,9 +234,9 @@ def dry_run(config: Config) -> str:
     placement = config.placement
     derived = {
         "episodes per step": config.episodes_per_step,
-        "groups in flight or waiting, at most": config.max_slots,
+        "groups in flight or waiting, at most": config.slots,
         "episodes at the engines, at most": min(
-            config.max_slots, config.rollout.concurrency * placement.rollout.servers
+            config.slots, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
         "episodes per learner rank and step": config.episodes_per_step / placement.learner.ranks,

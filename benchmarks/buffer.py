@@ -146,7 +146,7 @@ def run_client_producer(config: Config, address: str) -> None:
         client = WorkerClient(address, WORKER, config.timeouts, config.network.keys)
         tasks: set[asyncio.Task[Any]] = set()
         while True:
-            for slot in await client.admit(config.max_slots):
+            for slot in await client.admit(config.slots):
                 tasks.add(task := asyncio.create_task(client.put(make_group(config, slot))))
                 task.add_done_callback(tasks.discard)
 

@@ -42,6 +42,7 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past
     ]
     state.restore(rows, saved.buffer["scalars"])
     state.version, state.served_version = saved.version, None
+    state.slots = mode.rules.slots  # staleness.depth may have been changed
     state.unserved.clear()
     arrived = []
     for row in rows:

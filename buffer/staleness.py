@@ -2,9 +2,10 @@
 
 Summary: no token is more than `staleness.max` versions old when the learner trains on it. Two rules ensure this.
 Admission limits the number of groups that exist at a time, so that the coming batches have room for all of them before
-they are too old. Hand-out chooses the groups of a batch, those with the earliest deadline first. With the default,
-`staleness.late: wait`, the learner waits for a running group if a batch without it would leave later batches too little
-room. The proof comes first; the policies `drop` and `mask` and the exact mode, which have other rules, come after it.
+they are too old; `staleness.depth` limits it further, so that most groups are younger than that. Hand-out chooses the
+groups of a batch, those with the earliest deadline first. With the default, `staleness.late: wait`, the learner waits
+for a running group if a batch without it would leave later batches too little room. The proof comes first; the policies
+`drop` and `mask` and the exact mode, which have other rules, come after it.
 buffer/modes.py has a class for each of the four: Wait, Drop, Mask and Exact.
 
 Notation:
@@ -12,13 +13,14 @@ Notation:
     F  ceil(buffer.fresh_fraction * B), the lowest number of fresh groups in a batch. A fresh group was in no batch
        yet; a used group was in one. Without replay F = B
     E  weight_sync.every_steps          v  number of the next batch to choose: v batches were chosen before it
+    S  the number of slots, at most (M + 1) F. It is ceil((staleness.depth + 1) F), and may change in a run
     p  served version; it never falls, and p <= v
     s  start version of a group: p at its admission. Its tokens have versions >= s, because every server serves >= p
     d  deadline of a group: d = s + M, the last batch that may hold it. In batch b <= s + M its tokens are at most
        b - s <= M versions old
     live(d)  number of live groups with deadline <= d. Live: running, or finished and in no batch yet
 
-Admission:   a group may start while slots_held < (M + 1) F. It holds its slot until it is dropped or until the
+Admission:   a group may start while slots_held < S. It holds its slot until it is dropped or until the
              version that its first batch yields is served (batch b yields version b + 1). A used group holds no slot.
 Hand-out:    with the policy `wait`, batch v consists of the n fresh groups with the earliest deadlines, ties broken
              by id, and of B - n used groups that are within their deadlines. n is the smallest number >= F for which
@@ -34,8 +36,9 @@ Proof, by induction over events. At the start nothing is live.
   Finishing a group does not change live(d), and dropping one lowers it. Neither does training or serving a version.
   Admission at served version p: the deadline of the new group is p + M, so only live(d) with d >= p + M grows. The
       batches p..v-1 yield the versions p+1..v, none of which is served yet, so their fresh groups, at least (v - p) F,
-      hold slots. Hence live(d) <= slots_held - (v - p) F <= (M + 1) F - (v - p) F = (p + M - v + 1) F
-      <= (d - v + 1) F.
+      hold slots. After it slots_held <= S <= (M + 1) F, whatever S was before. Hence live(d) <= slots_held - (v - p) F
+      <= (M + 1) F - (v - p) F = (p + M - v + 1) F <= (d - v + 1) F.
+  A change of S changes nothing that is live: if more slots are held than the new S, no group starts until fewer are.
   Resuming from a checkpoint of version w: the batches from w on are discarded. Of the groups that were live at the
       checkpoint, those continue that finished with tokens of versions <= w, up to the number that (*) allows
       (`within_capacity`; that is all of them unless M or F was changed). The others are dropped. Nothing else holds a
@@ -45,10 +48,15 @@ of n finished groups fails it too, because none removes more groups with deadlin
 
 No deadlock: a wait for a batch ends at the latest when every running group has finished. Then the earliest F of the
 live groups leave max(0, live(d) - F) <= (d - v) F by (*). And there are B live groups, or there is room to admit more:
-of the (M + 1) F slots at most (v - p) B are held by trained groups, and the learner waits with v - p < E, so
-(M + 1) F >= E B leaves at least B. The configuration refuses (M + 1) F < E B. The refusal is necessary for E = 1 (the
-first batch has no used groups to fill up with) and for F = B. For E > 1 with replay it may go further than necessary,
-because the number of used groups depends on which of them expire. Running groups wait for nothing but their engine.
+of the S slots at most (v - p) B are held by trained groups, and the learner waits with v - p < E, so S >= E B leaves at
+least B. The configuration refuses S < E B. The refusal is necessary for E = 1 (the first batch has no used groups to
+fill up with) and for F = B. For E > 1 with replay it may go further than necessary, because the number of used groups
+depends on which of them expire. Running groups wait for nothing but their engine.
+
+Depth: the mean staleness is about S / F - 1. In each step F groups start and F are trained, so by Little's law a group
+holds its slot for S / F steps in the mean, the last of which is the training on its batch. At S = F generation and
+training take turns. The largest staleness is M all the same: with S < (M + 1) F the look-ahead has room to spare, so
+the learner waits only for groups that have run for nearly M versions, and short ones are trained meanwhile.
 
 Mode `drop` (`staleness.late: drop`): the learner does not wait for running groups, so (*) need not hold. Batch v is
 taken from finished groups with deadline >= v, so it is within the bound. After its hand-out every live group with
@@ -66,7 +74,7 @@ Exact mode (`staleness.mode: exact`; k = M, E = 1, F = B): every token of batch 
     Hand-out: batch t consists of the B groups with number t.
     Push: it waits until no group runs and none of the batches <= p + k has a vacancy. So a group of batch t starts and
         ends at version max(0, t - k): when p = t - k > 0 is served, the batches up to t - 1 are full and stay full.
-    Slots: the limit is the same, because while p is served the batches p..p+k hold (k + 1) B slots.
+    Slots: S = (M + 1) F, because while p is served the batches p..p+k hold (k + 1) B slots.
     Resume at version w: if the batches w..w+k-1 could not be restored completely, w takes the place of 0 in these
         formulas, because earlier versions are gone.
 """
@@ -84,29 +92,37 @@ from async_rl.types import BoolArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings that decide on admission and hand-out. In the proof the first three are M, B and F."""
+    """The settings that decide on admission and hand-out. In the proof the first four are M, B, F and S."""
 
     max_staleness: int
     prompts_per_step: int
     fresh_per_step: int
+    slots: int
+    """S at the start of the run."""
     max_uses: int = 1
     late: Literal["wait", "drop", "mask"] = "wait"
     exact: bool = False
     drain: bool = False
     """Whether a push waits until no group runs; meanwhile no group may start."""
 
+    @property
+    def most_slots(self) -> int:
+        """(M + 1) F, with which the bound is kept."""
+        return (self.max_staleness + 1) * self.fresh_per_step
+
     @classmethod
     def from_config(cls, config: Config) -> Rules:
         return cls(
             max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
-            fresh_per_step=config.fresh_per_step, max_uses=config.buffer.max_uses, late=config.staleness.late,
-            exact=config.staleness.mode == "exact", drain=config.weight_sync.on_update == "drain",
+            fresh_per_step=config.fresh_per_step, slots=config.slots, max_uses=config.buffer.max_uses,
+            late=config.staleness.late, exact=config.staleness.mode == "exact",
+            drain=config.weight_sync.on_update == "drain",
         )
 
 
-def admission_capacity(slots_held: int, rules: Rules) -> int:
-    """Return the number of groups that may start while `slots_held` slots are held: (M + 1) F - slots_held or 0."""
-    return max(0, (rules.max_staleness + 1) * rules.fresh_per_step - slots_held)
+def admission_capacity(slots_held: int, slots: int) -> int:
+    """Return the number of groups that may start while `slots_held` of `slots` are held: S - slots_held or 0."""
+    return max(0, slots - slots_held)
 
 
 def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolArray:

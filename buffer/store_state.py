@@ -93,6 +93,8 @@ class StoreState:
         self.served_version: int | None = None
         self.first_version = 0
         """The version from which exact mode counts batches."""
+        self.slots = 0
+        """The number of groups that may hold a slot at once."""
         self.next_group_id = 0
         self.next_prompt = 0
         self.requeued: deque[int] = deque()
@@ -160,6 +162,7 @@ class StoreState:
             "buffer/held": float(len(self.held)),
             "buffer/used": float(len(self.used)),
             "buffer/slots_held": float(self.slots_held),
+            "buffer/slots": float(self.slots),
             "buffer/unaccounted": float(self.unaccounted()),
             **self.accounting.metrics(),
         }
@@ -168,6 +171,7 @@ class StoreState:
         """Return all but the rows (versions, next ids, requeued prompts, counts) as plain values that JSON can hold."""
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
+            "slots": self.slots,
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
             "accounting": self.accounting.scalars(),
@@ -175,7 +179,7 @@ class StoreState:
 
     def restore(self, rows: Iterable[StoredGroup], scalars: Mapping[str, Any]) -> None:
         """Fill an empty state with the `rows` and `scalars` of another. Trained and dropped rows are left out."""
-        for name in ("version", "served_version", "first_version", "next_group_id", "next_prompt"):
+        for name in ("version", "served_version", "first_version", "slots", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})

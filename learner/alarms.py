@@ -33,15 +33,15 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
     return (
         Rule(
             "ess", "offpolicy/ess", 0.3, True,
-            "few tokens carry most of the importance weight. Lower staleness.max or learner.lr",
+            "few tokens carry most of the importance weight. Lower staleness.depth or learner.lr",
         ),
         Rule(
             "kl", "offpolicy/kl_behaviour_proximal", 0.1, False,
-            "the policy has moved far, in nats a token, from the one that sampled. Lower staleness.max or learner.lr",
+            "the policy has moved far, in nats a token, from the one that sampled. Lower staleness.depth or learner.lr",
         ),
         Rule(
             "truncated", "offpolicy/truncated_fraction", 0.05, False,
-            "truncated importance weights bias the gradient. Lower staleness.max or learner.lr, or raise "
+            "truncated importance weights bias the gradient. Lower staleness.depth or learner.lr, or raise "
             "algorithm.correction.cap",
         ),
         Rule(
@@ -52,7 +52,7 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
         Rule(
             "vtrace", "vtrace/reach", 0.5, True,
             "V-trace carries less than half of a final reward back over the median answer. Use algorithm.advantage: "
-            "gae, or lower staleness.max",
+            "gae, or lower staleness.depth",
         ),
         Rule(
             "policy_skipped", "policy/skipped_steps", 0, False,

@@ -29,9 +29,11 @@ from async_rl.errors import AsyncRLError
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
 from async_rl.weights.base import serving_dtype
+from learner.algorithms.corrections import log_ratios
 from learner.algorithms.diagnostics import MetricAccumulator, Totals, batch_metrics, explained_variance, token_metrics
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
+from learner.algorithms.step_size import step_scale, weight_sums
 from learner.algorithms.token_advantages import batch_advantages
 from learner.log_ratios import LogRatioRecorder
 from learner.models.critic import load_critic
@@ -103,7 +105,7 @@ class Updater:
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
-        is_skipped = is_stopped = False
+        is_skipped, is_stopped, scale = False, False, 1.0
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):
             losses, logprobs = self.forward_backward(minibatch, sums, trains_policy, is_first_epoch=epoch == 0)
             if recorder:
@@ -112,6 +114,8 @@ class Updater:
                 is_skipped = self._kl_behaviour_proximal(minibatches, logprobs) > algorithm.skip_batch_kl
             if is_skipped:
                 break
+            if self.config.learner.lr_by_ess != "off" and not any(steps.values()):
+                scale = self._lr_scale(minibatches, logprobs)
             if algorithm.early_stop_kl and trains_policy:
                 proximal = [micro.proximal for micro in minibatch.micro_batches]
                 is_stopped = self._mean_kl([minibatch], proximal, logprobs) > algorithm.early_stop_kl
@@ -119,7 +123,7 @@ class Updater:
             if self.critic is not None:
                 steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
             if trains_policy:
-                steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay))
+                steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
             elif self.critic is None:
                 break
         for name, optimizer in self.optimizers.items():
@@ -133,6 +137,13 @@ class Updater:
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
+        return metrics + self._limit_metrics(scale, is_skipped, is_stopped)
+
+    def _limit_metrics(self, scale: float, is_skipped: bool, is_stopped: bool) -> list[Metric]:
+        """Return the metrics of those limits of a step that are switched on."""
+        algorithm, metrics = self.config.algorithm, []
+        if self.config.learner.lr_by_ess != "off":
+            metrics.append(Metric("policy/lr_scale", scale))
         if algorithm.skip_batch_kl:
             metrics.append(Metric("policy/skipped_batches", float(is_skipped), "sum"))
         if algorithm.early_stop_kl:
@@ -213,14 +224,30 @@ class Updater:
         return totals, all_logprobs
 
     def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
-        """Return KL(behaviour || proximal) of the batch, in nats a token; see `_mean_kl`. Collective.
+        """Return KL(behaviour || proximal) of the batch, in nats a token; see `_mean_kl`. Collective."""
+        behaviour = [micro.response.behaviour for minibatch in minibatches for micro in minibatch.micro_batches]
+        return self._mean_kl(minibatches, behaviour, self._proximal(minibatches, logprobs))
+
+    def _lr_scale(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
+        """Return the share of the policy's learning rate that the batch gets by learner.lr_by_ess. Collective."""
+        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for micro, proximal in zip(micro_batches, self._proximal(minibatches, logprobs), strict=True):
+            log_rho = log_ratios(proximal, micro.response.behaviour, micro.response.trained)
+            sums += weight_sums(log_rho, micro.response, self.config.learner.lr_by_ess == "sequence")
+        dist.all_reduce(sums)
+        return step_scale(*sums.tolist())
+
+    def _proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the proximal logprobs [N] of each micro-batch of the batch.
 
         `logprobs` are the learner logprobs of the first forward pass with gradient. They are the proximal logprobs if
         none were computed at the start of the step; the batch then is one minibatch.
         """
-        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-        proximal = [m.proximal for m in micro_batches] if self.objective.computes_proximal else logprobs
-        return self._mean_kl(minibatches, [micro.response.behaviour for micro in micro_batches], proximal)
+        if not self.objective.computes_proximal:
+            return list(logprobs)
+        found = [micro.proximal for minibatch in minibatches for micro in minibatch.micro_batches]
+        return [proximal for proximal in found if proximal is not None]
 
     def _mean_kl(
         self, minibatches: Sequence[MiniBatch], p: Sequence[Tensor | None], q: Sequence[Tensor | None]

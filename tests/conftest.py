@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 import yaml
 
-from async_rl.config import Config, LearnerConfig, ModelConfig, NetworkConfig, RolloutConfig, TaskConfig
 from async_rl.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
 
+if TYPE_CHECKING:
+    from tests.kit.engines.in_thread import EngineInThread
+
+pytest.register_assert_rewrite("tests.kit")  # before its first import: its asserts show values as a test file's do
 # Transformers reads these at its import. They keep its bars and tables of loaded weights out of the tests' output.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -30,7 +30,6 @@ hypothesis.settings.register_profile("repeatable", derandomize=True)  # new exam
 hypothesis.settings.load_profile("repeatable")
 warnings.filterwarnings("ignore", message="builtin type swigvarlink", category=DeprecationWarning)  # at the exit
 
-Result = TypeVar("Result")
 STARTING = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
 """Audit events of a new process."""
 SMALL_PROGRAMS = {"bash", "git", "ldconfig", "nvidia-smi", "uname"}
@@ -86,50 +85,6 @@ def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_refuse_processes)
 
 
-class EngineInThread:
-    """An engine with an event loop of its own, for tests that are plain functions."""
-
-    def __init__(self, config: Config, log_dir: Path) -> None:
-        from rollout_server.engines.base import open_engine
-
-        self.config = config
-        self.engine = open_engine(config, 0, log_dir)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    @property
-    def overrides(self) -> list[str]:
-        """The overrides of a config that make a run use this server, and no other."""
-        return [f"rollout.server_url={self.engine.url}", f"network.keys={self.config.network.keys}"]
-
-    def run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float = 120.0) -> Result:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-
-    def close(self) -> None:
-        self.run(self.engine.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-
-def sglang_config(model: Path, **rollout: Any) -> Config:
-    """Prompts and answers together fit the tiny models' positions exactly."""
-    return Config(
-        model=ModelConfig(path=str(model)),
-        task=TaskConfig(name="reasoning_gym/spell_backward", max_prompt_tokens=512),
-        rollout=RolloutConfig(engine="sglang", max_response_tokens=512, concurrency=32, **rollout),
-        learner=LearnerConfig(prompts_per_step=32),
-    )
-
-
-def with_keys(config: Config, folder: Path) -> Config:
-    """The config with new keys in `folder`, as the servers of a run have them."""
-    from buffer.protocol.keys import new_keys
-
-    new_keys(folder)
-    return replace(config, network=NetworkConfig(keys=str(folder)))
-
-
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
@@ -154,15 +109,18 @@ def ray_here() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 with a character tokenizer and decided opinions about the next token."""
-    from tests.rollout_server.engines.hf_cases import save_sharp_model
+    from tests.kit.models import save_sharp_model
 
     return save_sharp_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def running_sglang(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
+    from tests.kit.configs import server_config, with_keys
+    from tests.kit.engines.in_thread import EngineInThread
+
     folder = tmp_path_factory.mktemp("logs")
-    server = EngineInThread(with_keys(sglang_config(model_folder), folder / "keys"), folder)
+    server = EngineInThread(with_keys(server_config("sglang", model_folder), folder / "keys"), folder)
     server.run(server.engine.start())
     yield server
     server.close()
@@ -181,7 +139,7 @@ def sglang_server(running_sglang: EngineInThread) -> EngineInThread:
 @pytest.fixture(scope="session")
 def smoke_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps on an untrained tiny model, small enough for a few seconds of work."""
-    from tests.tiny_folder import save_tiny_model
+    from tests.kit.models import save_tiny_model
 
     folder = tmp_path_factory.mktemp("smoke")
     save_tiny_model("tiny-qwen2", folder / "model", seed=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,24 @@ def test_no_docstring_begins_with_half_a_sentence() -> None:
 def test_the_name_of_a_test_can_be_read_at_a_glance() -> None:
     names = [getattr(node, "name", "") for file in python_files() for node in definitions(file)]
     assert [name for name in names if name.startswith("test_") and len(name) > MAX_TEST_NAME_LENGTH] == []
+
+
+def test_files_share_only_what_stands_in_the_kit_of_the_tests() -> None:
+    """None imports from a test file or a conftest.py. The extensions are what CONTRIBUTING.md shows."""
+    shared = re.compile(r"tests\.(kit|extensions)\.(?!test_|conftest)")
+    imported = [
+        (file.relative_to(ROOT), name) for file in python_files()
+        for node in ast.walk(ast.parse(file.read_text())) for name in imported_names(node)
+    ]
+    ours = [f"{file}: {name}" for file, name in imported if name.startswith(("tests.", ".")) and not shared.match(name)]
+    assert ours == []
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """Full names; those of a relative import begin with a dot."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_the_top_of_async_rl_holds_few_files() -> None:

@@ -20,7 +20,7 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.policy import write_folder
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
 

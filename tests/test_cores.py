@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, PlacementConfig, TaskConfig
 from async_rl.cores import SPINS, limit_spinning, threads_per_process, usable_cores
+from tests.kit.configs import make_config
 
 
 @pytest.mark.parametrize(("pinned", "threads"), [(False, 3), (True, 6)])
@@ -19,10 +19,7 @@ def test_threads_are_counted_on_the_cores_the_process_may_use(
     """One learner rank and one server; a pinned process has only its own share to count."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    config = Config(
-        model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-        placement=PlacementConfig(pin_cpus=pinned),
-    )
+    config = make_config(placement={"pin_cpus": pinned})
     assert usable_cores() == 6
     assert threads_per_process(config) == threads
 

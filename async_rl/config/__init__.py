@@ -108,9 +108,9 @@ class Config:
         return math.ceil(self.buffer.fresh_fraction * self.learner.prompts_per_step)
 
     @property
-    def max_slots(self) -> int:
-        """The largest number of groups that hold a slot at once: (staleness.max + 1) * fresh_per_step."""
-        return (self.staleness.max + 1) * self.fresh_per_step
+    def slots(self) -> int:
+        """The largest number of groups that hold a slot at once: (staleness.depth + 1) * fresh_per_step, rounded up."""
+        return self.staleness.slots(self.fresh_per_step)
 
     @property
     def journal_kept_steps(self) -> int:

@@ -20,6 +20,7 @@ def check_cross_section(config: Config) -> None:
     """
     _check_sizes(config)
     _check_algorithm(config)
+    _check_step_size(config)
     _check_episodes(config)
     _check_slots(config)
     _check_replay(config)
@@ -77,6 +78,14 @@ def _check_algorithm(config: Config) -> None:
     )
 
 
+def _check_step_size(config: Config) -> None:
+    by_ess = config.learner.lr_by_ess
+    check(
+        by_ess == "off" or config.algorithm.proximal != "interpolate", "learner.lr_by_ess", by_ess,
+        "off with algorithm.proximal interpolate", "Interpolated logprobs don't show how far the policy is.",
+    )
+
+
 def _check_episodes(config: Config) -> None:
     """Check the settings of episodes of several turns."""
     task, rollout, advantage = config.task, config.rollout, config.algorithm.advantage
@@ -109,11 +118,12 @@ def _check_slots(config: Config) -> None:
     """Check that there are slots for all batches between two pushes, without which the learner would wait for ever."""
     every_steps, prompts = config.weight_sync.every_steps, config.learner.prompts_per_step
     fresh, needed = config.fresh_per_step, every_steps * prompts
-    largest_every = config.max_slots // prompts
+    largest_every = config.slots // prompts
+    limit = "staleness.max" if config.staleness.depth == "max" else "staleness.depth"
     check(
-        config.max_slots >= needed, "(staleness.max + 1) * ceil(buffer.fresh_fraction * learner.prompts_per_step)",
-        config.max_slots, f"at least weight_sync.every_steps * learner.prompts_per_step = {needed}",
-        f"Otherwise the learner waits for ever. Set staleness.max >= {-(-needed // fresh) - 1}"
+        config.slots >= needed, f"({limit} + 1) * ceil(buffer.fresh_fraction * learner.prompts_per_step)",
+        config.slots, f"at least weight_sync.every_steps * learner.prompts_per_step = {needed}",
+        f"Otherwise the learner waits for ever. Set {limit} >= {-(-needed // fresh) - 1}"
         + (f" or weight_sync.every_steps <= {largest_every}." if largest_every else "."),
     )
 
@@ -131,6 +141,11 @@ def _check_replay(config: Config) -> None:
     check(
         uses == 1 or config.staleness.max >= 1, "buffer.max_uses", uses, "1 with staleness.max 0",
         "A used group is at least one version old. Set staleness.max >= 1.",
+    )
+    depth = config.staleness.depth
+    check(
+        uses == 1 or depth == "max" or depth >= 1, "staleness.depth", depth, f"1 or more with buffer.max_uses {uses}",
+        "Below 1 there are too few fresh groups to begin the next batch while this one is trained.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -153,12 +154,31 @@ class StalenessConfig:
     max: NonNegativeInt = 0
     """No token that is older than this many versions is trained on. 0: generating and training take turns; 1 and more:
     they overlap."""
+    depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max"] = "max"
+    """How many versions' worth of groups are begun ahead of the one that is trained, in quarters, at most `max`. The
+    mean staleness is about `depth`, whereas a group that takes long has until `max`. 0: as `max` 0, nothing is begun
+    ahead. max: as many as `max` allows."""
     mode: Literal["bounded", "exact"] = "bounded"
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
     late: Literal["wait", "drop", "mask"] = "wait"
     """The policy for a group that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
     prompt granted again (biased to short answers). mask: it is trained on, with the tokens that are too old masked."""
+
+    def __post_init__(self) -> None:
+        check(
+            self.depth == "max" or self.depth <= self.max, "staleness.depth", self.depth,
+            f"max, or 0..{self.max}, which is staleness.max, in quarters",
+            "Deadlines are those of staleness.max, so a larger depth would start groups that come too late.",
+        )
+        check(
+            self.depth in ("max", self.max) or self.mode != "exact", "staleness.depth", self.depth,
+            "max with staleness.mode: exact", "A group is then admitted for a batch that is staleness.max ahead.",
+        )
+
+    def slots(self, fresh_per_step: int) -> int:
+        """Return the number of groups that may hold a slot at once: (depth + 1) * fresh_per_step, rounded up."""
+        return math.ceil(((self.max if self.depth == "max" else self.depth) + 1) * fresh_per_step)
 
 
 @section("buffer")

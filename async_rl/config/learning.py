@@ -99,6 +99,9 @@ class LearnerConfig:
     """The largest norm of a step's gradient; .inf: no limit."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly."""
+    lr_by_ess: Literal["off", "token", "sequence"] = "off"
+    """Multiply the policy's learning rate on a batch by sqrt(ESS/N) of its importance weights, of tokens or of whole
+    rows: a batch that few samples carry takes a smaller step (VCPO)."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Over this last share of run.steps all learning rates fall linearly to 0, so that a run does not end on a large
     step. 0: no decay."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,39 @@ class Axis:
     levels: dict[str, tuple[str, ...]]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Bound:
+    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, or 1.25/8."""
+
+    depth: float
+    max: int
+
+    def __str__(self) -> str:
+        return str(self.max) if self.is_full else f"{self.depth:g}/{self.max}"
+
+    @classmethod
+    def parse(cls, text: str) -> Bound:
+        """Return the bound of a text like 8 or 1.25/8. Raises ValueError for other text."""
+        depth, _, bound = text.rpartition("/")
+        return cls(float(depth or bound), int(bound))
+
+    @classmethod
+    def of_config(cls, staleness: Mapping[str, Any]) -> Bound:
+        """Return the bound of a run by the section `staleness` of its config file."""
+        depth = staleness.get("depth", "max")
+        return cls(float(staleness["max"] if depth == "max" else depth), staleness["max"])
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of a run at this bound."""
+        return (f"staleness.max={self.max}", f"staleness.depth={'max' if self.is_full else f'{self.depth:g}'}")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the depth is the bound itself."""
+        return self.depth == self.max
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One run of a sweep. `labels` has, by name of each axis (the seed is one, too), the label of the cell's level."""
@@ -67,8 +100,7 @@ def key_axis(text: str) -> Axis:
 
 
 def staleness_axis(text: str) -> Axis:
-    bounds = numbers(text, "--staleness")
-    return Axis(STALENESS, {str(bound): (f"staleness.max={bound}",) for bound in bounds})
+    return Axis(STALENESS, {str(bound): bound.overrides for bound in bounds_of(text)})
 
 
 def seed_axis(count: int, first: int) -> Axis:
@@ -89,12 +121,30 @@ def named_axis(name: str, text: str, known: dict[str, tuple[str, ...]]) -> Axis:
     return Axis(name, {label: known[label] for label in labels})
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Return comma-separated whole numbers as an ascending list without repeats. Raises ConfigError for other text."""
-    parts = text.split(",")
-    if not all(re.fullmatch(r"\d+", part) for part in parts):
-        raise ConfigError(f"{option} must be whole numbers, e.g. 0,1,2,4; got {text!r}")
-    return sorted({int(part) for part in parts})
+def bounds_title(bounds: Iterable[Bound]) -> str:
+    """Return what the texts of these bounds are: values of staleness.max, or of depth and staleness.max."""
+    return "staleness.max" if all(bound.is_full for bound in bounds) else "depth/max"
+
+
+def bounds_of(text: str) -> list[Bound]:
+    """Return bounds, in text like `0,1,8,1.25/8` (depth/bound), as an ascending list without repeats.
+
+    Raises ConfigError for other text, and for a depth over its bound or not in quarters.
+    """
+    found = set()
+    for part in text.split(","):
+        if not re.fullmatch(r"(\d+(\.\d+)?/)?\d+", part):
+            raise ConfigError(
+                f"--staleness must be values of staleness.max, each with a depth before it if you like, e.g. "
+                f"0,1,8,1.25/8; got {text!r}"
+            )
+        bound = Bound.parse(part)
+        check(
+            bound.depth <= bound.max and bound.depth % 0.25 == 0, "--staleness", part,
+            f"a depth of 0..{bound.max} in quarters before /{bound.max}",
+        )
+        found.add(bound)
+    return sorted(found)
 
 
 def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:

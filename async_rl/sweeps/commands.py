@@ -9,6 +9,9 @@ from pathlib import Path
 AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str, str], argparse.ArgumentParser]
 """Adds a command by its name, the function that makes its exit code, a sentence on it, and an example of its words."""
 
+BOUNDS = "0,1,2,3,5,8,10"
+BELOW = "1.25/8 is staleness.depth 1.25 below staleness.max 8"
+
 
 def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
     """Add the commands sweep, report and plan; `add_config` adds the arguments CONFIG and key=value to a command."""
@@ -27,7 +30,7 @@ def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], 
 
 
 def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
-    sweep.add_argument("--staleness", default="0,1,2,3,5,8,10", help="values of staleness.max (default: %(default)s)")
+    sweep.add_argument("--staleness", default=BOUNDS, help=f"values of staleness.max; {BELOW} (default: %(default)s)")
     sweep.add_argument("--seeds", type=int, default=3, help="runs of every combination (default: %(default)s)")
     sweep.add_argument("--first-seed", type=int, default=0, help="run.seed of the first run (default: %(default)s)")
     sweep.add_argument("--mode", choices=["bounded", "exact", "both"], help="staleness.mode (default: the config's)")
@@ -40,7 +43,7 @@ def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
 
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("folder", nargs="?", type=Path, metavar="RUN_DIR", help="run or sweep with measured durations")
-    plan.add_argument("--staleness", default="0,1,2,3,5,8,10", help="bounds (default: %(default)s)")
+    plan.add_argument("--staleness", default=BOUNDS, help=f"as for sweep; {BELOW} (default: %(default)s)")
     seconds = plan.add_argument_group("durations in seconds; they replace the measured ones")
     seconds.add_argument("--train-s", type=float, help="training time of a batch")
     seconds.add_argument("--rollout-s", type=float, help="time to generate a batch on a fully loaded engine")

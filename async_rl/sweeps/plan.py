@@ -11,7 +11,7 @@ from pathlib import Path
 
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cells import numbers
+from async_rl.sweeps.cells import Bound, bounds_of, bounds_title
 from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
 from async_rl.sweeps.results import read_runs, settings_of
 from async_rl.sweeps.simulate import Result, Workload, simulate
@@ -42,40 +42,41 @@ ROLES = {
 @dataclass(frozen=True, slots=True)
 class Plan:
     workload: Workload
-    bounds: tuple[int, ...]
+    bounds: tuple[Bound, ...]
     results: tuple[Result, ...]
 
     @property
-    def best(self) -> int:
-        """The smallest bound whose step takes at most 2 % longer than the shortest step of all bounds."""
+    def best(self) -> Bound:
+        """The bound of the smallest depth whose step takes at most 2 % longer than the shortest step of all bounds."""
         shortest_s = min(result.step_s for result in self.results)
         enough = [result.step_s <= (1 + WORTHWHILE) * shortest_s for result in self.results]
         return self.bounds[enough.index(True)]
 
-    def closed_form(self, bound: int) -> float:
-        """Return the learner's utilisation by the formula min(Usat, (bound + 1) U0); it holds if few groups are slow.
+    def closed_form(self, bound: Bound) -> float:
+        """Return the learner's utilisation by the formula min(Usat, (depth + 1) U0); it holds if few groups are slow.
 
-        U0 is the simulated utilisation at the plan's smallest bound b, divided by b + 1. Usat is the utilisation that
+        U0 is the simulated utilisation at the plan's smallest depth d, divided by d + 1. Usat is the utilisation that
         the learner reaches if the slower pool never waits.
         """
-        w, first = self.workload, self.results[0].utilisation / (self.bounds[0] + 1)
+        w, first = self.workload, self.results[0].utilisation / (self.bounds[0].depth + 1)
         learner_s = w.train_s + w.receive_s + w.sync_s / w.every_steps
         fresh_s = w.group_s(w.concurrency) * w.fresh_per_step / w.concurrency / (1 - w.failed)
-        return min(w.train_s / max(learner_s, fresh_s + w.standstill_s / w.every_steps), (bound + 1) * first)
+        return min(w.train_s / max(learner_s, fresh_s + w.standstill_s / w.every_steps), (bound.depth + 1) * first)
 
 
-def make_plan(workload: Workload, bounds: Sequence[int]) -> Plan:
+def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
     """Return the plan: the simulated result of each bound, without bounds at which the learner would wait for ever.
 
     Raises:
         ConfigError: the learner would wait for ever at each of the bounds.
     """
-    possible = tuple(bound for bound in bounds if bound >= workload.smallest_bound)
+    possible = tuple(bound for bound in bounds if bound.depth >= workload.smallest_depth)
     check(
         bool(possible), "--staleness", ",".join(map(str, bounds)),
-        f"{workload.smallest_bound} or more with {rules_text(workload)}",
+        f"{workload.smallest_depth:g} or more with {rules_text(workload)}",
     )
-    return Plan(workload, possible, tuple(simulate(workload, bound, SIMULATED_STEPS) for bound in possible))
+    results = (simulate(workload, bound.max, SIMULATED_STEPS, depth=bound.depth) for bound in possible)
+    return Plan(workload, possible, tuple(results))
 
 
 def measured_workload(folder: Path) -> Workload:
@@ -99,7 +100,7 @@ def answer(args: argparse.Namespace) -> str:
     workload = planned_workload(args)
     parts = []
     if workload is not None:
-        plan = make_plan(workload, numbers(args.staleness, "--staleness"))
+        plan = make_plan(workload, bounds_of(args.staleness))
         parts.append(describe_plan(plan))
         if args.devices is not None:
             now = devices_now(args.now)
@@ -172,7 +173,7 @@ def describe_plan(plan: Plan) -> str:
     if rules := rules_text(w):
         lines.append(f"Rules: {rules}.")
     header = (
-        "staleness.max", "step, s", "learner", "rollout", "learner, closed form", "staleness, mean",
+        bounds_title(plan.bounds), "step, s", "learner", "rollout", "learner, closed form", "staleness, mean",
         "groups in flight / concurrency",
     )  # fmt: skip
     rows = [
@@ -180,15 +181,15 @@ def describe_plan(plan: Plan) -> str:
         for bound, r in zip(plan.bounds, plan.results, strict=True)
     ]
     lines += ["", Table(header, rows).markdown()]
-    if w.smallest_bound:
-        lines.append(f"Left out: staleness.max below {w.smallest_bound}, where the learner would wait for ever.")
+    if w.smallest_depth:
+        lines.append(f"Left out: depths below {w.smallest_depth:g}, where the learner would wait for ever.")
     larger = (
-        "larger bounds were not tried" if plan.best == plan.bounds[-1]
-        else f"a larger bound, up to {plan.bounds[-1]}, gains less than {WORTHWHILE:.0%} more"
+        "larger ones were not tried" if plan.best == plan.bounds[-1]
+        else f"a larger one, up to {plan.bounds[-1]}, gains less than {WORTHWHILE:.0%} more"
     )  # fmt: skip
     gain = plan.results[0].step_s / plan.results[plan.bounds.index(plan.best)].step_s
     lines.append(
-        f"Take staleness.max = {plan.best}: {gain:.2f} times the steps per hour of staleness {plan.bounds[0]}, "
+        f"Take {setting_text(plan.best)}: {gain:.2f} times the steps per hour of staleness {plan.bounds[0]}, "
         f"and {larger}."
     )
     return "\n".join(lines)
@@ -209,8 +210,13 @@ def rules_text(workload: Workload) -> str:
     return ", ".join(f"{key}={value}" for key, (value, usual) in settings.items() if value != usual)
 
 
+def setting_text(bound: Bound) -> str:
+    depth = "" if bound.is_full else f" and staleness.depth = {bound.depth:g}"
+    return f"staleness.max = {bound.max}{depth}"
+
+
 def split_devices(
-    workload: Workload, devices: int, bound: int, learner_now: int, rollout_now: int
+    workload: Workload, devices: int, bound: Bound, learner_now: int, rollout_now: int
 ) -> dict[tuple[int, int], Result]:
     """Simulate each split of `devices` into two pools; return results {(learner devices, rollout devices): result}.
 
@@ -226,16 +232,17 @@ def split_devices(
             workload, train_s=workload.train_s * learner_now / learner_devices, load_s=workload.load_s / share,
             concurrency=max(1, int(workload.concurrency * share)),
         )
-        results[learner_devices, devices - learner_devices] = simulate(scaled, bound, SPLIT_STEPS)
+        split = learner_devices, devices - learner_devices
+        results[split] = simulate(scaled, bound.max, SPLIT_STEPS, depth=bound.depth)
     return results
 
 
-def describe_splits(splits: dict[tuple[int, int], Result], bound: int) -> str:
+def describe_splits(splits: dict[tuple[int, int], Result], bound: Bound) -> str:
     best = min(splits, key=lambda split: splits[split].step_s)
     rows = [[str(learner), str(rollout), *_shares(result)] for (learner, rollout), result in splits.items()]
     header = ("learner devices", "rollout devices", "step, s", "learner", "rollout")
     table = Table(header, rows, best=list(splits).index(best)).markdown()
-    return f"{table}\nAt staleness.max = {bound} take {best[0]} for the learner, {best[1]} for rollout."
+    return f"{table}\nAt {setting_text(bound)} take {best[0]} for the learner, {best[1]} for rollout."
 
 
 def describe_memory(parameters: float, method: str, device_gb: float, link_gbps: float) -> str:

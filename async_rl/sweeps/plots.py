@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.sweeps.cells import Bound, bounds_title
 from async_rl.sweeps.results import Setting
+from async_rl.sweeps.significance import speed_key
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
@@ -26,8 +28,10 @@ STEP, SECONDS = "learner step", "seconds since the end of the first step"
 Series = tuple[tuple[str, str], ...]
 
 
-def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]) -> list[Path]:
+def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Result]) -> list[Path]:
     """Draw every plot that there is data for as a PNG file in `folder`; return the paths.
+
+    If the runs have no steps, as they were read from CSV files, the earlier plots of steps are kept.
 
     Args:
         predicted: the simulated results by staleness bound.
@@ -39,15 +43,17 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]
 
     folder.mkdir(parents=True, exist_ok=True)
     bounded = [row for row in rows if not row.exact]
+    stepped = [row for row in rows if all(run.steps for run in row.runs)]
+    stepped_bounded = [row for row in stepped if not row.exact]
     pictures: list[tuple[str, Callable[[], Any]]] = [
         ("trade_off", lambda: _trade_off(rows)),
         ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
         ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
-        ("reward_by_step", lambda: _reward_curves(rows, 0, STEP)),
-        ("reward_by_time", lambda: _reward_curves(bounded, 1, SECONDS)),
-        ("utilisation", lambda: _utilisation(bounded, predicted)),
+        ("reward_by_step", lambda: _reward_curves(stepped, 0, STEP)),
+        ("reward_by_time", lambda: _reward_curves(stepped_bounded, 1, SECONDS)),
+        ("utilisation", lambda: _utilisation(stepped_bounded, predicted)),
         ("offpolicy", lambda: _offpolicy(rows)),
-        ("staleness", lambda: _staleness_histogram(rows)),
+        ("staleness", lambda: _staleness_histogram(stepped)),
     ]
     paths = []
     for name, draw in pictures:
@@ -55,6 +61,7 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: dict[int, Result]
         if figure is not None:
             figure.savefig(folder / f"{name}.png", dpi=DPI)
             plt.close(figure)
+        if figure is not None or (not stepped and (folder / f"{name}.png").is_file()):
             paths.append(folder / f"{name}.png")
     return paths
 
@@ -104,7 +111,7 @@ def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str
             label=series_name(series, list(all_series)),
         )
     axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
-    axes.set_xlabel("staleness.max, versions")
+    axes.set_xlabel(f"{bounds_title(bounds)}, versions")
     axes.set_title(label, fontsize=10)
 
 
@@ -116,17 +123,21 @@ def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper cen
 
 
 def _trade_off(rows: Sequence[Setting]) -> Any:
-    """Return a figure of the improvement per step and, for bounded mode, the learner's utilisation and improvement per
-    minute, each over the staleness bound.
+    """Return a figure of what a step is worth and, for bounded mode, the learner's utilisation and effective steps a
+    minute, each over the staleness bound. Where efficiency can't be told, it shows the improvement instead.
     """
     what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
+    if any(row.has("efficiency") for row in rows):
+        worth, speed = ("efficiency", "synchronous steps that a step is worth"), "effective steps per minute"
+    else:
+        worth, speed = ("improvement", f"{what} gained in the run"), f"{what} gained per minute"
     bounded = [row for row in rows if not row.exact]
     figure, panels = _panels(3 if bounded else 1)
-    _against_staleness(panels[0], rows, "per_100_steps", f"{what} gained per 100 steps")
+    _against_staleness(panels[0], rows, *worth)
     if bounded:
         _against_staleness(panels[1], bounded, "learner", "learner utilisation, share of time")
         panels[1].set_ylim(0, 1)
-        _against_staleness(panels[2], bounded, "per_minute", f"{what} gained per minute, measured")
+        _against_staleness(panels[2], bounded, speed_key(bounded), speed)
     for axes in panels:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     _legend(figure, panels)
@@ -189,7 +200,7 @@ def _curves(
         axes.set_title(series_name(name), fontsize=10)
         axes.set_xlabel(x_label)
     panels[0].set_ylabel(y_label)
-    _legend(figure, panels, "outside right upper", title="staleness.max")
+    _legend(figure, panels, "outside right upper", title=bounds_title(bounds))
     return figure
 
 
@@ -200,7 +211,7 @@ def _mean_and_error(lines: Any) -> tuple[Any, Any]:
     return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
 
 
-def _utilisation(rows: Sequence[Setting], predicted: dict[int, Result]) -> Any:
+def _utilisation(rows: Sequence[Setting], predicted: Mapping[Bound, Result]) -> Any:
     """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series.
 
     Marks show the predicted busy share, the occupancy of slots, and the GPU's utilisation by NVML.
@@ -232,7 +243,7 @@ def _utilisation(rows: Sequence[Setting], predicted: dict[int, Result]) -> Any:
             by_nvml = [row.estimate(f"gpu_{kind}").mean for row in rows]
             axes.plot(places, by_nvml, "kx", markersize=7, label="GPU, by NVML")
         axes.set_xticks(places, [str(row.staleness) for row in rows])
-        axes.set_xlabel("staleness.max, versions")
+        axes.set_xlabel(f"{bounds_title([row.staleness for row in rows])}, versions")
         axes.set_title(f"{kind} pool" + (f", {series_name(series)}" if series else ""), fontsize=10)
     panels[0].set_ylabel("share of time")
     panels[0].set_ylim(0, 1.02)
@@ -258,9 +269,11 @@ def _staleness_histogram(rows: Sequence[Setting]) -> Any:
 
     Runs in exact mode are drawn only if there are no others.
     """
+    if not rows:
+        return None
     rows = [row for row in rows if not row.exact] or rows
     bounds = sorted({row.staleness for row in rows})
-    largest = max(bounds)
+    largest = max(bound.max for bound in bounds)
     figure, panels = _panels(len(bounds), width=3.0, height=2.4, sharey=True)
     for axes, bound in zip(panels, bounds, strict=True):
         counts = np.zeros(largest + 1)
@@ -270,8 +283,8 @@ def _staleness_histogram(rows: Sequence[Setting]) -> Any:
         if not counts.any():
             continue
         axes.bar(range(largest + 1), counts / counts.sum(), color=OKABE_ITO[0], width=0.8)
-        axes.axvline(bound + 0.5, color=OKABE_ITO[1], linestyle="--", linewidth=1.5)
-        axes.set_title(f"staleness.max {bound}", fontsize=9)
+        axes.axvline(bound.max + 0.5, color=OKABE_ITO[1], linestyle="--", linewidth=1.5)
+        axes.set_title(f"{bounds_title([bound])} {bound}", fontsize=9)
         axes.set_xlim(-0.7, largest + 0.7)
         axes.set_xticks(range(0, largest + 1, max(1, largest // 5)))
     figure.supxlabel("staleness of a trained episode, versions (dashed: the bound)", fontsize=10)

@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
+from async_rl.sweeps.cells import Bound
 from async_rl.sweeps.results import Run, Setting
 from async_rl.sweeps.simulate import Result, Workload, simulate
 
@@ -57,7 +58,8 @@ def stages(run: Run) -> Stages:
     return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.figure("time/push_s"),
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
-        receive_s=float(np.quantile(waits, 0.1)) if run.staleness and waits else 0.0,  # at 0 waits are for generation
+        # at depth 0 the waits are for generation
+        receive_s=float(np.quantile(waits, 0.1)) if run.staleness.depth and waits else 0.0,
         group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
         together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,
@@ -128,7 +130,7 @@ def _mean(found: Sequence[Stages], name: str) -> float:
 class Measured:
     """The values measured at one staleness bound, beside their prediction and the work-conserving bound."""
 
-    staleness: int
+    staleness: Bound
     learner: float
     rollout: float
     staleness_mean: float
@@ -140,13 +142,13 @@ class Measured:
     """The simulator's result; None if it does not cover the run's rules, or if durations were not measured."""
 
 
-def work_conserving_bound(found: Stages, staleness: int) -> float:
+def work_conserving_bound(found: Stages, depth: float) -> float:
     """Return the largest sum of learner and rollout utilisation that the run's stage times allow.
 
-    It assumes that a step takes the time of both pools one after the other at staleness 0, else that of the slower one.
+    It assumes that a step takes the time of both pools one after the other at depth 0, else that of the slower one.
     """
     learner_s, rollout_s = found.train_s + found.pushes * found.sync_s, found.rollout_busy_s
-    step_s = learner_s + rollout_s if staleness == 0 else max(learner_s, rollout_s + found.pushes * found.pause_s)
+    step_s = learner_s + rollout_s if depth == 0 else max(learner_s, rollout_s + found.pushes * found.pause_s)
     return (found.train_s + found.rollout_busy_s) / step_s
 
 
@@ -170,7 +172,7 @@ def compare(rows: Sequence[Setting]) -> list[Measured]:
             Measured(
                 staleness=row.staleness, learner=row.estimate("learner").mean, rollout=row.estimate("rollout").mean,
                 staleness_mean=row.estimate("staleness_mean").mean,
-                bound=float(np.mean([work_conserving_bound(stage, row.staleness) for stage in own])),
+                bound=float(np.mean([work_conserving_bound(stage, row.staleness.depth) for stage in own])),
                 in_flight=_mean(own, "in_flight"), predicted=_predict(row, own, everywhere),
             )
         )
@@ -194,7 +196,8 @@ def _predict(row: Setting, own: Sequence[Stages], everywhere: Sequence[Stages]) 
     if math.isnan(workload.group_mean_s) or math.isnan(workload.group_cv):  # e.g. no group ended after the first step
         return None
     steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
-    return simulate(with_learner_of(workload, own), row.staleness, steps)
+    bound = Bound.of_config(_config(row.runs[0])["staleness"])  # the depth may be an axis of its own
+    return simulate(with_learner_of(workload, own), bound.max, steps, depth=bound.depth)
 
 
 def rules_of(run: Run) -> Workload:

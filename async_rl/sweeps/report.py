@@ -7,25 +7,25 @@ import csv
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
-from async_rl.sweeps.results import Setting, read_runs, settings_of
-from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early, ranked
-from async_rl.sweeps.tables import Table
+from async_rl.sweeps.results import Setting, efficiency_unknown, read_results, settings_of
+from async_rl.sweeps.significance import SPEEDS, best_row, bounds_compared, corrections_compared, ended_early, ranked
+from async_rl.sweeps.tables import Table, tables_in
 from buffer.stored_group import DROP_REASONS
 
 TRADE_OFF: dict[str, tuple[str, str]] = {
     "is_variance": ("IS-weight variance", "{:.3g}"),
     "kl": ("KL, nats per token", "{:.2g}"),
-    "per_100_steps": ("improvement per 100 steps", "{:+.3f}"),
+    "efficiency": ("a step is worth, synchronous steps", "{:.2f}"),
+    "improvement": ("improvement", "{:+.3f}"),
     "learner": ("utilisation, learner", "{:.1%}"),
-    "wall_clock": ("wall-clock improvement", "{:+.3f}"),
-    "per_minute": ("improvement per minute, measured", "{:+.3f}"),
+    **SPEEDS,
     "rollout": ("utilisation, rollout", "{:.1%}"),
     "occupancy": ("occupancy of slots", "{:.1%}"),
     "gpu_learner": ("GPU of the learner, NVML", "{:.1%}"),
@@ -39,21 +39,33 @@ TRADE_OFF: dict[str, tuple[str, str]] = {
     "push_s": ("push, s", "{:.3f}"),
 }
 """The heading and number format of each column by its value. Columns that no run measured are left out."""
+INSTEAD = ("improvement", "per_minute")
+"""The columns that stand only where efficiency and effective steps can't be told: they flatter stale runs."""
 LEARNING: dict[str, tuple[str, str]] = {
     "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
     "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
     "reward_mean": ("reward, mean over the run", "{:.3f}"),
     "truncated": ("truncated IS weights", "{:.2%}"),
     "masked": ("tokens masked as too old", "{:.2%}"),
+    "clipped_positive": ("tokens clipped, advantage above 0", "{:.2%}"),
+    "clipped_negative": ("tokens clipped, advantage below 0", "{:.2%}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
     "dropped": ("groups dropped as too late", "{:.2%}"),
     "entropy_end": ("entropy, end", "{:.3f}"),
 }
+WORTH_NOTE = (
+    "A step is worth e synchronous steps if held-out accuracy after v steps is that of synchronous training after e v "
+    "steps: staleness.max 0, other settings equal. Effective steps per minute are steps per minute times e, the "
+    "synchronous steps that would have taught as much. e is fitted to the evaluations of all seeds. Its error is that "
+    "of the jackknife over seeds, with the error of the synchronous curve in it."
+)
 NOTES = (
     "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
-    "with the largest measured improvement per minute is bold.",
+    "that learns fastest per minute is bold.",
+    WORTH_NOTE,
     "Improvement is held-out accuracy at the end minus at the start. Where nothing was evaluated, it is the mean "
-    "reward of the last tenth of the steps minus that of the first tenth. Wall-clock improvement is computed: "
-    "improvement per 100 steps, times the learner's utilisation over its utilisation at the smallest staleness.",
+    "reward of the last tenth of the steps minus that of the first tenth. It stands only where e can't be told. It "
+    "flatters stale runs, because a learning curve is concave: a run that learns half as fast gains more than half.",
     "The learner is utilised while it computes an update. The rollout pool is utilised while at least one rollout "
     "group is in flight and no push pauses it. Occupancy is the number of running requests over the server's slots. "
     "The NVML columns are the share of time in which any kernel ran; pools that share a GPU have the same value.",
@@ -71,7 +83,7 @@ NOTES = (
     "With staleness.mode=exact a push waits for the groups of its batch. Times and utilisation are left out there.",
 )
 CAPTIONS = {
-    "trade_off": "What a step teaches, how busy the learner is, and what a minute brings. Bars: standard error.",
+    "trade_off": "What a step is worth, how busy the learner is, and what a minute brings. Bars: standard error.",
     "accuracy_by_step": "Held-out accuracy by learner step. Bars: standard error over seeds.",
     "accuracy_by_time": "Held-out accuracy by wall-clock time. Bars: standard error over seeds.",
     "reward_by_step": "Training reward by learner step, smoothed. Bands: standard error over seeds.",
@@ -85,23 +97,45 @@ CAPTIONS = {
 def write_report(folder: Path) -> str:
     """Write table.md, {table,runs,evals}.csv, plots/*.png and report.html into `folder`; return the text to print.
 
+    If a sweep's cells are missing, as in one committed to git, its runs.csv and evals.csv stand for them, and the
+    tables and plots that need the steps of the runs stay as they are.
+
     Raises:
         ConfigError: the folder holds no finished run.
     """
-    rows = settings_of(read_runs(folder))
-    measured = compare(rows)
+    runs = read_results(folder)
+    rows = settings_of(runs)
+    has_steps = any(run.steps for run in runs)
+    measured = compare(rows) if has_steps else []
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
-        value_table(rows, TRADE_OFF, "The trade-off"), prediction(measured), bounds_compared(rows),
+        value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), bounds_compared(rows),
         *corrections_compared(rows), dropped_groups(rows), value_table(rows, LEARNING, "What was learned"),
     )  # fmt: skip
     tables = [table for table in found if table]
-    sentences = [text for text in (best_row(rows), ended_early(rows)) if text]
+    kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
+    tables += kept
+    sentences = [text for text in (best_row(rows), *efficiency_unknown(rows), ended_early(rows)) if text]
+    notes = list(NOTES)
+    if kept:
+        notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
-    (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *NOTES]) + "\n")
+    (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *notes]) + "\n")
     _write_csvs(rows, folder)
-    (folder / "report.html").write_text(_page(folder, tables, sentences, pictures))
+    (folder / "report.html").write_text(_page(folder, tables, sentences, notes, pictures))
     return text + "\n" + "\n".join(sentences)
+
+
+def shown_columns(rows: Sequence[Setting]) -> dict[str, tuple[str, str]]:
+    """Return TRADE_OFF without the columns INSTEAD, or with them, if the efficiency of no row can be told."""
+    is_told = any(row.has("efficiency") for row in rows)
+    return {key: column for key, column in TRADE_OFF.items() if not (is_told and key in INSTEAD)}
+
+
+def _kept_tables(folder: Path, titles: Collection[str]) -> list[Table]:
+    """Return the tables of an earlier table.md whose titles are not among `titles`."""
+    file = folder / "table.md"
+    return [table for table in tables_in(file.read_text() if file.is_file() else "") if table.title not in titles]
 
 
 def value_table(rows: Sequence[Setting], columns: dict[str, tuple[str, str]], title: str) -> Table | None:
@@ -177,8 +211,11 @@ def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
         means.append([row.staleness, *(label for _, label in row.series), *numbers, len(row.runs)])
     _write_csv(folder / "table.csv", [*settings, *names, "seeds"], means)
     axes = [*settings, SEED]
-    values = [[*(run.labels[axis] for axis in axes), *(f"{v:.6g}" for v in run.values().values())] for run in runs]
-    _write_csv(folder / "runs.csv", [*axes, *runs[0].values()], values)
+    values = [
+        [*(run.labels[axis] for axis in axes), *(f"{of_runs[number]:.6g}" for of_runs in row.values.values())]
+        for row in rows for number, run in enumerate(row.runs)
+    ]
+    _write_csv(folder / "runs.csv", [*axes, *rows[0].values], values)
     evals = [
         [*(run.labels[axis] for axis in axes), f"{version:g}", f"{seconds:.3f}", accuracy]
         for run in runs for version, seconds, accuracy in run.evals
@@ -201,11 +238,13 @@ figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #55
 """
 
 
-def _page(folder: Path, tables: Sequence[Table], sentences: Sequence[str], pictures: Sequence[Path]) -> str:
+def _page(
+    folder: Path, tables: Sequence[Table], sentences: Sequence[str], notes: Sequence[str], pictures: Sequence[Path]
+) -> str:
     name = html.escape(folder.resolve().name)
     parts = [f"<h1>{name}</h1>", *(f'<p class="lead">{html.escape(text)}</p>' for text in sentences)]
     parts += [table.html() for table in tables]
-    parts += [f'<p class="note">{html.escape(note)}</p>' for note in NOTES]
+    parts += [f'<p class="note">{html.escape(note)}</p>' for note in notes]
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         caption = html.escape(CAPTIONS[picture.stem])
@@ -226,8 +265,16 @@ def _origin(folder: Path) -> str:
     if commits:
         facts["commit"] = ", ".join(sorted(commits))  # cells of one sweep may come from several commits
     lines = [f"{key}: {value}" for key, value in facts.items() if value]
-    config = next((file.read_text() for file in sorted(folder.glob("**/config.yaml"))), "")
     return (
         f"<pre>{html.escape(chr(10).join(lines))}</pre><details><summary>Config of the first run</summary>"
-        f"<pre>{html.escape(config)}</pre></details>"
+        f"<pre>{html.escape(_first_config(folder))}</pre></details>"
     )
+
+
+def _first_config(folder: Path) -> str:
+    """Return the config of the first run. Of a sweep it is written to first_run.yaml, and read there without cells."""
+    kept = folder / "first_run.yaml"
+    found = next((file.read_text() for file in sorted(folder.glob("**/config.yaml"))), "")
+    if found and (folder / "cells").is_dir():
+        kept.write_text(found)
+    return found or (kept.read_text() if kept.is_file() else "")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import yaml
 
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cells import SEED, STALENESS, check_comparable, finished_cells, read_record
+from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
+from async_rl.sweeps.efficiency import Evaluations, effective_steps, why_unknown
 from async_rl.sweeps.statistics import Estimate, estimate
 from async_rl.telemetry.figures import Figures, over_steps
 from async_rl.telemetry.metrics import read_metrics
@@ -24,6 +26,9 @@ SYSTEM_VALUES = (
     "train_s", "push_s",
 )  # fmt: skip
 """The values that are left out in exact mode, where a push waits for the groups of a batch."""
+WORTH = ("efficiency", "effective_steps_per_minute")
+"""The values that runs have only beside those of synchronous training, see async_rl/sweeps/efficiency.py."""
+NO_SUMMARY: dict[str, Any] = {"seconds": 0.0, "staleness_mean": None, "staleness_max": None, "buffer": {}}
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,12 @@ class Run:
     folder: Path
     exact: bool = False
     """Whether the run had staleness.mode=exact, so that its times say nothing about the system."""
+    stored: dict[str, float] = field(default_factory=dict)
+    """The values of a run that was read from the report's runs.csv, and has no steps."""
 
     @property
-    def staleness(self) -> int:
-        return int(self.labels[STALENESS])
+    def staleness(self) -> Bound:
+        return Bound.parse(self.labels[STALENESS])
 
     @property
     def settings(self) -> tuple[tuple[str, str], ...]:
@@ -52,6 +59,10 @@ class Run:
     def series(self) -> tuple[tuple[str, str], ...]:
         """The labels on every axis but seed and staleness. Runs with the same series are one line of a plot."""
         return tuple(pair for pair in self.settings if pair[0] != STALENESS)
+
+    @property
+    def evaluations(self) -> Evaluations:
+        return [(version, accuracy) for version, _, accuracy in self.evals]
 
     @cached_property
     def figures(self) -> Figures:
@@ -85,13 +96,13 @@ class Run:
 
     def values(self) -> dict[str, float]:
         """Return the values for the tables of a report by name; nan if the run did not measure a value."""
-        summary, num_steps, seconds = self.summary, len(self.steps), float(self.summary["seconds"])
-        dropped = summary["buffer"].get("buffer/dropped_late", 0.0)
+        summary, seconds = self.summary, float(self.summary["seconds"])
+        dropped, trained = (summary["buffer"].get(f"buffer/{name}", 0.0) for name in ("dropped_late", "trained"))
         values = {
             "is_variance": self.figure("offpolicy/is_weight_var"),
             "kl": self.figure("offpolicy/kl_behaviour_proximal_k3"),
             "ess": self.figure("offpolicy/ess"),
-            "per_100_steps": 100 * self.improvement / num_steps,
+            "improvement": self.improvement,
             "per_minute": 60 * self.improvement / seconds if seconds else math.nan,
             "steps_per_minute": 60 / self.figure("time/step_s"),
             "tokens_per_s": self.figure("throughput/trained_tokens_per_s"),
@@ -109,10 +120,14 @@ class Run:
             "reward_mean": self.figure("reward/mean"),
             "truncated": self.figure("offpolicy/truncated_fraction"),
             "masked": self.figure("staleness/masked_fraction"),
-            "dropped": dropped / max(1.0, dropped + summary["buffer"].get("buffer/trained", 0.0)),
+            "clipped_positive": self.figure("offpolicy/clip_fraction_positive"),
+            "clipped_negative": self.figure("offpolicy/clip_fraction_negative"),
+            "grad_norm": self.figure("policy/grad_norm"),
+            "dropped": dropped / (dropped + trained) if dropped + trained else math.nan,
             "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
         }
-        return values | (dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {})
+        values |= dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {}
+        return values | {key: value for key, value in self.stored.items() if key in values}
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -135,11 +150,40 @@ def read_runs(folder: Path) -> list[Run]:
     return sorted(runs, key=lambda run: (run.series, run.staleness, run.labels[SEED]))
 
 
+def read_results(folder: Path) -> list[Run]:
+    """Return the runs of `read_runs`; without their folders, those in the report's own runs.csv and evals.csv.
+
+    So a report can be made again from what of a sweep is committed to git. Such runs have no steps.
+    """
+    if (folder / "cells").is_dir() or not all((folder / name).is_file() for name in ("runs.csv", "evals.csv")):
+        return read_runs(folder)
+    evals: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
+    for line in _csv_lines(folder / "evals.csv"):
+        *cell, version, seconds, accuracy = line.values()
+        evals.setdefault(tuple(cell), []).append((float(version), float(seconds), float(accuracy)))
+    runs = []
+    for line in _csv_lines(folder / "runs.csv"):
+        names = list(line)[: list(line).index(SEED) + 1]
+        labels = {name: line[name] for name in names}
+        values = {key: float(value) for key, value in line.items() if key not in names}
+        name = ".".join(f"{key}-{label}" for key, label in labels.items())
+        runs.append(Run(
+            labels=labels, summary=dict(NO_SUMMARY), steps=[], evals=evals.get(tuple(labels.values()), []),
+            folder=folder / "cells" / name, exact=math.isnan(values["steps_per_minute"]), stored=values,
+        ))  # fmt: skip
+    return runs
+
+
+def _csv_lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def _read_run(folder: Path) -> Run:
     record = read_record(folder)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     labels = dict(record.labels) if record else {}
-    labels.setdefault(STALENESS, str(config["staleness"]["max"]))
+    labels.setdefault(STALENESS, str(Bound.of_config(config["staleness"])))
     labels.setdefault(SEED, str(config["run"]["seed"]))
     records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if "staleness/max" in record]
@@ -162,7 +206,7 @@ class Setting:
     values: dict[str, list[float]]
 
     @property
-    def staleness(self) -> int:
+    def staleness(self) -> Bound:
         return self.runs[0].staleness
 
     @property
@@ -188,10 +232,9 @@ class Setting:
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:
-    """Return a row for each combination of settings, with the wall-clock improvement added to its values.
+    """Return a row for each combination of settings, with the values of WORTH added to those of its runs.
 
-    Wall-clock improvement is the improvement per 100 steps, times the learner's utilisation over its utilisation at
-    the smallest staleness of the same series.
+    These are nan in a row whose efficiency can't be told; `efficiency_unknown` says why.
     """
     grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
@@ -201,12 +244,55 @@ def settings_of(runs: Iterable[Run]) -> list[Setting]:
         of_runs = [run.values() for run in same]
         rows.append(Setting(tuple(same), {key: [values[key] for values in of_runs] for key in of_runs[0]}))
     for row in rows:
-        base = baseline(rows, row).estimate("learner").mean
-        row.values["wall_clock"] = [
-            gain * learner / base if base else math.nan
-            for gain, learner in zip(row.values["per_100_steps"], row.values["learner"], strict=True)
-        ]
+        row.values.update(zip(WORTH, _worth(row, synchronous_runs(rows, row)), strict=True))
     return rows
+
+
+def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
+    """Return efficiency and effective steps a minute of each run of `row`, see `efficiency.per_seed`."""
+    speeds = row.values["steps_per_minute"]
+    if why_unknown([run.evaluations for run in synchronous]):
+        return [[math.nan] * len(speeds)] * 2
+    if row.staleness.max == 0:  # 1 by definition
+        return [[1.0] * len(speeds), speeds]
+    found = effective_steps(
+        {run.labels[SEED]: run.evaluations for run in row.runs},
+        {run.labels[SEED]: speed for run, speed in zip(row.runs, speeds, strict=True)},
+        [(run.labels[SEED], run.evaluations) for run in synchronous],
+    )
+    return [[float(value) for value in values] for values in found.T]
+
+
+def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
+    """Return a sentence for each reason why the efficiency of some rows can't be told.
+
+    There is none if it is told for all, or if there is only one row, as of a single run.
+    """
+    if len(rows) == 1:
+        return []
+    reasons: dict[str, list[Setting]] = {}
+    for row in rows:
+        if not row.has("efficiency"):
+            reason = why_unknown([run.evaluations for run in synchronous_runs(rows, row)])
+            reason = reason or "its held-out accuracy lies above all of synchronous training's, or was not measured"
+            reasons.setdefault(reason, []).append(row)
+    sentences = []
+    for reason, without in reasons.items():
+        names = "" if len(without) == len(rows) else f" at {'; '.join(row.name for row in without)}"
+        sentences.append(f"How many synchronous steps a step is worth{names} can't be told: {reason}.")
+    return sentences
+
+
+def synchronous_runs(rows: Sequence[Setting], row: Setting) -> list[Run]:
+    """Return the runs with staleness.max 0 that have the labels of `row` on all axes outside the section `staleness`.
+
+    Its other keys change nothing in a run without staleness.
+    """
+
+    def others(of: Setting) -> list[tuple[str, str]]:
+        return [pair for pair in of.series if not pair[0].startswith(f"{STALENESS}.")]
+
+    return [run for other in rows if other.staleness.max == 0 and others(other) == others(row) for run in other.runs]
 
 
 def baseline(rows: Sequence[Setting], row: Setting) -> Setting:

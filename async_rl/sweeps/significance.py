@@ -10,15 +10,26 @@ from async_rl.sweeps.results import Setting, baseline
 from async_rl.sweeps.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
 from async_rl.sweeps.tables import Table
 
+SPEEDS = {
+    "effective_steps_per_minute": ("effective steps per minute", "{:.1f}"),
+    "per_minute": ("improvement per minute", "{:+.3f}"),
+}
+"""The names and number formats of the values that say how fast a setting learns, the better one first."""
+
+
+def speed_key(rows: Sequence[Setting]) -> str:
+    """Return the value by which rows are ranked: effective steps a minute, where these can be told for any row."""
+    return next((key for key in SPEEDS if any(row.has(key) for row in rows)), "per_minute")
+
 
 def ranked(rows: Sequence[Setting]) -> list[Setting]:
-    """Return the rows by improvement per minute, best first; rows of exact mode and rows without a reward are left out.
-    """
+    """Return the rows by `speed_key`, best first; rows of exact mode and rows without this value are left out."""
+    key = speed_key(rows)
 
-    def gain(row: Setting) -> float:
-        return row.estimate("per_minute").mean
+    def speed(row: Setting) -> float:
+        return row.estimate(key).mean
 
-    return sorted((row for row in rows if not row.exact and not math.isnan(gain(row))), key=gain, reverse=True)
+    return sorted((row for row in rows if not row.exact and not math.isnan(speed(row))), key=speed, reverse=True)
 
 
 def best_row(rows: Sequence[Setting]) -> str:
@@ -31,33 +42,34 @@ def best_row(rows: Sequence[Setting]) -> str:
         return ""
     if not order:
         return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
-    best = order[0]
-    gain = best.estimate("per_minute").text("{:+.3f}")
+    best, key = order[0], speed_key(rows)
+    name, form = SPEEDS[key]
     caution = " Whether others differ from it can't be judged from a single seed." if len(best.runs) == 1 else ""
-    return f"On this hardware {best.name} improves most per minute of wall-clock time: {gain}.{caution}"
+    return f"On this hardware {best.name} has the most {name}: {best.estimate(key).text(form)}.{caution}"
 
 
 def bounds_compared(rows: Sequence[Setting]) -> Table | None:
     """Return a table that compares the rows of `ranked` with the best and with the baseline; None with less than two.
 
     The baseline is the row with the smallest staleness in the best row's series. The best row is chosen by the same
-    data, so the p-values are corrected for the number of other rows.
+    data, so the p-values are corrected for the number of other rows. Effective steps of two rows share the error of the
+    synchronous curve, so their p-values are rather too large.
     """
     order = ranked(rows)
     if len(order) < 2:
         return None
-    best, base = order[0], baseline(rows, order[0])
-    raw = [p_value(best.values["per_minute"], row.values["per_minute"]) for row in order[1:]]
+    best, base, key = order[0], baseline(rows, order[0]), speed_key(rows)
+    title, form = SPEEDS[key]
+    raw = [p_value(best.values[key], row.values[key]) for row in order[1:]]
     header = (
-        "setting", "improvement per minute", f"times that of {base.name} ({CONFIDENCE:.0%} interval)",
+        "setting", title, f"times that of {base.name} ({CONFIDENCE:.0%} interval)",
         "p, equal to the best", "p, Holm's correction",
     )  # fmt: skip
     lines = []
     for row, p, corrected in zip(order, [math.nan, *raw], [math.nan, *holm(raw)], strict=True):
-        gain = row.values["per_minute"]
-        times = "-" if row is base else ratio_text(gain, base.values["per_minute"])
-        lines.append([row.name, estimate(gain).text("{:+.3f}"), times, _p(p), _p(corrected)])
-    return Table(header, lines, "Which setting improves fastest", best=0)
+        times = "-" if row is base else ratio_text(row.values[key], base.values[key])
+        lines.append([row.name, row.estimate(key).text(form), times, _p(p), _p(corrected)])
+    return Table(header, lines, "Which setting learns fastest", best=0)
 
 
 def _p(value: float) -> str:
@@ -67,20 +79,20 @@ def _p(value: float) -> str:
 def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
     """Return tables that compare each correction with none in runs with staleness.mode=exact.
 
-    They compare at each staleness.max above 0 and on average over these. There is one table for the improvement per 100
-    steps and one for the mean reward; there is none if the rows hold no such runs. Holm's correction is applied to all
+    They compare at each staleness.max above 0 and on average over these. There is one table for the improvement and one
+    for the mean reward; there is none if the rows hold no such runs. Holm's correction is applied to all
     averages of a table together, and to all its single comparisons together.
     """
     pairs: dict[str, list[tuple[Setting, Setting]]] = {}
-    exact = [row for row in rows if row.exact and row.staleness > 0]
+    exact = [row for row in rows if row.exact and row.staleness.max > 0]
     for row, other in itertools.product(exact, exact):
         ours, none = dict(row.series), dict(other.series)
         correction = ours.pop("correction", "none")
         is_same_setting = none.pop("correction", "") == "none" and ours == none and row.staleness == other.staleness
         if correction != "none" and is_same_setting:
             pairs.setdefault(correction, []).append((row, other))
-    measures = {"per_100_steps": "improvement per 100 steps", "reward_mean": "mean reward"}
-    return [_correction_table(pairs, key, label) for key, label in measures.items() if pairs]
+    measured = [key for key in ("improvement", "reward_mean") if any(row.has(key) for row in exact)]
+    return [_correction_table(pairs, key, key.replace("_", ", ")) for key in measured if pairs]
 
 
 def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str, label: str) -> Table:

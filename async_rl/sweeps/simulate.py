@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.config import StalenessConfig
 from async_rl.config.check import check
 from buffer.staleness import Rules
 from buffer.store import Store
@@ -63,10 +64,11 @@ class Workload:
         return math.ceil(self.fresh_fraction * self.prompts_per_step)
 
     @property
-    def smallest_bound(self) -> int:
-        """The smallest staleness.max with which the learner does not wait for ever; configs with less are refused."""
-        between_pushes = math.ceil(self.every_steps * self.prompts_per_step / self.fresh_per_step) - 1
-        return max(between_pushes, int(self.max_uses > 1))
+    def smallest_depth(self) -> float:
+        """The smallest depth, in quarters, with which the learner never waits for ever; configs with less are refused.
+        """
+        between_pushes = self.every_steps * self.prompts_per_step / self.fresh_per_step - 1
+        return max(math.ceil(4 * between_pushes) / 4, float(self.max_uses > 1))
 
     def group_s(self, in_flight: float) -> float:
         """Return the mean duration of a group while `in_flight` groups run, that group included."""
@@ -90,20 +92,26 @@ class Result:
     """The number of late groups over that of late and trained groups."""
 
 
-def simulate(workload: Workload, max_staleness: int, steps: int, seed: int = 0) -> Result:
+def simulate(
+    workload: Workload, max_staleness: int, steps: int, seed: int = 0, depth: float | None = None
+) -> Result:
     """Simulate `steps` >= 2 learner steps from an empty buffer, and return the utilisation, staleness and times.
 
     As in measured runs, times and utilisation are those from the end of the first step.
 
+    Args:
+        depth: as staleness.depth, at most `max_staleness`; None: `max_staleness`.
+
     Raises:
-        ConfigError: `max_staleness` is below workload.smallest_bound, so that the learner would wait for ever.
+        ConfigError: the depth is below workload.smallest_depth, so that the learner would wait for ever.
     """
+    depth = max_staleness if depth is None else depth
     check(
-        max_staleness >= workload.smallest_bound, "staleness.max", max_staleness,
-        f"at least {workload.smallest_bound} with {workload.prompts_per_step} groups a step, "
+        depth >= workload.smallest_depth, "staleness.depth", depth,
+        f"at least {workload.smallest_depth:g} with {workload.prompts_per_step} groups a step, "
         f"{workload.fresh_per_step} of them fresh, and weight_sync.every_steps {workload.every_steps}",
     )
-    return _Simulation(workload, max_staleness, seed).run(steps)
+    return _Simulation(workload, StalenessConfig(max=max_staleness, depth=depth), seed).run(steps)
 
 
 class _Simulation:
@@ -113,14 +121,14 @@ class _Simulation:
     while a push pauses generation.
     """
 
-    def __init__(self, workload: Workload, max_staleness: int, seed: int) -> None:
+    def __init__(self, workload: Workload, staleness: StalenessConfig, seed: int) -> None:
         self._workload = workload
-        self._max_staleness = max_staleness
+        self._max_staleness = staleness.max
         self._store = Store(
             Rules(
-                max_staleness=max_staleness, prompts_per_step=workload.prompts_per_step,
-                fresh_per_step=workload.fresh_per_step, max_uses=workload.max_uses, late=workload.late,
-                drain=workload.drain,
+                max_staleness=staleness.max, prompts_per_step=workload.prompts_per_step,
+                fresh_per_step=workload.fresh_per_step, slots=staleness.slots(workload.fresh_per_step),
+                max_uses=workload.max_uses, late=workload.late, drain=workload.drain,
             )
         )
         self._store.served(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,17 @@ class Table:
             for number, row in enumerate(self.rows)
         )
         return f"{title}<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def tables_in(markdown: str) -> list[Table]:
+    """Return the tables that `Table.markdown` has made and that stand in `markdown` under their titles."""
+    found = []
+    for part in re.split(r"^## ", markdown, flags=re.MULTILINE)[1:]:
+        lines = [line for line in part.splitlines() if line.startswith("|")]
+        header, _, *rows = [[text.strip(" *") for text in line[1:].split("|")[:-1]] for line in lines]
+        best = next((number for number, line in enumerate(lines[2:]) if line.endswith(" best")), None)
+        found.append(Table(header, rows, part.partition("\n")[0].strip(), best))
+    return found
 
 
 def write_page(out: Path, page: str, numbers: Any) -> None:

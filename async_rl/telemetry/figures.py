@@ -45,12 +45,13 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     # the seconds that a step takes, the parts of a step, and what happens once in a step
     (r"time/(written_at_s|since_first_step_s)", Kind("last")),
     (r"(time|push|checkpoint)/.+_s|buffer/waited_for_late_s", BY_STEPS),
-    # values by staleness, which have sizes of their own
-    (r"by_staleness/\d+/tokens|staleness/episodes_\d+", Kind("sum")),
+    # values by staleness and by length, which have sizes of their own
+    (r"by_(staleness|length)/\d+/tokens|staleness/episodes_\d+|by_length/\d+/episodes", Kind("sum")),
+    (r"by_length/(\d+)/reward", Kind("mean", r"by_length/\1/episodes")),
     (r"by_staleness/(\d+)/(reward|response_length)", Kind("mean", r"staleness/episodes_\1")),
     # largest values
     (r".+[/_]max|alarm/.+|guard/.+|buffer/unaccounted", Kind("max")),
-    (r"by_staleness/(\d+)/.+", Kind("mean", r"by_staleness/\1/tokens")),
+    (r"by_(staleness|length)/(\d+)/.+", Kind("mean", r"by_\1/\2/tokens")),
     # values of tokens and of episodes
     (r"offpolicy/is_weight_var", Kind("median")),  # a few steps with very large weights would dominate a mean
     (r"offpolicy/(ess|chi2)_sequence", BY_EPISODES),

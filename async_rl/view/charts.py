@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -87,6 +88,11 @@ _BY_STALENESS = (
     ("kl_behaviour_proximal_k3", "KL behaviour → proximal by staleness", "nats a token"),
     ("response_length", "Length of answers by staleness", "tokens"),
 )  # fmt: skip
+_BY_LENGTH = (
+    ("reward", "Reward by length", ""), ("ess", "ESS by length", "%"),
+    ("kl_behaviour_proximal_k3", "KL behaviour → proximal by length", "nats a token"),
+    ("staleness", "Staleness by length", "versions"),
+)  # fmt: skip
 
 
 def staleness_buckets(keys: Iterable[str]) -> list[int]:
@@ -96,7 +102,10 @@ def staleness_buckets(keys: Iterable[str]) -> list[int]:
 
 
 def staleness_charts(keys: Iterable[str]) -> list[Chart]:
-    """Return charts of reward, ESS, KL and answer length, each with a line for every staleness that `keys` has."""
+    """Return charts of reward, ESS, KL and answer length, each with a line for every staleness that `keys` has.
+
+    They are followed by charts of reward, ESS, KL and staleness with a line for every length, in powers of two.
+    """
     keys = set(keys)
     charts = []
     for name, title, unit in _BY_STALENESS:
@@ -104,4 +113,13 @@ def staleness_charts(keys: Iterable[str]) -> list[Chart]:
         lines = tuple((f"by_staleness/{n}/{name}", f"staleness {n}") for n in buckets)
         if lines:
             charts.append(Chart(title, lines, unit, each_step=True))
+    lengths = sorted(int(key.split("/")[1]) for key in keys if re.fullmatch(r"by_length/\d+/episodes", key))
+    for name, title, unit in _BY_LENGTH:
+        lines = tuple((f"by_length/{n}/{name}", _tokens_text(n)) for n in lengths if f"by_length/{n}/{name}" in keys)
+        if lines:
+            charts.append(Chart(title, lines, unit, each_step=True))
     return charts
+
+
+def _tokens_text(least: int) -> str:
+    return f"{least}..{2 * least - 1} tokens" if least > 1 else "1 token"

@@ -62,8 +62,8 @@ def predict(run: RunFiles) -> Measured | None:
     metrics = run.metrics.refresh()
     columns = {key: metrics.values(key) for key in KEYS}
     numbers = list(metrics.values("staleness/max"))
-    bound = run.setting("staleness.max")
-    if len(numbers) < LEAST_STEPS or not isinstance(bound, int):
+    bound = run.bound
+    if len(numbers) < LEAST_STEPS or bound is None:
         return None
     steps: list[dict[str, float | None]] = [
         {"step": number, **{key: of_key.get(number) for key, of_key in columns.items()}} for number in numbers

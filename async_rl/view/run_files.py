@@ -16,6 +16,7 @@ from async_rl.config.loading import dump_config, load_config
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.run_dir import resuming_since_s
+from async_rl.sweeps.cells import Bound
 from async_rl.telemetry.status import STALE_S
 from async_rl.view.journal_reader import JournalReader
 from async_rl.view.metrics_file import MetricsFile
@@ -71,6 +72,12 @@ class RunFiles:
     def summary(self) -> dict[str, Any]:
         """The content of summary.json; empty until the run has ended."""
         return read_json(self.folder / "summary.json")
+
+    @property
+    def bound(self) -> Bound | None:
+        """The staleness bound and the depth below it; None: the run's config names none."""
+        bound, depth = self.setting("staleness.max"), self.setting("staleness.depth", "max")
+        return Bound.of_config({"max": bound, "depth": depth}) if isinstance(bound, int) else None
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key of the configuration, or `default` where it is missing."""

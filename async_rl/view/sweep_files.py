@@ -13,12 +13,11 @@ from typing import Any
 from async_rl.errors import AsyncRLError
 from async_rl.sweeps.cells import SEED, STALENESS
 from async_rl.sweeps.report import LEARNING, TRADE_OFF
-from async_rl.sweeps.results import Run, read_runs, settings_of
+from async_rl.sweeps.results import Run, Setting, read_results, settings_of
 from async_rl.sweeps.statistics import estimate
 from async_rl.view.run_files import RunFiles, is_run, read_json
 
 TITLES = {key: title for key, (title, _) in {**TRADE_OFF, **LEARNING}.items()}
-WALL_CLOCK = "wall_clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class SweepFiles:
         """One sentence if the finished cells can't be read together; else empty."""
         self._lock = threading.Lock()
         self._stamp: Any = None
-        self._runs: list[Run] = []
+        self._rows: list[Setting] = []
 
     @property
     def name(self) -> str:
@@ -65,34 +64,33 @@ class SweepFiles:
         running = sorted(path.name for path in (self.folder / "cells").glob("*"))
         return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{len(running)}"}
 
-    def runs(self) -> list[Run]:
-        """Return the finished cells; none if there is none yet, or `problem` keeps them from being compared."""
+    def rows(self) -> list[Setting]:
+        """Return the finished cells by setting; none if there is none yet, or `problem` keeps them from being compared.
+        """
         with self._lock:
             stamp = self.revision()
             if stamp != self._stamp:
-                self._stamp, self._runs, self.problem = stamp, [], ""
+                self._stamp, self._rows, self.problem = stamp, [], ""
+                cells = self.folder / "cells"
+                is_committed = not cells.is_dir() and (self.folder / "runs.csv").is_file()
                 try:
-                    if any((self.folder / "cells").glob("*/cell.json")):
-                        self._runs = read_runs(self.folder)
-                except (AsyncRLError, OSError, ValueError, KeyError, TypeError) as error:
+                    if is_committed or any(cells.glob("*/cell.json")):
+                        self._rows = settings_of(read_results(self.folder))
+                except (AsyncRLError, OSError, ValueError, KeyError, TypeError, csv.Error) as error:
                     self.problem = f"The finished cells can't be compared: {error}"
-            return self._runs
+            return self._rows
+
+    def runs(self) -> list[Run]:
+        return [run for row in self.rows() for run in row.runs]
 
     def cells(self) -> list[Cell]:
         """Return the finished cells with their values, those begun, and one entry for all that have to wait."""
-        runs = {run.folder.name: run for run in self.runs()}
-        wall_clock = _wall_clock(self._runs)
-        found = []
-        for folder in sorted((self.folder / "cells").glob("*")):
-            if run := runs.get(folder.name):
-                values = _finite(run.values() | {WALL_CLOCK: wall_clock.get(folder.name, math.nan)})
-                found.append(Cell(folder.name, run.labels, "finished", f"{len(run.steps)} steps", values, True))
-            elif is_run(folder):
-                found.append(_unfinished(folder))
-        found = found or self._committed()
+        finished = {run.folder.name: _finished(row, run) for row in self.rows() for run in row.runs}
+        begun = [folder for folder in sorted((self.folder / "cells").glob("*")) if is_run(folder)]
+        found = [*finished.values(), *(_unfinished(folder) for folder in begun if folder.name not in finished)]
         waiting = self._planned() - len(found)
         names = sorted(found, key=lambda cell: [_sort_key(cell.labels.get(axis, "")) for axis in self.axes(found)])
-        if waiting > 0 and runs:
+        if waiting > 0 and finished:
             names.append(Cell(f"{waiting} more", {}, "waiting", "", {}, False))
         return names
 
@@ -114,21 +112,6 @@ class SweepFiles:
     def _planned(self) -> int:
         axes = self.plan.get("axes", {})
         return math.prod(len(levels) for levels in axes.values()) if isinstance(axes, dict) and axes else 0
-
-    def _committed(self) -> list[Cell]:
-        """Return the rows of runs.csv, which `async-rl report` writes, as finished cells without run directories."""
-        try:
-            with (self.folder / "runs.csv").open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-        except (OSError, UnicodeDecodeError, csv.Error):
-            return []
-        cells = []
-        for row in rows:
-            labels = {key: str(value) for key, value in row.items() if key not in TITLES}
-            values = _finite({key: _number(value) for key, value in row.items() if key in TITLES})
-            name = ".".join(f"{key}-{value}" for key, value in labels.items())
-            cells.append(Cell(name, labels, "finished", "", values, False))
-        return cells
 
     def points(self, metric: str, axis: str) -> list[dict[str, Any]]:
         """Return the lines of a plot of `metric` over `axis`: a line for each setting on the other axes but the seed.
@@ -166,34 +149,25 @@ def is_sweep(folder: Path) -> bool:
     return (folder / "sweep.json").is_file() or (folder / "cells").is_dir()
 
 
+def _finished(row: Setting, run: Run) -> Cell:
+    number = row.runs.index(run)
+    values = {key: of_runs[number] for key, of_runs in row.values.items() if math.isfinite(of_runs[number])}
+    progress = f"{len(run.steps)} steps" if run.steps else ""
+    return Cell(run.folder.name, run.labels, "finished", progress, values, run.folder.is_dir())
+
+
 def _unfinished(folder: Path) -> Cell:
     run = RunFiles(folder)
     steps = run.steps
     progress = f"step {run.metrics.refresh().last_step}" + (f" of {steps}" if steps else "")
-    labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.setting("staleness.max", ""))}
+    labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.bound or "")}
     state = "running" if run.state.name == "running" else "stopped"
     return Cell(folder.name, labels, state, progress, {}, True)
 
 
-def _wall_clock(runs: list[Run]) -> dict[str, float]:
-    return {
-        run.folder.name: value
-        for row in (settings_of(runs) if runs else [])
-        for run, value in zip(row.runs, row.values[WALL_CLOCK], strict=True)
-    }
-
-
-def _finite(values: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if math.isfinite(value)}
-
-
-def _number(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return math.nan
-
-
 def _sort_key(label: str) -> tuple[float, str]:
-    number = _number(label)
-    return (math.inf if math.isnan(number) else number, label)
+    """Return a key that sorts numbers, and bounds like 1.25/8 by their depth."""
+    try:
+        return float(label.partition("/")[0]), label
+    except ValueError:
+        return math.inf, label

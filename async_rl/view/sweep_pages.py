@@ -10,16 +10,18 @@ from starlette.routing import Route
 
 from async_rl.errors import AsyncRLError
 from async_rl.sweeps.cells import SEED
-from async_rl.sweeps.report import LEARNING, TRADE_OFF
+from async_rl.sweeps.report import LEARNING, TRADE_OFF, WORTH_NOTE, shown_columns
+from async_rl.sweeps.results import efficiency_unknown
+from async_rl.sweeps.significance import SPEEDS
 from async_rl.view.live import event_stream
 from async_rl.view.pages import json_finite, library_of, page
 from async_rl.view.sweep_files import TITLES, SweepFiles
 
-SHOWN = ("per_100_steps", "learner", "per_minute", "ess", "kl")
-"""The charts of the trade-off are those of the first NUM_SHOWN that were measured: what a step teaches, how busy the
+SHOWN = ("efficiency", "improvement", "learner", *SPEEDS, "ess", "kl")
+"""The charts of the trade-off are those of the first NUM_SHOWN that were measured: what a step is worth, how busy the
 learner is, what a minute brings. Sweeps in exact mode measure no times."""
 NUM_SHOWN = 3
-COLUMNS = ("accuracy_end", "per_100_steps", "learner", "rollout", "ess", "staleness_mean", "steps_per_minute")
+COLUMNS = ("accuracy_end", "learner", "rollout", "ess", "staleness_mean", "steps_per_minute")
 FORMS = {key: form for key, (_, form) in {**TRADE_OFF, **LEARNING}.items()}
 MAX_COMPARED = 6
 COMPARED_KEYS = ("reward/mean", "eval/accuracy", "staleness/mean", "utilisation/learner", "offpolicy/ess")
@@ -50,12 +52,15 @@ def _facts(request: Request) -> dict[str, Any]:
     listed = found.cells()
     measured = {key for cell in listed for key in cell.values}
     axes = found.axes(listed)
+    rows = found.rows()
+    columns = shown_columns(rows) if rows else TRADE_OFF
     metrics = [(key, title) for key, title in TITLES.items() if key in measured]
     return {
         "run": None, "cells": listed, "axes": axes, "plot_axes": [a for a in axes if a != SEED] or axes,
         "metrics": metrics, "keys": found.metric_keys(), "columns": [c for c in COLUMNS if c in measured],
         "titles": TITLES, "forms": FORMS, "plan": found.plan,
-        "shown": [key for key in SHOWN if key in measured][:NUM_SHOWN],
+        "shown": [key for key in SHOWN if key in measured and key in columns][:NUM_SHOWN],
+        "notes": efficiency_unknown(rows) if "efficiency" not in measured else [WORTH_NOTE, *efficiency_unknown(rows)],
         "problem": found.problem, "compared": request.query_params.getlist("cell")[:MAX_COMPARED],
         "compared_keys": COMPARED_KEYS, "finished": sum(cell.state == "finished" for cell in listed),
     }  # fmt: skip

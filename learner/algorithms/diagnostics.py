@@ -1,6 +1,7 @@
 """Computes the metrics of a step: sums over tokens by staleness, added up over ranks, and statistics of the batch.
 
-`offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of those of staleness n.
+`offpolicy/...` and `policy/...` are of all trained tokens, `by_staleness/<n>/...` of those of staleness n, and
+`by_length/<n>/...` of those in episodes of n to 2n - 1 tokens, where n is a power of two.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from learner.packing.microbatches import ResponseTokens
 Totals = dict[str, npt.NDArray[np.float64]]
 BUCKETS = 11
 """Number of buckets by staleness: 0..9, and 10 or more."""
+LENGTHS = 21
+"""Number of buckets by length: 1, 2..3, 4..7 and so on, up to 2**20 tokens and more."""
+_BY_LENGTH = "by_length/"
 _OF_LOSS = "loss/"
 """The path of the metrics that a loss returns."""
 
@@ -54,11 +58,21 @@ class MetricAccumulator:
 
         Only tokens in the mask `trained` [N] count. The last sum is of all tokens of staleness BUCKETS - 1 or more.
         """
+        self._add_by(staleness.clamp(max=BUCKETS - 1), BUCKETS, trained, values)
+
+    def add_by_length(self, lengths: Tensor, trained: Tensor, **values: Tensor) -> None:
+        """Add each value [N], an entry for each token, to the sums [LENGTHS] under its name, by its episode's length.
+
+        Only tokens in the mask `trained` [N] count. `lengths` [N] are the tokens of each token's episode.
+        """
+        buckets = torch.frexp(lengths.double()).exponent.long() - 1  # floor(log2), exactly
+        self._add_by(buckets.clamp(0, LENGTHS - 1), LENGTHS, trained, values)
+
+    def _add_by(self, buckets: Tensor, count: int, trained: Tensor, values: Mapping[str, Tensor]) -> None:
         names = sorted(values)
-        buckets = staleness.clamp(max=BUCKETS - 1)
         columns = torch.stack([values[name].detach().double() for name in names], -1)  # [N, names]
         columns = torch.where(trained[:, None], columns, 0.0)
-        sums = columns.new_zeros(BUCKETS, len(names)).index_add(0, buckets, columns)
+        sums = columns.new_zeros(count, len(names)).index_add(0, buckets, columns)
         self.add(**dict(zip(names, sums.unbind(-1), strict=True)))
 
     def reduce(self) -> Totals:
@@ -96,6 +110,14 @@ def add_offpolicy(
         truncated=truncated, dropped=dropped,
         k1=-log_rho, k3=kl_k3(torch.zeros_like(log_rho), log_rho),
         comparable=comparable, mismatch=torch.where(comparable, log_rho.abs(), 0.0),
+    )
+    sums.add_by_length(
+        response.counted[response.rows], trained,
+        **{
+            _BY_LENGTH + "tokens": torch.ones_like(rho), _BY_LENGTH + "staleness": response.staleness,
+            _BY_LENGTH + "rho": rho, _BY_LENGTH + "rho_squared": rho.square(), _BY_LENGTH + "truncated": truncated,
+            _BY_LENGTH + "k3": kl_k3(torch.zeros_like(log_rho), log_rho),
+        },
     )
     sums.peak(rho_max=torch.zeros(BUCKETS, dtype=torch.float64, device=rho.device).scatter_reduce(
         0, response.staleness.clamp(max=BUCKETS - 1), rho * trained, "amax"
@@ -166,6 +188,20 @@ def token_metrics(totals: Totals) -> list[Metric]:
         if cell["tokens"]:
             values = {"tokens": cell["tokens"], **_token_values(cell, float(peaks[bucket]))}
             metrics += [Metric(f"by_staleness/{bucket}/{name}", x, _reduction(name)) for name, x in values.items()]
+    return metrics + _length_metrics(totals)
+
+
+def _length_metrics(totals: Totals) -> list[Metric]:
+    """Return how far off-policy the tokens of short and of long episodes are: staleness, KL, ESS, truncated share."""
+    metrics = []
+    for bucket in range(LENGTHS):
+        t = {name[len(_BY_LENGTH) :]: float(x[bucket]) for name, x in totals.items() if name.startswith(_BY_LENGTH)}
+        if n := t["tokens"]:
+            values = {
+                "tokens": n, "staleness": t["staleness"] / n, "kl_behaviour_proximal_k3": t["k3"] / n,
+                "ess": ratio(t["rho"] ** 2, n * t["rho_squared"]), "truncated_fraction": t["truncated"] / n,
+            }
+            metrics += [Metric(f"{_BY_LENGTH}{2**bucket}/{name}", value) for name, value in values.items()]
     return metrics
 
 
@@ -236,6 +272,11 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     if any(group.episodes for group in batch.groups):
         values["response/timeout_fraction"] = finish_reasons.count("timeout") / len(episodes)
         values["episode/rows"] = sum(map(len, episodes)) / len(episodes)
+    powers = np.clip(np.frexp(lengths)[1] - 1, 0, LENGTHS - 1)
+    for power in np.unique(powers):
+        cell = powers == power
+        values[f"{_BY_LENGTH}{2**power}/episodes"] = cell.sum()
+        values[f"{_BY_LENGTH}{2**power}/reward"] = rewards[cell].mean()
     of_trained = [np.concatenate([row.versions[row.mask] for row in rows]) for rows in episodes]
     trained = np.array([versions.size > 0 for versions in of_trained])
     if trained.any():
@@ -258,7 +299,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
 
 
 def _reduction(key: str) -> Reduction:
-    if "/episodes_" in key:
+    if "/episodes_" in key or (key.startswith(_BY_LENGTH) and key.endswith("/episodes")):
         return "sum"
     return "max" if key.endswith("max") else "mean"
 

@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.types import EpisodeFacts, Group, Row
 from benchmarks.episodes import Round, Turn, bare_load, end_times, played_turns, report
 from benchmarks.tool_load import Hang, call_key, look_up, look_up_s, read_reply
 from learner.models.tiny_model import character_tokenizer
+from tests.kit.configs import make_config
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
-CONFIG = Config(
-    model=ModelConfig(path="models/none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-    rollout=RolloutConfig(group_size=2, concurrency=2),
-)
+CONFIG = make_config(rollout={"group_size": 2, "concurrency": 2})
 CALL, ANSWER = "a", next(letter for letter in "bcdefghij" if call_key(letter) is None)
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from async_rl.errors import AsyncRLError
 from benchmarks import generation
+from tests.kit.configs import make_config
 
 pytestmark = pytest.mark.processes
 
-CONFIG = Config(
-    model=ModelConfig(path="models/none"), task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=32),
-    rollout=RolloutConfig(group_size=4, concurrency=8, max_response_tokens=16),
+CONFIG = make_config(
+    task={"max_prompt_tokens": 32}, rollout={"group_size": 4, "concurrency": 8, "max_response_tokens": 16}
 )
 ENGINE: Any = SimpleNamespace(url="http://127.0.0.1:1")
 

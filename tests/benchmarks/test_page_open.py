@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.marked_command import wait_until
 from benchmarks.page_open import Follower, Speed, read_pairs, report
-from tests.view.factories import append_step, make_run
-from tests.view.view_server import ViewServer
+from tests.kit.view.run_dirs import append_step, make_run
+from tests.kit.view.server import ViewServer
 
 
 @pytest.mark.processes

@@ -6,13 +6,14 @@ import pytest
 
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import TIMEOUTS
+from tests.kit.buffer.clients import TIMEOUTS
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
 
 
 @pytest.fixture
 def buffer() -> Iterator[BufferServer]:
-    with serving(make_config(max_staleness=0, prompts_per_step=4)) as server:
+    with serving(buffer_config(prompts_per_step=4)) as server:
         yield server
 
 

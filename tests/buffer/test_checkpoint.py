@@ -15,7 +15,7 @@ from buffer.staleness import Rules
 from buffer.store import Store
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
-from tests.buffer.factories import make_arrival, plain_rules
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
 
 RULES = plain_rules(max_staleness=2, prompts_per_step=3)
 

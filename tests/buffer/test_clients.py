@@ -16,8 +16,10 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.operations import fair_shares
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, make_group, serving
-from tests.buffer.running import QUICK, TIMEOUTS, run_pipeline, with_worker
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, run_pipeline, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
+from tests.kit.groups import make_group
 
 
 def test_a_step_at_bound_zero_takes_the_groups_in_id_order(buffer: BufferServer, learner: LearnerClient) -> None:
@@ -68,7 +70,7 @@ def test_admission_waits_for_every_worker_and_shares_evenly() -> None:
             await worker.close()
         return slots
 
-    with serving(make_config(max_staleness=1, prompts_per_step=4, workers=2)) as server:
+    with serving(buffer_config(max_staleness=1, prompts_per_step=4, workers=2)) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
         assert [len(slots) for slots in asyncio.run(both(server.address))] == [4, 4]
@@ -167,7 +169,7 @@ def test_a_closed_client_ends_its_waits_with_an_error(buffer: BufferServer, monk
 
 
 def test_close_drops_the_rest_as_shutdown_and_waits_for_serve() -> None:
-    server = BufferServer(make_config(shutdown_s=0.1))
+    server = BufferServer(buffer_config(timeouts={"shutdown_s": 0.1}))
     stop = threading.Event()
     thread = threading.Thread(target=server.serve, args=(stop,))
     thread.start()
@@ -202,7 +204,7 @@ def test_over_sockets_the_bound_holds_and_every_group_is_trained_once(
     max_staleness: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.2)
-    config = make_config(max_staleness=max_staleness, prompts_per_step=8, workers=workers)
+    config = buffer_config(max_staleness=max_staleness, prompts_per_step=8, workers=workers)
     with serving(config) as server:
         batches = run_pipeline(server, config, steps=30, workers=workers)
         counters = server.counters()

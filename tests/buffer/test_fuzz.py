@@ -18,10 +18,10 @@ from buffer.protocol.operations import Operations
 from buffer.protocol.wire import pack_request
 from buffer.staleness import Rules
 from buffer.store import Store
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import run_pipeline
-from tests.buffer.test_refusals import FIRST, put_frames
-from tests.messages.random_episodes import random_episodes
+from tests.kit.buffer.clients import FIRST, put_frames, run_pipeline
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config, changed
+from tests.kit.random_episodes import random_episodes
 
 TO_THE_OPERATIONS, WITH_EPISODES, OVER_A_SOCKET = 90_000, 30_000, 10_000
 FAR = 0x1111_1111_1111_1111
@@ -69,8 +69,8 @@ def test_mutated_messages_of_a_worker_are_refused_or_valid(
     rng = random.Random(1)
     originals = valid_messages(put)
     replies = refusals = admitted = 0
-    config = make_config(max_staleness=1)
-    config = dataclasses.replace(config, task=dataclasses.replace(config.task, env=env))
+    config = buffer_config(max_staleness=1)
+    config = changed(config, task={"env": env})
     for seed in range(10):
         store = Store(Rules.from_config(config))
         operations = Operations(config, store)
@@ -118,10 +118,10 @@ def test_mutated_messages_do_not_disturb_a_run() -> None:
                 assert socket.poll(10_000), "the buffer stopped answering"
                 last = msgpack.unpackb(socket.recv_multipart()[0])["ids"][-1]
 
-    with serving(make_config(max_staleness=1)) as server:
+    with serving(buffer_config(max_staleness=1)) as server:
         peer = threading.Thread(target=send_rubbish, args=(server.address,))
         peer.start()
-        trained = run_pipeline(server, make_config(max_staleness=1), steps=steps, workers=1)
+        trained = run_pipeline(server, buffer_config(max_staleness=1), steps=steps, workers=1)
         peer.join()
         assert [batch.version for batch in trained] == list(range(steps))
         assert server.counters()["buffer/refused"] >= OVER_A_SOCKET

@@ -15,8 +15,8 @@ import pytest
 from async_rl.config import BufferConfig, Config, NetworkConfig, RunConfig, TimeoutsConfig
 from buffer.journal.journal import FILE_NAME
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config
-from tests.buffer.running import run_pipeline
+from tests.kit.buffer.clients import run_pipeline
+from tests.kit.configs import buffer_config
 
 pytestmark = pytest.mark.processes
 
@@ -50,7 +50,7 @@ def test_a_killed_buffer_loses_nothing_and_trains_nothing_twice(
     monkeypatch.setattr("buffer.client.ATTEMPTS", 20)
     port = 61000 + random.randrange(4000)
     config = dataclasses.replace(
-        make_config(max_staleness=2, workers=2),
+        buffer_config(max_staleness=2, workers=2),
         timeouts=TimeoutsConfig(wire_s=20.0, work_s=60.0),
         run=RunConfig(name="killed", dir=str(tmp_path)),
         network=NetworkConfig(port=port),

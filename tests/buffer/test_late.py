@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from async_rl.config import AlgorithmConfig, Config, StalenessConfig, WeightSyncConfig
+from async_rl.config import AlgorithmConfig
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
 from buffer.store import FLAT_BATCHES, Store
-from tests.buffer.factories import make_arrival, make_config, make_group, make_row, plain_rules, serving
-from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
-
-
-def config_of(size: int, staleness: StalenessConfig, **changes: Any) -> Config:
-    return replace(make_config(prompts_per_step=size), staleness=staleness, **changes)
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
+from tests.kit.groups import make_group, make_row
 
 
 def test_a_worker_is_told_of_dropped_groups_until_it_acknowledges_them() -> None:
-    config = config_of(2, StalenessConfig(max=1, late="drop"))
+    config = buffer_config(prompts_per_step=2, staleness={"max": 1, "late": "drop"})
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
@@ -54,7 +52,9 @@ def test_a_worker_is_told_of_dropped_groups_until_it_acknowledges_them() -> None
 
 def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.05)
-    config = config_of(2, StalenessConfig(max=1, mode="exact"), weight_sync=WeightSyncConfig(on_update="drain"))
+    config = buffer_config(
+        prompts_per_step=2, staleness={"max": 1, "mode": "exact"}, weight_sync={"on_update": "drain"}
+    )
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
@@ -84,7 +84,7 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
 
 
 def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
-    config = replace(make_config(prompts_per_step=2), algorithm=AlgorithmConfig())
+    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig())
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)

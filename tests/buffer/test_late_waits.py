@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -11,8 +10,11 @@ from async_rl.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
 from buffer.late_waits import LateWaits
 from buffer.store import Store
-from tests.buffer.factories import make_arrival, make_config, make_group, plain_rules, serving
-from tests.buffer.running import TIMEOUTS, with_worker
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
+from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
+from tests.kit.groups import make_group
 
 
 def test_what_the_learner_does_between_two_questions_is_no_wait() -> None:
@@ -57,7 +59,7 @@ def test_only_with_enough_other_groups_does_a_learner_wait_for_late_ones() -> No
 
 def test_the_wait_comes_with_the_batch() -> None:
     """Bound 1, batches of 2: group 0 is late at version 1, for which groups 4 and 5 would be enough."""
-    with serving(replace(make_config(prompts_per_step=2), staleness=StalenessConfig(max=1))) as server:
+    with serving(buffer_config(prompts_per_step=2, staleness=StalenessConfig(max=1))) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
 

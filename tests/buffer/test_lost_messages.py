@@ -10,8 +10,8 @@ import zmq
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import pack_request, read_reply
 from buffer.server import BufferServer
-from tests.buffer.factories import make_group
-from tests.buffer.running import QUICK, put_all, with_worker
+from tests.kit.buffer.clients import QUICK, put_all, with_worker
+from tests.kit.groups import make_group
 
 
 class LossyLink:
@@ -100,8 +100,6 @@ def test_a_batch_whose_answer_is_lost_is_handed_out_again(
     remote.served(1)
     remote.close()
     assert (buffer.counters()["buffer/trained"], buffer.counters()["buffer/slots_held"]) == (4, 0)
-
-
 
 
 def test_a_client_that_reads_nothing_loses_only_replies_of_its_own(

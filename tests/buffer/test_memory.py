@@ -6,7 +6,6 @@ import asyncio
 import gc
 import math
 import time
-from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -15,8 +14,10 @@ import pytest
 from async_rl.config import RolloutConfig
 from async_rl.messages.codec import encode_group
 from buffer.client import LearnerClient, WorkerClient
-from tests.buffer.factories import make_config, make_group, make_row, serving
-from tests.buffer.running import TIMEOUTS, with_worker
+from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
+from tests.kit.groups import make_group, make_row
 
 TOKENS = 2048
 
@@ -32,7 +33,7 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
 ) -> None:
     monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.05)
     rollout = RolloutConfig(group_size=4, max_response_tokens=TOKENS)
-    config = replace(make_config(max_staleness=3, prompts_per_step=32), rollout=rollout)
+    config = buffer_config(max_staleness=3, prompts_per_step=32, rollout=rollout)
     rows = tuple(make_row(TOKENS, logprobs=np.full(TOKENS, -1.0 - i, np.float32)) for i in range(4))
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
@@ -57,9 +58,9 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
         before = resident_bytes()
         stored, group_bytes, full_bytes = with_worker(server.address, flood)
         after = resident_bytes()
-        assert stored == config.max_slots == 128
-        assert server.counters()["buffer/slots_held"] == config.max_slots
-        capacity_bytes = config.max_slots * group_bytes
+        assert stored == config.slots == 128
+        assert server.counters()["buffer/slots_held"] == config.slots
+        capacity_bytes = config.slots * group_bytes
         assert after - before <= 2 * capacity_bytes + 2**24, "more than its groups and the sockets' room"
         assert after - full_bytes <= 2**22, "grows when full"
         learner.close()

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from async_rl.sweeps.simulate import Workload, simulate
 from buffer.staleness import Rules
-from tests.buffer.factories import plain_rules
-from tests.buffer.model_checker import EVERYTHING, WORKERS, ModelChecker, random_checker, walk
+from tests.kit.buffer.arrivals import plain_rules
+from tests.kit.buffer.model_checker import EVERYTHING, WORKERS, ModelChecker, random_checker, walk
 
 BOUNDS = [(bound, every) for bound in range(5) for every in range(1, bound + 2)]
 

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
-import zmq
 
 from async_rl.errors import WireError
-from async_rl.messages.codec import encode_group
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, make_group, make_row, serving
-from tests.buffer.running import TIMEOUTS, with_worker
-
-
-def ask(address: str, frames: list[bytes]) -> dict[str, Any]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
-        socket.send_multipart(frames)
-        assert socket.poll(5000), "no answer"
-        reply: dict[str, Any] = msgpack.unpackb(socket.recv_multipart()[0])
-        return reply
-
-
-def put_frames(slot: Slot, worker: str = "rollout/0", **changes: Any) -> list[bytes]:
-    return [pack_request("put", 77, worker=worker), encode_group(make_group(slot, **changes))]
-
+from tests.kit.buffer.clients import FIRST, TIMEOUTS, ask, put_frames, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
+from tests.kit.groups import make_group, make_row
 
 PUT = pack_request("put", 77, worker="rollout/0")
-FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
 FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int32)))}
@@ -107,7 +89,7 @@ def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(
 
 
 def test_a_group_is_delivered_by_the_worker_it_was_granted_to() -> None:
-    with serving(make_config(workers=2)) as server:
+    with serving(buffer_config(workers=2)) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
         learner.close()

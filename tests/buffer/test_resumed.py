@@ -20,10 +20,11 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request
-from tests.buffer.factories import make_group, make_row, serving
-from tests.buffer.journal.test_journal import journalled, select, serving_until_a_crash
-from tests.buffer.running import TIMEOUTS, with_worker
-from tests.buffer.test_refusals import ask
+from tests.kit.buffer.clients import TIMEOUTS, ask, with_worker
+from tests.kit.buffer.journal import journalled, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
+from tests.kit.groups import make_group, make_row
 
 
 def run_past_its_checkpoint(config: Config) -> Config:
@@ -63,7 +64,7 @@ def run_past_its_checkpoint(config: Config) -> Config:
     folder.mkdir(parents=True)
     state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain)
     write_training_state(folder, state)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(config.run_dir)))
+    return changed(config, run={"resume": config.run_dir})
 
 
 def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tmp_path: Path) -> None:

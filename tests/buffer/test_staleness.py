@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from async_rl.config import StalenessConfig
 from buffer.modes import Drop, Mask, Wait
 from buffer.staleness import (
     Rules,
@@ -18,19 +20,31 @@ from buffer.staleness import (
     young_enough,
 )
 from buffer.stored_group import StoredGroup
-from tests.buffer.factories import make_arrival
+from tests.kit.buffer.arrivals import make_arrival
 
 
 def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: object) -> Rules:
-    plain = Rules(max_staleness=max_staleness, prompts_per_step=size, fresh_per_step=fresh or size)
+    fresh = fresh or size
+    slots = (max_staleness + 1) * fresh
+    plain = Rules(max_staleness=max_staleness, prompts_per_step=size, fresh_per_step=fresh, slots=slots)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def test_capacity_is_bound_plus_one_batches_less_what_is_held() -> None:
-    assert admission_capacity(0, rules(0, 16)) == 16
-    assert admission_capacity(40, rules(2, 16)) == 8
-    assert admission_capacity(48, rules(2, 16)) == 0
-    assert admission_capacity(0, rules(2, 16, fresh=6)) == 18
+def test_capacity_is_the_slots_less_those_held() -> None:
+    assert admission_capacity(40, 48) == 8
+    assert admission_capacity(48, 48) == 0
+    assert admission_capacity(48, 36) == 0  # the slots have become fewer
+
+
+@pytest.mark.parametrize(
+    ("bound", "depth", "fresh", "slots"),
+    [
+        (0, "max", 16, 16), (2, "max", 16, 48), (2, "max", 6, 18), (2, 2, 16, 48), (8, 1.25, 16, 36), (8, 0, 16, 16),
+        (8, 0.25, 2, 3), (8, 0.75, 3, 6),  # rounded up: 2.5 and 5.25
+    ],
+)
+def test_slots_are_depth_plus_one_batches_rounded_up(bound: int, depth: Any, fresh: int, slots: int) -> None:
+    assert StalenessConfig(max=bound, depth=depth).slots(fresh) == slots
 
 
 def test_a_batch_waits_for_a_running_group_that_expires_with_it() -> None:
@@ -84,6 +98,7 @@ class State:
     held: int  # fresh groups of the batch that the learner holds; 0: it holds none
     running: tuple[int, ...]
     finished: tuple[int, ...]
+    slots: int
 
 
 def ages(counts: Iterable[int]) -> list[int]:
@@ -100,12 +115,15 @@ def step(counts: tuple[int, ...], age: int, by: int) -> tuple[int, ...]:
     return (*counts[:age], counts[age] + by, *counts[age + 1 :])
 
 
-def capacity(state: State, rules: Rules) -> int:
-    return admission_capacity(sum(state.running) + sum(state.finished) + state.unserved + state.held, rules)
+def capacity(state: State) -> int:
+    held = sum(state.running) + sum(state.finished) + state.unserved + state.held
+    return admission_capacity(held, state.slots)
 
 
-def successors(state: State, rules: Rules, every_steps: int) -> Iterator[State]:
-    if capacity(state, rules):
+def successors(
+    state: State, rules: Rules, every_steps: int, allowed_slots: Sequence[int]
+) -> Iterator[State]:
+    if capacity(state):
         yield replace(state, running=step(state.running, state.behind, 1))
     for age, n in enumerate(state.running):
         if n:
@@ -116,9 +134,10 @@ def successors(state: State, rules: Rules, every_steps: int) -> Iterator[State]:
         # Trained: everything left is a version older. A group past its deadline would have age bound + 1.
         assert state.running[-1] == state.finished[-1] == 0, "missed its deadline"
         older = ((0, *state.running[:-1]), (0, *state.finished[:-1]))
-        yield State(state.behind + 1, state.unserved + state.held, 0, *older)
+        yield State(state.behind + 1, state.unserved + state.held, 0, *older, state.slots)
     elif state.behind == every_steps:
-        yield replace(state, behind=0, unserved=0)
+        for slots in allowed_slots:
+            yield replace(state, behind=0, unserved=0, slots=slots)
     else:
         for reusable in range(rules.prompts_per_step - rules.fresh_per_step + 1):
             if (fresh := fresh_of(state, reusable, rules)) is not None:
@@ -132,34 +151,65 @@ def assert_no_deadlock(state: State, rules: Rules, every_steps: int) -> None:
     """Once every group that may run has finished, the learner gets its batch, even without used groups."""
     if not state.held and state.behind < every_steps:
         done = tuple(r + f for r, f in zip(state.running, state.finished, strict=True))
-        done = step(done, state.behind, capacity(state, rules))
+        done = step(done, state.behind, capacity(state))
         nobody = (0,) * (rules.max_staleness + 1)
         assert fresh_of(replace(state, running=nobody, finished=done), 0, rules) is not None, state
 
 
-@pytest.mark.parametrize(
+def every_state(rules: Rules, every_steps: int, allowed_slots: Sequence[int]) -> set[State]:
+    """Every reachable state of a small buffer, all orders of admit, finish, drop, take, train and serve.
+
+    When a version is served, the slots change to any number of `allowed_slots`.
+    """
+    nobody = (0,) * (rules.max_staleness + 1)
+    frontier = [State(0, 0, 0, nobody, nobody, slots) for slots in allowed_slots]
+    seen = set(frontier)
+    while frontier:
+        state = frontier.pop()
+        assert_no_deadlock(state, rules, every_steps)
+        for following in successors(state, rules, every_steps, allowed_slots):
+            if following not in seen:
+                seen.add(following)
+                frontier.append(following)
+    return seen
+
+
+SMALL = pytest.mark.parametrize(
     ("bound", "size", "fresh", "every_steps"),
     [
         (0, 4, 4, 1), (1, 1, 1, 1), (1, 3, 3, 2), (2, 2, 2, 1), (2, 2, 2, 3), (2, 3, 3, 2), (2, 4, 4, 1), (3, 2, 2, 1),
         (3, 2, 2, 2), (4, 1, 1, 3), (1, 4, 2, 1), (2, 3, 1, 1), (2, 4, 3, 2), (3, 3, 2, 2), (3, 2, 1, 2),
     ],
 )
+@SMALL
 def test_no_order_of_events_breaks_the_bound_or_stops_the_learner(
     bound: int, size: int, fresh: int, every_steps: int
 ) -> None:
-    """Every reachable state of a small buffer, all orders of admit, finish, drop, take, train and serve."""
     checked = rules(bound, size, fresh)
-    nobody = (0,) * (bound + 1)
-    start = State(0, 0, 0, nobody, nobody)
-    seen, frontier = {start}, [start]
-    while frontier:
-        state = frontier.pop()
-        assert_no_deadlock(state, checked, every_steps)
-        for following in successors(state, checked, every_steps):
-            if following not in seen:
-                seen.add(following)
-                frontier.append(following)
+    seen = every_state(checked, every_steps, [checked.slots])
     assert max(sum(state.running) + sum(state.finished) for state in seen) == (bound + 1) * fresh
+
+
+@SMALL
+def test_slots_may_change_with_every_version_to_any_that_the_bound_allows(
+    bound: int, size: int, fresh: int, every_steps: int
+) -> None:
+    """Also to fewer than are held."""
+    checked = rules(bound, size, fresh)
+    seen = every_state(checked, every_steps, range(every_steps * size, checked.most_slots + 1))
+    assert max(sum(state.running) + sum(state.finished) for state in seen) == (bound + 1) * fresh
+
+
+@pytest.mark.parametrize(("bound", "depth"), [(2, 0), (3, 0.5), (3, 1), (2, 1.5)])
+def test_a_depth_holds_fewer_groups_and_leaves_them_the_time_of_the_bound(
+    bound: int, depth: float
+) -> None:
+    checked = rules(bound, 2, slots=StalenessConfig(max=bound, depth=depth).slots(2))
+    seen = every_state(checked, 1, [checked.slots])
+    live = [(state.running, state.finished) for state in seen]
+    assert max(sum(running) + sum(finished) for running, finished in live) == (depth + 1) * 2
+    oldest = max(age for running, finished in live for age, n in enumerate(finished) if n)
+    assert oldest == (bound if depth else 0), "at depth 0 every group is of the newest version"
 
 
 def test_that_search_finds_the_flaw_of_a_rule_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +220,10 @@ def test_that_search_finds_the_flaw_of_a_rule_without_look_ahead(monkeypatch: py
     monkeypatch.setitem(globals(), "fresh_to_take", today_only)
     # Two groups that expire together, of which one batch could hold only one, are noticed too late.
     with pytest.raises(AssertionError, match="missed its deadline"):
-        test_no_order_of_events_breaks_the_bound_or_stops_the_learner(2, 1, 1, 1)
+        every_state(rules(2, 1), 1, [3])
 
 
 def test_that_search_finds_a_deadlock_where_slots_are_too_few() -> None:
-    """(M + 1) F >= E B is needed: one slot fewer for two batches between pushes, and the learner waits for ever."""
+    """S >= E B is needed: one slot fewer for two batches between pushes, and the learner waits for ever."""
     with pytest.raises(AssertionError, match="State"):
-        test_no_order_of_events_breaks_the_bound_or_stops_the_learner(2, 3, 1, 2)
+        every_state(rules(2, 3), 2, [5])

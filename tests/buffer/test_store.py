@@ -5,7 +5,7 @@ import pytest
 from async_rl.errors import StalenessError, WireError
 from buffer.modes import Wait
 from buffer.store import Store
-from tests.buffer.factories import make_arrival, plain_rules
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
 
 
 def open_store(max_staleness: int = 0, prompts_per_step: int = 2) -> Store:

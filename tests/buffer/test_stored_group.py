@@ -15,10 +15,10 @@ from async_rl.types import Group, Slot
 from buffer.client import WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.stored_group import Arrival
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import with_worker
-from tests.buffer.test_refusals import ask
-from tests.messages.random_episodes import LIMITS, random_episodes
+from tests.kit.buffer.clients import ask, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
+from tests.kit.random_episodes import LIMITS, random_episodes
 
 SLOT = Slot(group_id=0, prompt_index=0, start_version=0)
 
@@ -59,7 +59,7 @@ def test_means_are_over_episodes_and_count_trained_tokens(seed: int) -> None:
 
 
 def test_a_group_whose_episodes_have_equal_rewards_is_dropped() -> None:
-    config = make_config()
+    config = buffer_config()
     task = dataclasses.replace(config.task, env="my_games:Game")
     config = dataclasses.replace(config, task=task, algorithm=AlgorithmConfig(filter_zero_variance=True))
     rng = np.random.default_rng(0)

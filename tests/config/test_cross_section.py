@@ -149,7 +149,33 @@ def test_every_other_pair_of_late_and_update_policy_is_allowed(tmp_path: Path, l
 
 def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
     config = load(tmp_path, "staleness.max=2", "buffer.max_uses=3", "buffer.fresh_fraction=0.35")
-    assert (config.fresh_per_step, config.max_slots) == (6, 18)  # ceil(0.35 * 16) of 16
+    assert (config.fresh_per_step, config.slots) == (6, 18)  # ceil(0.35 * 16) of 16
+    assert load(tmp_path, "staleness.max=8", "staleness.depth=1.25").slots == 36
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["staleness.depth=1.25"], "staleness.depth must be max, or 0..0, which is staleness.max"),
+        (["staleness.max=8", "staleness.depth=9"], "staleness.depth must be max, or 0..8"),
+        (["staleness.max=8", "staleness.depth=1.3"], "staleness.depth"),
+        (["staleness.max=8", "staleness.depth=deep"], "staleness.depth"),
+        (["staleness={max: 8, depth: 1, mode: exact}"], "staleness.depth must be max with staleness.mode: exact"),
+        (
+            ["staleness={max: 8, depth: 0.75}", "weight_sync.every_steps=2"],
+            "(staleness.depth + 1) * ceil(buffer.fresh_fraction * learner.prompts_per_step) must be at least "
+            "weight_sync.every_steps * learner.prompts_per_step = 32, got 28",
+        ),
+        (
+            ["staleness={max: 8, depth: 0.5}", "buffer={max_uses: 2, fresh_fraction: 0.75}"],
+            "staleness.depth must be 1 or more with buffer.max_uses 2, got 0.5",
+        ),
+    ],
+)
+def test_depths_that_the_bound_does_not_allow_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *overrides)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
 from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES
 from learner.alarms import rules_for
-from tests.learner.tiny_batches import make_config
+from tests.kit.configs import learner_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -190,6 +190,6 @@ def test_combinations_that_make_no_sense_are_refused_with_the_reason(overrides: 
 
 @pytest.mark.parametrize("advantage", ["remax", "reinforce_pp", "gae"])
 def test_one_answer_to_a_prompt_is_enough_where_no_group_is_compared(advantage: Any, tmp_path: Path) -> None:
-    rollout = dataclasses.replace(make_config(tmp_path).rollout, group_size=1)
-    config: Config = make_config(tmp_path, rollout=rollout, algorithm=AlgorithmConfig(advantage=advantage))
+    rollout = dataclasses.replace(learner_config(tmp_path).rollout, group_size=1)
+    config: Config = learner_config(tmp_path, rollout=rollout, algorithm=AlgorithmConfig(advantage=advantage))
     assert not config.drops_zero_variance

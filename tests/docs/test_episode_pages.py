@@ -34,12 +34,13 @@ from rollout_server.episodes.players.question_env import QuestionEnv
 from rollout_server.episodes.tools.tool import load_tools
 from rollout_server.question import Question
 from rollout_server.rewards.rules import gsm8k
-from tests.docs.test_readme import DOCUMENTS, ROOT, blocks, run
-from tests.e2e.assembled import run_assembled
-from tests.rollout_server.episodes.fake_engine import scripted
-from tests.rollout_server.episodes.packages.environment import new_environment
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
-from tests.rollout_server.episodes.tool_model import save_tool_model
+from tests.kit.assembled import run_assembled
+from tests.kit.documents import DOCUMENTS, ROOT, blocks, run
+from tests.kit.episodes.sessions import scripted
+from tests.kit.models import save_tool_model
+from tests.kit.runs import logged
+from tests.kit.tokenizers import end_tokens, tokenizer_of
+from tests.kit.virtual_environments import new_environment
 
 EPISODES, AGENTS = DOCUMENTS["docs/episodes.md"], DOCUMENTS["docs/agents.md"]
 MODULES = {
@@ -280,7 +281,7 @@ def test_the_agent_of_the_page_can_be_followed_on_a_cpu(folder: Path, capfd: pyt
 def test_the_agent_of_the_page_learns_on_a_cpu(folder: Path) -> None:
     for command in ("sft configs/shop_agent_cpu.yaml", "train configs/shop_agent_cpu.yaml rollout.engine=hf"):
         run(f"async-rl {command}", folder, timeout_s=1800)
-    steps = [json.loads(line) for line in (folder / "runs" / "shop" / "metrics.jsonl").read_text().splitlines()]
+    steps = logged(folder / "runs" / "shop")
     rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
     print(f"reward of the first five steps {mean(rewards[:5]):.2f}, of the last five {mean(rewards[-5:]):.2f}")
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2

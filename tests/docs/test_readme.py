@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,9 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from rollout_server.episodes.episode import EPISODE_METRICS
 from rollout_server.question import Question
-from tests.docs.configuration_page import PAGE, page
+from tests.kit.configuration_page import PAGE, page
+from tests.kit.documents import DOCUMENTS, FILES, ROOT, blocks, run
 
-ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 GUIDE = DOCUMENTS["docs/guide.md"]
 
 QUICK = [
@@ -106,10 +101,6 @@ ELSEWHERE = {
 """Commands that some other place runs."""
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
 def commands(text: str) -> list[str]:
     lines = [
         line.partition("  #")[0].strip() for block in blocks(text, "bash") for line in block.splitlines()
@@ -128,21 +119,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         line = '{"question": "1 + 1?", "answer": "It is two.\\n#### 2"}\n'
         (folder / f"{name}.jsonl").write_text(line)
     return folder
-
-
-def run(command: str, folder: Path, timeout_s: float) -> None:
-    """As in a shell with the environment active; `async-rl` is the one of this checkout, installed or not."""
-    as_module = re.sub(r"^async-rl\b", "python -m async_rl.cli", command)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", as_module],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
 
 
 def test_every_command_in_the_documents_is_covered_and_no_other_is_listed() -> None:
@@ -253,7 +229,7 @@ def test_the_readme_fits_on_two_screens_and_the_index_names_every_page() -> None
 
 
 def test_the_configuration_page_is_that_of_the_schema() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.docs.configuration_page"
+    assert PAGE.read_text() == page(), "python -m tests.kit.configuration_page"
 
 
 def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
@@ -265,4 +241,4 @@ def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
 
 def test_the_reference_loop_in_the_documents_is_the_one_that_runs_are_compared_with() -> None:
     (shown,) = blocks(DOCUMENTS["docs/reference-loop.md"], "python")
-    assert shown == (ROOT / "tests" / "e2e" / "reference_loop.py").read_text()
+    assert shown == (ROOT / "tests" / "kit" / "reference_loop.py").read_text()

@@ -14,10 +14,10 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from async_rl.cli import main
-from async_rl.config import Config, ModelConfig, TaskConfig
 from async_rl.doctor.cluster import NodeReport, Probe, compare
 from async_rl.doctor.host import Check
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import make_config
+from tests.kit.models import save_tiny_model
 
 FACTS = {
     "python": "3.11.7", "torch": "2.13.0", "transformers": "5.12.1", "ray": "2.60", "sglang": "0.5.21",
@@ -65,7 +65,7 @@ def test_a_node_that_cannot_answer_is_named() -> None:
 
 
 def test_a_port_that_nobody_serves_is_reported_with_the_reason() -> None:
-    probe = Probe(os.getcwd(), Config(model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum")))
+    probe = Probe(os.getcwd(), make_config())
     address, port = probe.listen()
     with socket.create_server((address, 0)) as closed:
         shut = closed.getsockname()[1]

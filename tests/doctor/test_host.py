@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -16,11 +15,9 @@ import yaml
 from async_rl.config import (
     Config,
     CriticConfig,
-    ModelConfig,
     NetworkConfig,
     RewardModelConfig,
     RolloutConfig,
-    RunConfig,
     TaskConfig,
     WeightSyncConfig,
 )
@@ -29,16 +26,12 @@ from async_rl.doctor.host import Check, examine, print_table
 from async_rl.driver.preflight import check_inputs
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import make_config
+from tests.kit.models import save_tiny_model
 
 
-def config(tmp_path: Path, engine: Any = "hf") -> Config:
-    return Config(
-        model=ModelConfig(path=str(tmp_path / "model")),
-        task=TaskConfig(name="reasoning_gym/spell_backward"),
-        run=RunConfig(dir=str(tmp_path)),
-        rollout=RolloutConfig(engine=engine),
-    )
+def config(tmp_path: Path) -> Config:
+    return make_config(tmp_path / "model", run={"dir": tmp_path}, rollout={"engine": "hf"})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from async_rl.config import Config, Limit, ModelConfig, NetworkConfig, RunConfig, TaskConfig
+from async_rl.config import Limit, NetworkConfig
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import BufferActor
 from async_rl.driver.placement import Reservation, ray_messages_in
@@ -32,7 +32,8 @@ from async_rl.errors import (
     WeightSyncError,
 )
 from benchmarks.marked_command import MarkedCommand, wait_until
-from tests.driver.fake_actors import FakeReservation
+from tests.kit.configs import make_config
+from tests.kit.fake_actors import FakeReservation
 
 pytestmark = pytest.mark.e2e
 
@@ -52,13 +53,6 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def config_of(tmp_path: Path, network: NetworkConfig | None = None) -> Config:
-    return Config(
-        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-        run=RunConfig(name="r", dir=str(tmp_path)), network=network or NetworkConfig(),
-    )
-
-
 def call(processes: ActorGroup, name: str, cls: type, *args: Any) -> Any:
     actor = processes.start(name, cls, *args, max_concurrency=4)
     return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.startup_s"), "the start")[name]
@@ -76,7 +70,7 @@ def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
         (NetworkConfig(keys=str(tmp_path / "broken")), r"network\.keys: .*broken/client\.key"),
     ):
         with pytest.raises(ConfigError, match=message):
-            call(group, "buffer", BufferActor, config_of(tmp_path, network))
+            call(group, "buffer", BufferActor, make_config(run={"name": "r", "dir": tmp_path}, network=network))
         group.kill("buffer")
 
 
@@ -176,7 +170,7 @@ from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.signals import StopSignals
 from async_rl.config import Limit
 from async_rl.errors import ProcessKilledError
-from tests.driver.fake_actors import FakeReservation
+from tests.kit.fake_actors import FakeReservation
 
 class Idle:
     def __init__(self, folder): ...
@@ -250,7 +244,7 @@ def test_what_ray_says_of_a_killed_process_is_in_a_log_and_not_on_the_console(
 
 
 def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+    config = make_config(run={"name": "r", "dir": tmp_path})
     address = call(group, "buffer", BufferActor, config)
     group.kill("buffer")
     assert call(group, "buffer", BufferActor, config, int(address.rpartition(":")[2])) == address

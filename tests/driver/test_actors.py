@@ -12,15 +12,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.driver.actors import LearnerActor, RolloutActor
 from async_rl.messages.reports import EvaluationDue, LearnerReport
-
-
-def config_of(folder: Path) -> Config:
-    return Config(
-        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), run=RunConfig(dir=str(folder))
-    )
+from tests.kit.configs import make_config
 
 
 @pytest.mark.parametrize("loaded", [
@@ -46,7 +40,7 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
         monkeypatch.setattr(name, lambda *_: None)
     monkeypatch.setattr(loaded, load)
     actor = RolloutActor.__new__(RolloutActor)
-    actor._config, actor._index, actor._task = config_of(tmp_path), 0, None  # type: ignore[assignment]
+    actor._config, actor._index, actor._task = make_config(run={"dir": tmp_path}), 0, None  # type: ignore[assignment]
     actor._doing, actor._since_s = "starts its engine", 0.0
     actor._engine, actor._tokenizer = SimpleNamespace(url=""), None  # type: ignore[assignment]
 
@@ -68,7 +62,7 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
 
 def test_the_port_of_the_learners_rendezvous_is_held_until_it_is_served(tmp_path: Path) -> None:
     actor = LearnerActor.__new__(LearnerActor)
-    actor._config = config_of(tmp_path)
+    actor._config = make_config(run={"dir": tmp_path})
     address = actor.listen()
     with pytest.raises(OSError, match="Address already in use"):
         socket.create_server(address)

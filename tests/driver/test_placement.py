@@ -13,13 +13,9 @@ from async_rl.cli import main
 from async_rl.config import (
     Config,
     LearnerPlacement,
-    ModelConfig,
     NetworkConfig,
-    PlacementConfig,
     RolloutConfig,
     RolloutPlacement,
-    RunConfig,
-    TaskConfig,
     WeightSyncConfig,
 )
 from async_rl.config.loading import load_config
@@ -31,22 +27,16 @@ from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
 from buffer.protocol.keys import new_keys
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import make_config
+from tests.kit.models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
 
 def config(
-    learner: LearnerPlacement | None = None, rollout: RolloutPlacement | None = None, colocated: bool = False,
-    run_dir: str = "runs",
+    learner: LearnerPlacement | None = None, rollout: RolloutPlacement | None = None, colocated: bool = False
 ) -> Config:
-    placement = PlacementConfig(
-        learner=learner or LearnerPlacement(), rollout=rollout or RolloutPlacement(), colocated=colocated
-    )
-    return Config(
-        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), placement=placement,
-        run=RunConfig(dir=run_dir),
-    )
+    return make_config(placement={"learner": learner, "rollout": rollout, "colocated": colocated})
 
 
 TWO_NODES = config(LearnerPlacement(gpus_per_node=8), RolloutPlacement(nodes=1, servers=2, tp=4))

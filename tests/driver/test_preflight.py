@@ -29,7 +29,6 @@ from async_rl.config import (
     ReferenceConfig,
     RewardModelConfig,
     RolloutConfig,
-    RunConfig,
     TaskConfig,
 )
 from async_rl.config.loading import load_config
@@ -39,7 +38,8 @@ from async_rl.errors import ConfigError
 from async_rl.pipeline import dry_run, run
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import make_config
+from tests.kit.models import save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def config_of(model: ModelConfig, task: TaskConfig, tmp_path: Path) -> Config:
-    return Config(model=model, task=task, run=RunConfig(dir=str(tmp_path / "runs")))
+    return make_config(model=model, task=task, run={"dir": tmp_path / "runs"})
 
 
 def test_a_parquet_file_without_a_needed_column_is_refused_with_the_columns_it_has(

@@ -27,6 +27,7 @@ from async_rl.messages.reports import StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.telemetry.metrics import Metric, read_metrics
 from async_rl.telemetry.timeline import Sample, Span, State, Usage
+from tests.kit.runs import logged
 
 
 def make_log(tmp_path: Path, servers: int = 1, ranks: int = 1, resume: str = "", **sections: Any) -> RunLog:
@@ -46,7 +47,7 @@ def learner_step(step: int, start_s: float, end_s: float) -> StepDone:
 
 
 def lines(tmp_path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    return logged(tmp_path / "r")
 
 
 def test_a_step_is_logged_once_the_rollout_pool_has_reported_beyond_its_end(tmp_path: Path) -> None:

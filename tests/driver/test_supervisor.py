@@ -18,7 +18,7 @@ from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.pipeline import _close_buffer, _evaluate_trained
 from async_rl.telemetry.status import Status, format_status, write_status
-from tests.driver.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop, tells_when
+from tests.kit.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop, tells_when
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 

@@ -9,7 +9,7 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.errors import RewardError
 from rollout_server.question import Question
-from tests.e2e.assembled import run_assembled
+from tests.kit.assembled import run_assembled
 
 
 def fails(question: Question, response: str) -> float:

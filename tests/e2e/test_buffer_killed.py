@@ -17,7 +17,7 @@ import pytest
 from benchmarks.marked_command import MarkedCommand, wait_until
 from buffer.journal.journal import FILE_NAME
 from buffer.stored_group import DROP_REASONS
-from tests.e2e.test_processes import metrics_lines
+from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +37,7 @@ def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=killed", "run.steps=1000000", "staleness.max=2",
         f"run.seconds={seconds}", f"rollout.engine={engine}", "timeouts.wire_s=20", "eval.size=0",
     )
-    wait_until(lambda: metrics_lines(run_dir) > 2, 180, "two steps")
+    wait_until(lambda: len(logged(run_dir)) > 2, 180, "two steps")
     rng = random.Random(kills)
     victims: list[int] = []
     while len(victims) < kills:
@@ -60,7 +60,7 @@ def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
     assert uses == [(version, 4) for version in range(len(uses))], "each batch is whole, and trained once"
     assert groups == distinct == counters["buffer/trained"]
     assert worst <= 2
-    learner_steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    learner_steps = [record["step"] for record in logged(run_dir)]
     assert learner_steps == list(range(1, len(uses) + 1))
     if kills == 20:
         note_result(engine, kills, counters, len(uses))

@@ -2,90 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from async_rl.config import Config
-from async_rl.config.loading import load_config
-from buffer.stored_group import DROP_REASONS
-from rollout_server.episodes.conversation.messages import Message, user
-from rollout_server.episodes.env import Step
-from rollout_server.episodes.tools.tool import Tool
-from tests.conftest import EngineInThread
-from tests.e2e.assembled import Run, run_assembled
+from tests.kit.assembled import run_assembled
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.episode_policies import Case, check, configure
 
-Case = tuple[str, str, str]
-"""staleness.mode, staleness.late, weight_sync.on_update"""
-STEPS, BOUND, TURNS = 5, 2, 5
 UPDATES = ("in_place", "retract", "drain", "abort")
 BOUNDED = [("bounded", late, on_update) for late in ("wait", "drop", "mask") for on_update in UPDATES]
 ALL = [*(case for case in BOUNDED if case[1:] != ("mask", "drain")), ("exact", "wait", "drain")]
 IN_CI = [("bounded", "wait", "in_place"), ("bounded", "drop", "drain"), ("bounded", "mask", "abort"), ALL[-1]]
-
-
-class SmallTalk:
-    """Says one to five letters, one a turn, after a wait with a long tail. The reward of a turn is for vowels."""
-
-    tools: Sequence[Tool] = ()
-
-    def __init__(self, index: int, seed: int) -> None:
-        self._turns = 1 + index % TURNS
-        self._random = random.Random(seed)
-
-    async def start(self) -> list[Message]:
-        return [user("hello")]
-
-    async def step(self, reply: Message) -> Step:
-        await asyncio.sleep(self._random.lognormvariate(-4, 1.2))
-        self._turns -= 1
-        reward = sum(letter in "aeiou" for letter in reply["content"]) / 16
-        messages = [user(self._random.choice("bcdfg"))]
-        return Step(reward=reward, done=not self._turns, messages=messages)
-
-    async def close(self) -> None:
-        pass
-
-
-def configure(smoke_yaml: Path, tmp_path: Path, case: Case, *overrides: str) -> Config:
-    mode, late, on_update = case
-    return load_config(smoke_yaml, [
-        f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={BOUND}", f"staleness.mode={mode}",
-        f"staleness.late={late}", f"weight_sync.on_update={on_update}", *overrides,
-        "task.name=", "task.params={}", "task.env=tests.e2e.test_episode_policies:SmallTalk", "task.size=100",
-        "rollout.max_response_tokens=16", "rollout.max_episode_tokens=160", "timeouts.episode_s=1800",
-        "eval.size=4", "eval.every_steps=2",
-    ])
-
-
-def check(run: Run, config: Config, case: Case) -> None:
-    mode, late, on_update = case
-    assert [batch.version for batch in run.batches] == list(range(STEPS))
-    groups = [group for batch in run.batches for group in batch.groups]
-    assert len({group.group_id for group in groups}) == len(groups) == run.counters["buffer/trained"]
-    dropped = sum(run.counters[f"buffer/dropped_{reason}"] for reason in DROP_REASONS)
-    assert run.counters["buffer/admitted"] == len(groups) + dropped and run.counters["buffer/unaccounted"] == 0
-    assert {episode.turns for group in groups for episode in group.episodes} > {1, 2, 3}
-    for step in run.steps:
-        assert step["staleness/max"] <= BOUND
-        assert step.get("mismatch/mean_abs", 0.0) < 1e-4
-        assert on_update == "in_place" or "mismatch/old_kv_mean_abs" not in step
-        assert 0 <= step["buffer/waited_for_late_s"] <= step["time/wait_data_s"] + 0.05
-    for batch in run.batches:
-        for group in batch.groups:
-            sampled = np.concatenate([r.versions[r.mask] for r in group.rows])
-            assert sampled.min() >= group.start_version
-            if late != "mask":
-                assert sampled.min() >= batch.version - BOUND
-            if on_update == "drain":
-                assert len(set(sampled.tolist())) == 1
-            if mode == "exact":
-                assert set(sampled.tolist()) == {max(0, batch.version - BOUND)}
-    assert set(run.evals) >= {2} and all(values["eval/reward"] >= 0 for values in run.evals.values())
 
 
 @pytest.mark.e2e

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.loading import load_config
-from tests.e2e.assembled import run_assembled
+from tests.kit.assembled import run_assembled
 
 pytestmark = pytest.mark.e2e
 

@@ -14,7 +14,7 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.sweeps.machine import describe_machine
 from rollout_server.question import Question
-from tests.e2e.assembled import run_assembled
+from tests.kit.assembled import run_assembled
 
 STEPS, A_ROW, TOKENS = 16, 4, 96
 RATES = (3e-4, 1e-3, 3e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,14 @@ import pytest
 
 from async_rl.config.loading import load_config
 from async_rl.pipeline import run
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
+from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps(run_dir: Path) -> list[dict[str, Any]]:
-    return [r for r in records(run_dir) if "staleness/max" in r]
+    return [r for r in logged(run_dir) if "staleness/max" in r]
 
 
 TWO_RANKS = ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"]
@@ -84,6 +80,6 @@ def test_a_llama_trains_over_the_disk_transport_with_two_hf_servers(
     summary = run(config)
     assert summary["staleness_max"] <= 1
     assert summary["buffer"]["buffer/trained"] == 16
-    evaluated = {record["step"]: record for record in records(config.run_dir) if "eval/accuracy" in record}
+    evaluated = {record["step"]: record for record in logged(config.run_dir) if "eval/accuracy" in record}
     assert sorted(evaluated) == [0, 2, 4]
     assert (evaluated[2]["eval/oldest_version"], evaluated[2]["eval/newest_version"]) == (2, 2)

@@ -15,8 +15,8 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from buffer.stored_group import DROP_REASONS
 from rollout_server.question import Question
-from tests.conftest import EngineInThread
-from tests.e2e.assembled import Run, run_assembled
+from tests.kit.assembled import Run, run_assembled
+from tests.kit.engines.in_thread import EngineInThread
 
 Case = tuple[str, str, str]
 """staleness.mode, staleness.late, weight_sync.on_update"""
@@ -88,6 +88,22 @@ def test_a_run_keeps_its_bound_under_each_policy(
 ) -> None:
     config = configure(smoke_yaml, tmp_path, case, 2, *sglang_server.overrides)
     check(run_assembled(config), config, case)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("depth", "slots"), [(0, 4), (0.5, 6)])
+def test_a_depth_limits_the_mean_staleness_and_the_bound_the_largest(
+    smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, depth: float, slots: int
+) -> None:
+    """While a batch of 4 is trained, at most `slots` - 4 other groups grow older by a version: so many / 4 a group."""
+    case = ("bounded", "wait", "in_place")
+    config = configure(smoke_yaml, tmp_path, case, 3, f"staleness.depth={depth}", *sglang_server.overrides)
+    run = run_assembled(config)
+    check(run, config, case)
+    assert all(step["buffer/slots_held"] <= step["buffer/slots"] == slots for step in run.steps)
+    ages = [batch.version - group.start_version for batch in run.batches for group in batch.groups]
+    assert sum(ages) / len(ages) <= depth
+    assert (max(ages) > 0) == (depth > 0)
 
 
 @pytest.mark.e2e

@@ -13,16 +13,12 @@ import zmq
 
 from benchmarks.marked_command import MarkedCommand, wait_until
 from buffer.protocol.socket import FREE_PORTS
-from tests.rollout_server.engines.strangers import status_of
+from tests.kit.engines.strangers import status_of
+from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
 Start = Callable[..., MarkedCommand]
-
-
-def metrics_lines(run_dir: Path) -> int:
-    file = run_dir / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def test_two_runs_of_one_name_share_a_host_and_one_may_crash(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
@@ -35,8 +31,8 @@ def test_two_runs_of_one_name_share_a_host_and_one_may_crash(smoke_yaml: Path, t
     ended = {folder for folder in folders if (folder / "summary.json").exists()}
     assert len(ended) == 1
     (going_on,) = folders - ended
-    seen = max(metrics_lines(going_on), 2)
-    wait_until(lambda: metrics_lines(going_on) > seen, 180, "a step after the other run has ended")
+    seen = max(len(logged(going_on)), 2)
+    wait_until(lambda: len(logged(going_on)) > seen, 180, "a step after the other run has ended")
     assert_a_crash_ends_the_run(long, "sglang::scheduler", "rollout")
 
 
@@ -46,7 +42,7 @@ def test_the_first_crash_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: P
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=crash", "run.steps=10000", "rollout.engine=hf",
         "buffer.journal=false",
     )
-    wait_until(lambda: metrics_lines(tmp_path / "crash") > 2, 180, "two steps")
+    wait_until(lambda: len(logged(tmp_path / "crash")) > 2, 180, "two steps")
     assert_a_crash_ends_the_run(command, "BufferActor", "buffer")
 
 
@@ -59,7 +55,7 @@ def test_strangers_on_the_host_reach_neither_buffer_nor_engine(
         f"network.insecure={str(insecure).lower()}",
     )
     run_dir = tmp_path / "closed"
-    wait_until(lambda: metrics_lines(run_dir) > 2, 180, "two steps")
+    wait_until(lambda: len(logged(run_dir)) > 2, 180, "two steps")
     engine, buffer = (ports_of(command.wait_for(words)[0]) for words in ("RolloutActor", "BufferActor"))
     paused = [port for port in engine if status_or_0(f"http://127.0.0.1:{port}/ready") == 200]
     heard = [port for port in buffer if FREE_PORTS[0] <= port and is_heard(port)]

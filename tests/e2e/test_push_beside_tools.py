@@ -16,8 +16,8 @@ from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.tools.tool import Tool
 from rollout_server.episodes.user_code.time_limits import in_thread
-from tests.conftest import EngineInThread
-from tests.e2e.assembled import run_assembled
+from tests.kit.assembled import run_assembled
+from tests.kit.engines.in_thread import EngineInThread
 
 BATCH, GROUP, BOUND = 4, 4, 13
 STEPS = BOUND + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import signal
@@ -20,6 +19,8 @@ from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, re
 from async_rl.storage.log_ratios import FOLDER
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.tiny_model import character_tokenizer
+from tests.kit.configs import changed
+from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
@@ -27,9 +28,7 @@ Start = Callable[..., MarkedCommand]
 
 
 def records(run_dir: Path) -> dict[int, dict[str, Any]]:
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {r["step"]: r for r in map(json.loads, lines) if "policy/loss" in r}
+    return {record["step"]: record for record in logged(run_dir) if "policy/loss" in record}
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
@@ -100,7 +99,7 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
     ratios = {path.name for path in (run_dir / FOLDER).iterdir()}
     expected_files = {f"step_{step}.rank_0.npz" for step in range(1, 7)}
     assert ratios == expected_files | {f"step_{step}.rank_1.npz" for step in (4, 5, 6)}
-    newest = dataclasses.replace(resumed, run=dataclasses.replace(resumed.run, resume=str(run_dir)))
+    newest = changed(resumed, run={"resume": run_dir})
     with pytest.raises(ConfigError, match=r"run\.steps must be above 6"):
         run(newest)
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.marked_command import MarkedCommand, wait_until
 from rollout_server.episodes.conversation.reply_reader import ServerParser
-from tests.rollout_server.episodes.tool_model import save_tool_model
+from tests.kit.models import save_tool_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -59,7 +59,7 @@ def test_a_server_that_reads_no_calls_in_time_is_started_again_and_the_run_goes_
         [
             "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=r", "run.steps=10000", "eval.size=0",
             "rollout.engine=hf", f"rollout.tool_parser={__name__}:PARSER", "rollout.max_episode_tokens=1024",
-            f"model.path={tmp_path / 'model'}", "task.tools=[tests.rollout_server.episodes.example_tools:add]",
+            f"model.path={tmp_path / 'model'}", "task.tools=[tests.kit.episodes.example_tools:add]",
             "task.max_prompt_tokens=800",
         ],
         tmp_path / "log",

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config
 from async_rl.config.loading import load_config
 from rollout_server.question import Question
-from tests.conftest import EngineInThread
-from tests.e2e.assembled import Run, run_assembled
-from tests.e2e.reference_loop import Reference, Step, answers_of
+from tests.kit.assembled import Run, run_assembled
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.reference_loop import Reference, Step, answers_of
 
 STEPS = 20
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.runs import logged
+
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,7 @@ def test_learner_and_server_on_two_hosts_train_over_the_cable(smoke_yaml: Path, 
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     run_dir = tmp_path / "two"
     assert not (run_dir / "keys").exists()  # they were for this run alone
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = logged(run_dir)
     pushed_bytes = sum(record.get("push/bytes", 0) for record in records)
     assert pushed_bytes > 4 * 2**20
     lines = (tmp_path / "link").read_text().splitlines()

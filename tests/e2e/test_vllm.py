@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,10 +13,11 @@ from async_rl.cli import main
 from async_rl.config.loading import load_config
 from async_rl.pipeline import run
 from benchmarks.kill_matrix import kill_once
-from tests.e2e.assembled import run_assembled
-from tests.e2e.test_episode_policies import check, configure
-from tests.rollout_server.engines.vllm_cases import needs_vllm
-from tests.tiny_folder import save_tiny_model
+from tests.kit.assembled import run_assembled
+from tests.kit.engines.vllm import needs_vllm
+from tests.kit.episode_policies import check, configure
+from tests.kit.models import save_tiny_model
+from tests.kit.runs import logged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -39,10 +38,6 @@ def vllm_yaml(smoke_yaml: Path, tmp_path: Path) -> Path:
     path = tmp_path / "vllm.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
-
-
-def logged(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_short_run_trains_every_group_once_with_the_logprobs_of_the_learner(vllm_yaml: Path) -> None:

@@ -19,7 +19,9 @@ from async_rl.weights.server_admin import ServerAdmin
 from rollout_server.engines.base import SampledReply, open_engine
 from tests.extensions.engine import COUNTING
 from tests.extensions.transport import NewFolderPublisher
-from tests.rollout_server.engines.hf_cases import config_for, recomputed_logprobs, request_for, sharp_model
+from tests.kit.configs import changed, server_config
+from tests.kit.engines.replies import recomputed_logprobs, request_for
+from tests.kit.models import sharp_model
 
 ENGINE = "tests.extensions.engine:COUNTING"
 TRANSPORT = "tests.extensions.transport:NEW_FOLDERS"
@@ -28,10 +30,9 @@ TRANSPORT = "tests.extensions.transport:NEW_FOLDERS"
 def extended_config(
     model_folder: Path, run_dir: Path, transport: str = TRANSPORT, engine: str = ENGINE, verify: bool = False
 ) -> Config:
-    config = config_for(model_folder)
-    return dataclasses.replace(
-        config, run=RunConfig(dir=str(run_dir)),
-        rollout=dataclasses.replace(config.rollout, engine=engine, params={"file": "tokens"}),
+    config = server_config("hf", model_folder)
+    return changed(
+        config, run=RunConfig(dir=str(run_dir)), rollout={"engine": engine, "params": {"file": "tokens"}},
         weight_sync=WeightSyncConfig(transport=transport, verify=verify),
     )
 

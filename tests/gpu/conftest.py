@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from async_rl.config import Config, LearnerConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
+from async_rl.config import Config
 from learner.models.tiny_model import character_tokenizer
-
-Note = Callable[..., None]
-OPEN = {"float32": (1e-3, 1e-2), "bfloat16": (0.05, 0.3)}
-"""Largest mean and p99 of |difference of logprobs| between two ways to compute them, by compute type."""
+from tests.kit.configs import make_config
+from tests.kit.learner.served_batches import Note
 
 
 @pytest.fixture(scope="session")
@@ -71,13 +69,13 @@ def model_path(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -
 def config(device: torch.device, model_path: Path, tmp_path: Path) -> Config:
     server_args = json.loads(os.environ.get("ASYNC_RL_GPU_SERVER_ARGS", "{}"))
     longest = 256 if device.type == "cuda" else 48
-    return Config(
-        model=ModelConfig(path=str(model_path)), run=RunConfig(dir=str(tmp_path)),
-        task=TaskConfig(name="reasoning_gym/spell_backward", max_prompt_tokens=128),
-        rollout=RolloutConfig(
-            group_size=8, max_response_tokens=longest, concurrency=64, mem_fraction=0.3, server_args=server_args
-        ),
-        learner=LearnerConfig(prompts_per_step=8, max_tokens_per_microbatch=8192),
+    return make_config(
+        model_path, task={"name": "reasoning_gym/spell_backward", "max_prompt_tokens": 128}, run={"dir": tmp_path},
+        rollout={
+            "group_size": 8, "max_response_tokens": longest, "concurrency": 64, "mem_fraction": 0.3,
+            "server_args": server_args,
+        },
+        learner={"prompts_per_step": 8, "max_tokens_per_microbatch": 8192},
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +11,11 @@ import torch
 
 from async_rl.config import Config, EvalConfig, LoggingConfig, RunConfig, StalenessConfig
 from rollout_server.engines.base import SampledReply
-from tests.conftest import EngineInThread
-from tests.gpu.conftest import Note
-from tests.rollout_server.engines.hf_cases import request_for, same_replies
+from tests.kit.configs import changed
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import request_for, same_replies
+from tests.kit.learner.served_batches import Note
+from tests.kit.runs import logged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 def deterministic(config: Config, device: torch.device) -> Config:
     """SGLang with deterministic inference or, on a CPU, the hf engine, which is always deterministic."""
     if device.type == "cpu":
-        return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine="hf"))
+        return changed(config, rollout={"engine": "hf"})
     server_args = {"attention-backend": "triton", **config.rollout.server_args, "enable-deterministic-inference": True}
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server_args=server_args))
+    return changed(config, rollout={"server_args": server_args})
 
 
 def test_answers_do_not_depend_on_what_else_the_server_computes(
@@ -60,13 +60,12 @@ def test_two_runs_at_staleness_zero_train_on_the_same_answers(
 
     series = []
     for name in ("first", "second"):
-        run(dataclasses.replace(
+        run(changed(
             deterministic, run=RunConfig(name=name, dir=str(tmp_path), steps=4), eval=EvalConfig(size=0),
             staleness=StalenessConfig(max=0), logging=LoggingConfig(wandb="disabled"),
-            algorithm=dataclasses.replace(deterministic.algorithm, filter_zero_variance=False),
+            algorithm={"filter_zero_variance": False},
         ))
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        steps = [record for record in map(json.loads, lines) if "reward/mean" in record]
+        steps = [record for record in logged(tmp_path / name) if "reward/mean" in record]
         series.append([(record["reward/mean"], record["policy/grad_norm"]) for record in steps])
     first, second = map(np.array, series)
     assert first[0, 0] == second[0, 0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -16,9 +14,9 @@ from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
 from rollout_server.engines.base import SampledReply
-from tests.gpu.conftest import OPEN, Note
-from tests.gpu.rows import batch_of, learner_logprobs, with_dtype
-from tests.rollout_server.engines.hf_cases import request_for
+from tests.kit.configs import changed
+from tests.kit.engines.replies import request_for
+from tests.kit.learner.served_batches import OPEN, Note, learner_logprobs, served_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -37,13 +35,12 @@ def random_batch(config: Config) -> Batch:
             )
             for length in lengths.tolist()
         ])
-    return batch_of(requests, rows)
+    return served_batch(requests, rows)
 
 
 def opened(config: Config, attention: str, max_tokens: int, device: torch.device) -> Updater:
-    return Updater(dataclasses.replace(
-        config, model=dataclasses.replace(config.model, attn_implementation=attention),  # type: ignore[arg-type]
-        learner=dataclasses.replace(config.learner, max_tokens_per_microbatch=max_tokens),
+    return Updater(changed(
+        config, model={"attn_implementation": attention}, learner={"max_tokens_per_microbatch": max_tokens}
     ), device)
 
 
@@ -63,11 +60,11 @@ def test_packing_changes_neither_logprobs_nor_gradient(
         pytest.skip("for GPUs")
     if attention == "flash_attention_2" and (not is_flash_attn_2_available() or dtype == "float32"):
         pytest.skip("flash-attn 2 is not installed, or can't compute this type")
-    config = with_dtype(config, dtype)
+    config = changed(config, model={"dtype": dtype})
     batch = random_batch(config)
     longest = config.longest_tokens
     packed = opened(config, attention, 8 * longest, device)
-    alone = opened(with_dtype(config, "float32"), "sdpa", longest, device)
+    alone = opened(changed(config, model={"dtype": "float32"}), "sdpa", longest, device)
     truth = learner_logprobs(alone, batch)
     differences = learner_logprobs(packed, batch) - truth
     note(f"packed {attention} against float32 sdpa alone", differences, dtype=dtype)

@@ -20,12 +20,12 @@ from async_rl.weights.base import serving_dtype
 from learner.models.policy import full_parameters
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from tests.conftest import EngineInThread
-from tests.gpu.conftest import OPEN, Note
-from tests.gpu.rows import behaviour_logprobs, generated, learner_logprobs, with_dtype
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import load_model
-from tests.rollout_server.engines.tags import check_tags
+from tests.kit.configs import changed
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import request_for
+from tests.kit.engines.tags import check_tags
+from tests.kit.learner.served_batches import OPEN, Note, behaviour_logprobs, generated, learner_logprobs
+from tests.kit.models import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3
@@ -85,7 +85,7 @@ def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
 ) -> None:
     if (device.type, dtype) == ("cpu", "bfloat16"):
         pytest.skip("bfloat16 on a CPU says nothing about a GPU")
-    config = with_dtype(config, dtype)
+    config = changed(config, model={"dtype": dtype})
     updater = Updater(config, device)
     at_start_bytes = free_bytes(device)
     server = EngineInThread(dataclasses.replace(config, placement=PlacementConfig(colocated=True)), tmp_path / "logs")
@@ -129,7 +129,7 @@ def test_every_token_has_the_version_that_sampled_it_across_a_push(
     """Computed in float32, where versions differ visibly. SGLang's overlap schedule is on where it is allowed."""
     server_args = config.rollout.server_args | {"disable-overlap-schedule": on_update == "in_place"}
     config = dataclasses.replace(
-        with_dtype(config, "float32"), weight_sync=WeightSyncConfig(on_update=on_update),  # type: ignore[arg-type]
+        changed(config, model={"dtype": "float32"}), weight_sync=WeightSyncConfig(on_update=on_update),  # type: ignore[arg-type]
         rollout=dataclasses.replace(config.rollout, max_response_tokens=800, server_args=server_args),
     )
     server = EngineInThread(dataclasses.replace(config, placement=PlacementConfig(colocated=True)), tmp_path / "logs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +13,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config, ModelConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
 from rollout_server.engines.base import SampledReply
-from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.tags import check_tags
-from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
+from tests.kit.configs import changed, server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import request_for
+from tests.kit.engines.tags import check_tags
+from tests.kit.engines.vllm import START_S, needs_vllm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3
 """Low, so that answers rarely end early."""
 
 
-def changed(folder: Path, version: int, device: torch.device) -> PreTrainedModel:
+def perturbed(folder: Path, version: int, device: torch.device) -> PreTrainedModel:
     """The model of the folder, with weights that differ from those of other versions by a tenth of their spread."""
     torch.manual_seed(version)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
@@ -41,13 +41,12 @@ def test_answers_over_a_push_are_true_to_their_versions(
     model_path: Path, device: torch.device, on_update: str, transport: str, tmp_path: Path
 ) -> None:
     needs_vllm()
-    base = vllm_config(model_path, mem_fraction=0.3)
-    config: Config = dataclasses.replace(
-        base, model=ModelConfig(path=str(model_path), dtype="float32"),
-        run=dataclasses.replace(base.run, dir=str(tmp_path)),
-        weight_sync=WeightSyncConfig(on_update=on_update, transport=transport),  # type: ignore[arg-type]
+    base = server_config("vllm", model_path, mem_fraction=0.3)
+    config: Config = changed(
+        base, model=ModelConfig(path=str(model_path), dtype="float32"), run={"dir": tmp_path},
+        weight_sync=WeightSyncConfig(on_update=on_update, transport=transport),
     )
-    models = {version: changed(model_path, version, device) for version in (0, 1)}
+    models = {version: perturbed(model_path, version, device) for version in (0, 1)}
     server = EngineInThread(config, tmp_path)
     request = request_for(6, n=16, max_tokens=450, temperature=TEMPERATURE)
 

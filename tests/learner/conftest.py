@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import settings
 
 from async_rl.types import Batch
 from learner import learner as learner_module
-from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, rank_main
-from tests.learner.tiny_batches import make_batch, save_tiny_model, save_tiny_reward_model
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.fakes import FakeClient, FakePublisher
+from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, run_ranks
+from tests.kit.models import save_bare_model, save_bare_reward_model
 
 torch.set_num_threads(1)
 settings.register_profile("learner", deadline=None)  # the machine may be busy
@@ -29,8 +29,8 @@ def vectors() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learner")
-    save_tiny_reward_model(folder / "reward-model")
-    return save_tiny_model(folder / "model")
+    save_bare_reward_model(folder / "reward-model")
+    return save_bare_model(folder / "model")
 
 
 @pytest.fixture(scope="session")
@@ -40,14 +40,6 @@ def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         *((algorithm, 26, "full") for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS)), ("token_mean", 26, "hybrid"),
     ]  # fmt: skip
     return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_ranks"), [*cases, ("token_mean", 24, "full")])
-
-
-def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dict[str, Any]]:
-    """Results of `rank_main` on each rank."""
-    mp.start_processes(
-        rank_main, (ranks, str(out / "store"), str(model), cases, str(out)), nprocs=ranks, start_method="spawn"
-    )
-    return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.messages.reports import StepDone
 from async_rl.telemetry.metrics import Metric
 from learner.alarms import Alarms, rules_for
-from tests.learner.tiny_batches import make_config
+from tests.kit.configs import learner_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 BAD = {
@@ -90,7 +90,7 @@ def test_an_alarm_reaches_the_console_and_wandb(
         return Wandb()
 
     monkeypatch.setattr("async_rl.telemetry.metrics.open_wandb_run", open_fake)
-    log = RunLog(make_config(tmp_path / "none"))
+    log = RunLog(learner_config(tmp_path / "none"))
     log.add("learner/0", StepDone(version=1, alarms=("ALARM at step 1: too stale",)))
     log.close()
     assert alerts == ["ALARM at step 1: too stale"]

@@ -17,7 +17,9 @@ from learner.batch_checks import check_bound, check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config, make_group, make_minibatch, make_row
+from tests.kit.configs import learner_config
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_minibatch
 
 MASK = StalenessConfig(max=1, late="mask")
 
@@ -56,7 +58,7 @@ def test_tokens_over_the_bound_are_masked_and_the_rest_is_trained_on() -> None:
 def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Path, aggregation: str) -> None:
     """The gradient at a young token is the same as without a mask; at an old token it is zero."""
     algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
-    config = make_config(tiny_model_path, algorithm=algorithm)
+    config = learner_config(tiny_model_path, algorithm=algorithm)
     batch = aged_batch()
     advantages = [[np.ones(len(r.tokens), np.float32) for r in group.rows] for group in batch.groups]
     pairs = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rows))]
@@ -94,7 +96,7 @@ def test_a_future_token_is_refused_with_mask_too() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_an_answer_without_a_young_token_trains_nothing_and_counts_in_the_reward(tiny_model_path: Path) -> None:
     masked, _ = check_staleness(aged_batch(), 5, MASK)
-    config = make_config(tiny_model_path, staleness=MASK)
+    config = learner_config(tiny_model_path, staleness=MASK)
     values = {m.key: m.value for m in Updater(config, torch.device("cpu")).update(masked)}
     assert values["staleness/max"] <= 1
     assert values["batch/episodes"] == 12 and np.isfinite(values["policy/loss"])
@@ -103,9 +105,7 @@ def test_an_answer_without_a_young_token_trains_nothing_and_counts_in_the_reward
 def batch_with_versions(versions: list[int], version: int) -> Batch:
     row = make_row([5] * len(versions), [-1.0] * len(versions), 1.0)
     row.versions[:] = np.array(versions)
-    return Batch(
-        version=version, groups=(make_group(7, [3], [row], versions[0]),), finished_versions=(version,)
-    )
+    return batch_of(make_group(7, [3], [row], versions[0]), version=version)
 
 
 @pytest.mark.parametrize("versions", [[3, 4, 5], [5], [3]])

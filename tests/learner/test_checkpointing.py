@@ -33,9 +33,9 @@ from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
 from learner.learner import Learner
 from learner.updater import Updater
-from tests.learner.fakes import FakePublisher
-from tests.learner.test_learner import open_learner, pushed_bytes
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.fakes import FakePublisher, open_learner, pushed_bytes
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_training_goes_on_from_a_checkpoint_as_without_the_interruption(
     case: str, tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path, **CASES[case])
+    config = learner_config(tiny_model_path, **CASES[case])
     uninterrupted = whole(train(config, 4, tmp_path / "step_2", save_at=2))
     torch.manual_seed(99)
     resumed = whole(train(config, 2, tmp_path / "step_2"))
@@ -93,7 +93,7 @@ def test_adapters_with_dropout_go_on_and_the_frozen_weights_are_not_saved(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     lora = LoraConfig(rank=2, dropout=0.3)
-    config = make_config(tiny_model_path, model=ModelConfig(path=str(tiny_model_path), lora=lora))
+    config = learner_config(tiny_model_path, model=ModelConfig(path=str(tiny_model_path), lora=lora))
     uninterrupted = whole(train(config, 4, tmp_path / "step_2", save_at=2))
     torch.manual_seed(99)  # dropout draws: the checkpoint must bring its random state
     resumed = whole(train(config, 2, tmp_path / "step_2"))
@@ -105,7 +105,7 @@ def test_adapters_with_dropout_go_on_and_the_frozen_weights_are_not_saved(
 def test_a_checkpoint_holds_the_state_at_the_call_although_training_goes_on(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path)
+    config = learner_config(tiny_model_path)
     updater = Updater(config, CPU)
     checkpointer = Checkpointer(config, updater.optimizers, CPU)
     before = whole(updater)
@@ -121,18 +121,18 @@ def test_a_checkpoint_holds_the_state_at_the_call_although_training_goes_on(
 
 
 def test_a_checkpoint_of_other_networks_is_refused(tiny_model_path: Path, tmp_path: Path, one_rank: None) -> None:
-    train(make_config(tiny_model_path), 1, tmp_path / "step_0", save_at=0)
+    train(learner_config(tiny_model_path), 1, tmp_path / "step_0", save_at=0)
     with pytest.raises(ConfigError, match=r"holds policy, this configuration trains critic and policy"):
-        train(make_config(tiny_model_path, **CASES["critic that warms up"]), 1, tmp_path / "step_0")
+        train(learner_config(tiny_model_path, **CASES["critic that warms up"]), 1, tmp_path / "step_0")
     lora = ModelConfig(path=str(tiny_model_path), lora=LoraConfig(rank=2))
     with pytest.raises(ConfigError, match=r"can't be loaded into the networks of this configuration: .*lora"):
-        train(make_config(tiny_model_path, model=lora), 1, tmp_path / "step_0")
+        train(learner_config(tiny_model_path, model=lora), 1, tmp_path / "step_0")
 
 
 def _train_rank(rank: int, ranks: int, store: str, model: str, folder: str, save_at: int, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    updater = train(make_config(Path(model)), steps, Path(folder), save_at)
+    updater = train(learner_config(Path(model)), steps, Path(folder), save_at)
     tensors = whole(updater)
     if rank == 0:
         torch.save(tensors, f"{store}.pt")
@@ -203,7 +203,7 @@ def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
 def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path, timeouts=TimeoutsConfig(work_s=0.05))
+    config = learner_config(tiny_model_path, timeouts=TimeoutsConfig(work_s=0.05))
     checkpointer = Checkpointer(config, {}, CPU)
     checkpointer._running, checkpointer._target = Future(), tmp_path / "step_3"
     with pytest.raises(WaitTimeoutError, match=r"learner/0 waited 0 s \(timeouts\.work_s\) .*step_3"):
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    updater = Updater(make_config(tiny_model_path), CPU)
+    updater = Updater(learner_config(tiny_model_path), CPU)
     checkpointer = Checkpointer(updater.config, updater.optimizers, CPU)
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     checkpointer.save(tmp_path / "checkpoints" / "step_3", state_at(checkpointer, 3))
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_reason(
 def test_a_checkpoint_whose_folder_cannot_be_renamed_is_named_too(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    checkpointer = Checkpointer(make_config(tiny_model_path), {}, CPU)
+    checkpointer = Checkpointer(learner_config(tiny_model_path), {}, CPU)
     checkpointer._running, checkpointer._target = Future(), tmp_path / "checkpoints" / "step_3"
     checkpointer.check()  # still being written
     checkpointer._running.set_exception(PermissionError(13, "Permission denied"))
@@ -266,7 +266,7 @@ def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
 
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
-    evaluations = EvalSchedule(make_config(
+    evaluations = EvalSchedule(learner_config(
         tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(work_s=0.05)
     ))
     evaluations.wait()

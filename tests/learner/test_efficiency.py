@@ -19,9 +19,10 @@ from learner.models.policy import full_parameters
 from learner.packing.microbatches import MicroBatch
 from learner.packing.plan import Layout
 from learner.updater import Updater
-from tests.learner.rank_process import measure_roles
-from tests.learner.test_updater import reference_logprobs
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.rank_process import measure_roles
+from tests.kit.learner.updates import reference_logprobs
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 def open_updater(path: Path, attention: Any = "sdpa", max_tokens: int = 4096, **learner: Any) -> Updater:
     model = ModelConfig(path=str(path), attn_implementation=attention)
     learner = {"prompts_per_step": 6, "lr": 1e-3, "max_tokens_per_microbatch": max_tokens} | learner
-    return Updater(make_config(path, model=model, learner=LearnerConfig(**learner)), CPU)
+    return Updater(learner_config(path, model=model, learner=LearnerConfig(**learner)), CPU)
 
 
 def gradients(updater: Updater) -> dict[str, Tensor]:
@@ -146,7 +147,7 @@ def test_flex_attention_on_a_gpu_gives_the_gradient_of_sdpa(tiny_model_path: Pat
         found = []
         for attention in ("sdpa", "flex_attention"):
             model = ModelConfig(path=str(tiny_model_path), attn_implementation=attention, dtype=dtype)  # type: ignore[arg-type]
-            found.append(gradients(Updater(make_config(tiny_model_path, model=model), torch.device("cuda"))))
+            found.append(gradients(Updater(learner_config(tiny_model_path, model=model), torch.device("cuda"))))
         for name, gradient in found[1].items():
             tolerance = 1e-5 if dtype == "float32" else 0.05
             torch.testing.assert_close(gradient, found[0][name], atol=tolerance, rtol=tolerance)

@@ -25,15 +25,9 @@ from learner.episodes import reward_at_tokens, rows_by_episode, tokens_by_episod
 from learner.packing.microbatches import MicroBatch, collate
 from learner.packing.plan import Piece
 from learner.updater import Updater
-from tests.learner.tiny_batches import (
-    make_config,
-    make_episode_batch,
-    make_episodes,
-    make_group,
-    make_minibatch,
-    make_row,
-    make_turns_row,
-)
+from tests.kit.configs import learner_config
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_episode_batch, make_episodes, make_minibatch, make_turns_row
 
 CPU = torch.device("cpu")
 FORKED = (make_turns_row(".rR.rR", [0.25, 0.5], 1.75), make_turns_row("..R", [1.0], 1.75))
@@ -44,12 +38,12 @@ PLAIN = make_turns_row("..rR", [0.25], 0.25)
 
 def hand_batch() -> Batch:
     group = dataclasses.replace(make_group(0, [3, 4], [*FORKED, PLAIN]), episodes=make_episodes([2, 1]))
-    return Batch(version=0, groups=(group,), finished_versions=(0,))
+    return batch_of(group)
 
 
-def config_of(tmp_path: Path, **algorithm: Any) -> Config:
+def config_of(**algorithm: Any) -> Config:
     task = TaskConfig(env="my_envs:Env", max_prompt_tokens=12)
-    return make_config(tmp_path / "none", task=task, algorithm=AlgorithmConfig(**algorithm))
+    return learner_config(task=task, algorithm=algorithm)
 
 
 def row_by_row(batch: Batch, advantages: list[list[np.ndarray]] | None = None) -> list[MicroBatch]:
@@ -83,11 +77,9 @@ def test_an_answer_to_a_question_is_rewarded_at_its_last_trained_token() -> None
     ("advantage", "of_first"),
     [("grpo", 0.75 / (1.5 / 2**0.5 + 1e-6)), ("dr_grpo", 0.75), ("rloo", 1.5), ("maxrl", 0.75)],
 )
-def test_rewards_are_compared_between_episodes_whatever_their_rows(
-    advantage: str, of_first: float, tmp_path: Path
-) -> None:
+def test_rewards_are_compared_between_episodes_whatever_their_rows(advantage: str, of_first: float) -> None:
     """The rewards 1.75 and 0.25 have the mean 1; the mean over rows would be 1.25."""
-    ((first, second, plain),) = batch_advantages(config_of(tmp_path, advantage=advantage), hand_batch())
+    ((first, second, plain),) = batch_advantages(config_of(advantage=advantage), hand_batch())
     assert first.tolist() == pytest.approx([0, of_first, of_first, 0, of_first, of_first])
     assert second.tolist() == pytest.approx([0, 0, of_first])
     assert plain.tolist() == pytest.approx([0, 0, -of_first, -of_first])
@@ -96,13 +88,13 @@ def test_rewards_are_compared_between_episodes_whatever_their_rows(
 def test_a_greedy_baseline_is_taken_off_each_episode_once(tmp_path: Path) -> None:
     batch = hand_batch()
     group = dataclasses.replace(batch.groups[0], baseline_reward=0.5)
-    config = make_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="remax"))
+    config = learner_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="remax"))
     ((first, second, plain),) = batch_advantages(config, dataclasses.replace(batch, groups=(group,)))
     assert [float(first[1]), float(second[2]), float(plain[3])] == [1.25, 1.25, -0.25]
 
 
-def test_discounted_returns_of_turns_by_hand(tmp_path: Path) -> None:
-    config = config_of(tmp_path, advantage="reinforce_pp", gamma=0.5)
+def test_discounted_returns_of_turns_by_hand() -> None:
+    config = config_of(advantage="reinforce_pp", gamma=0.5)
     got = np.concatenate(batch_advantages(config, hand_batch())[0])
     first, second, plain = [0, 0.3125, 0.625, 0, 0.75, 1.5], [0, 0, 1.0], [0, 0, 0.125, 0.25]
     returns = np.array([*first, *second, *plain])
@@ -113,9 +105,9 @@ def test_discounted_returns_of_turns_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", [gae, vtrace])
-def test_advantages_of_a_critic_with_rewards_of_turns_by_hand(function: Any, tmp_path: Path) -> None:
+def test_advantages_of_a_critic_with_rewards_of_turns_by_hand(function: Any) -> None:
     """With lambda 1/2: deltas 0.1, 0.35, 0.1, 1.1. V-trace on data of the policy itself is GAE."""
-    config = config_of(tmp_path, advantage="gae", gamma=1.0, lam=0.5)
+    config = config_of(advantage="gae", gamma=1.0, lam=0.5)
     micro = row_by_row(hand_batch())[0]
     values, zeros = torch.tensor([9, 0.1, 0.2, 9, 0.3, 0.4]), torch.zeros(6)
     advantages, targets = critic_advantages(config, function, micro.response, values, zeros, zeros)
@@ -130,7 +122,7 @@ def test_advantages_of_a_critic_with_rewards_of_turns_by_hand(function: Any, tmp
 )
 @pytest.mark.parametrize("masks_first_row", [False, True])
 def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
-    aggregation: Any, divisors: tuple[int, int], masks_first_row: bool, tmp_path: Path, one_rank: None
+    aggregation: Any, divisors: tuple[int, int], masks_first_row: bool, one_rank: None
 ) -> None:
     """With ratios of 1 and advantages of 1 the gradient of a token is -1 / divisor, also if others are too old."""
     batch = hand_batch()
@@ -138,7 +130,7 @@ def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
         (group,) = batch.groups
         hidden = dataclasses.replace(FORKED[0], mask=np.zeros(6, bool), num_too_old=4)
         batch = dataclasses.replace(batch, groups=(dataclasses.replace(group, rows=(hidden, *group.rows[1:])),))
-    objective = Objective(config_of(tmp_path, aggregation=aggregation, correction=CorrectionConfig(kind="none")))
+    objective = Objective(config_of(aggregation=aggregation, correction=CorrectionConfig(kind="none")))
     normaliser = objective.normaliser(batch.groups, [(0, 2), (0, 1), (0, 0)])
     ones = [[np.ones(len(r.tokens), np.float32) for r in batch.groups[0].rows]]
     for row, micro in enumerate(row_by_row(batch, ones)):
@@ -152,7 +144,7 @@ def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
 
 @given(st.integers(0, 999), st.sampled_from(["grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]))
 def test_splitting_an_episode_into_rows_keeps_the_advantages_of_its_tokens(seed: int, advantage: str) -> None:
-    config = config_of(Path("none"), advantage=advantage)
+    config = config_of(advantage=advantage)
     found = []
     for is_split in (False, True):
         batch = make_episode_batch(seed, is_split)
@@ -168,7 +160,7 @@ def test_splitting_an_episode_into_rows_keeps_the_advantages_of_its_tokens(seed:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 999), st.sampled_from([gae, vtrace]))
 def test_splitting_keeps_a_critics_advantages_where_nothing_is_discounted(seed: int, function: Any) -> None:
-    config = config_of(Path("none"), advantage="gae", gamma=1.0, lam=1.0)
+    config = config_of(advantage="gae", gamma=1.0, lam=1.0)
     found = []
     for is_split in (False, True):
         of_rows = []
@@ -212,7 +204,7 @@ def test_the_gradient_of_an_episode_is_the_same_in_one_row_and_in_several(
     tiny_model_path: Path, one_rank: None, algorithm: AlgorithmConfig, max_tokens: int
 ) -> None:
     task = TaskConfig(env="my_envs:Env", max_prompt_tokens=12)
-    config = make_config(tiny_model_path, task=task, algorithm=algorithm)
+    config = learner_config(tiny_model_path, task=task, algorithm=algorithm)
     learner = dataclasses.replace(config.learner, max_tokens_per_microbatch=max_tokens)
     whole = gradients_of(config, make_episode_batch(is_split=False))
     split = gradients_of(dataclasses.replace(config, learner=learner), make_episode_batch(is_split=True))
@@ -225,7 +217,7 @@ def test_logprobs_of_rows_with_and_without_a_prompt_are_those_of_the_plain_model
     tiny_model_path: Path, one_rank: None
 ) -> None:
     batch = make_episode_batch()
-    updater = Updater(make_config(tiny_model_path), CPU)
+    updater = Updater(learner_config(tiny_model_path), CPU)
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
     num_compared = 0
@@ -247,7 +239,7 @@ def test_metrics_of_a_batch_count_episodes_by_hand() -> None:
     second.versions[:2] = 1  # tokens that another row trains
     cut = dataclasses.replace(PLAIN, versions=PLAIN.versions + 4, finish_reason="timeout")
     group = dataclasses.replace(make_group(0, [3], [first, second, cut], version=3), episodes=make_episodes([2, 1]))
-    batch = Batch(version=5, groups=(group,), finished_versions=(4,))
+    batch = batch_of(group, version=5, finished_versions=(4,))
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
     expected = {
         "reward/mean": 1.0, "reward/std": 0.75, "batch/episodes": 2, "batch/response_tokens": 7,
@@ -257,6 +249,7 @@ def test_metrics_of_a_batch_count_episodes_by_hand() -> None:
         "staleness/episodes_1": 1, "staleness/episodes_2": 1,
         "by_staleness/1/reward": 0.25, "by_staleness/1/response_length": 2,
         "by_staleness/2/reward": 1.75, "by_staleness/2/response_length": 5,
+        "by_length/2/episodes": 1, "by_length/2/reward": 0.25, "by_length/4/episodes": 1, "by_length/4/reward": 1.75,
     }  # fmt: skip
     assert got == pytest.approx(expected)
 
@@ -268,7 +261,7 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     second = dataclasses.replace(second, versions=np.array([3, 3, 5], np.int32))  # its old tokens are not trained
     old = dataclasses.replace(PLAIN, versions=np.array([1, 1, 2, 2], np.int32))
     group = dataclasses.replace(make_group(0, [3], [first, second, old], version=2), episodes=make_episodes([2, 1]))
-    batch = Batch(version=5, groups=(group,), finished_versions=(5,))
+    batch = batch_of(group, version=5)
     masked, metrics = check_staleness(batch, 5, StalenessConfig(max=1, late="mask"))
     rows = masked.groups[0].rows
     assert [row.mask.nonzero()[0].tolist() for row in rows] == [[4, 5], [2], []]
@@ -281,4 +274,4 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     assert placed == [[0, 0, 0, 0, 0, 1.5], [0, 0, 1.0], [0, 0, 0, 0]]
     check_bound(masked, 5, 1)
     in_time = dataclasses.replace(group, rows=(dataclasses.replace(first, mask=first.versions >= 4), second))
-    check_bound(Batch(version=5, groups=(in_time,), finished_versions=(5,)), 5, 1)
+    check_bound(batch_of(in_time, version=5), 5, 1)

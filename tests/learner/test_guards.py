@@ -25,15 +25,16 @@ from async_rl.config import (
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.updater import Updater
-from tests.learner.test_updater import reference_logprobs, values_of, weights_of
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
 
 CPU = torch.device("cpu")
 LEARNER = LearnerConfig(prompts_per_step=3, lr=3e-2, max_tokens_per_microbatch=40)
 
 
 def open_updater(path: Path, **algorithm: Any) -> Updater:
-    config = make_config(path, algorithm=AlgorithmConfig(**algorithm), learner=LEARNER, critic=CriticConfig(lr=1e-3))
+    config = learner_config(path, algorithm=AlgorithmConfig(**algorithm), learner=LEARNER, critic=CriticConfig(lr=1e-3))
     return Updater(config, CPU)
 
 
@@ -113,7 +114,7 @@ def test_a_policy_that_is_stopped_early_lets_the_critic_take_its_steps(tiny_mode
 def test_dropout_does_not_reach_the_proximal_logprobs(tiny_model_path: Path, one_rank: None, m2po: float) -> None:
     """On fresh data with one optimizer step a batch: weights of 1, whatever the dropout of the gradient's pass."""
     lora = LoraConfig(rank=4, dropout=0.5)
-    config = make_config(
+    config = learner_config(
         tiny_model_path, model=ModelConfig(path=str(tiny_model_path), lora=lora), learner=LEARNER,
         algorithm=AlgorithmConfig(correction=CorrectionConfig(masks=MasksConfig(m2po=m2po))),
     )
@@ -173,7 +174,7 @@ def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
     bad = make_batch()
     bad.groups[0].rows[0].logprobs[:] = float("nan")
     bad.groups[0].rows[0].mask[:] = True
-    config = make_config(tiny_model_path, learner=dataclasses.replace(LEARNER, max_skipped_steps=1))
+    config = learner_config(tiny_model_path, learner=dataclasses.replace(LEARNER, max_skipped_steps=1))
     with pytest.raises(AsyncRLError, match="policy: 1 optimizer steps in a row had no finite loss"):
         Updater(config, CPU).update(bad)
     skipping = open_updater(tiny_model_path, skip_batch_kl=1e-9)  # NaN is over no limit: it is counted as what it is
@@ -203,13 +204,13 @@ def test_weights_that_are_not_finite_are_named_at_load(tmp_path: Path, tiny_mode
         algorithm = AlgorithmConfig(advantage="gae" if network == "critic" else "grpo")
         paths = {"policy": tiny_model_path, "critic": "", network: tmp_path / "model"}
         critic = CriticConfig(path=str(paths["critic"]))
-        config = make_config(Path(paths["policy"]), algorithm=algorithm, critic=critic)
+        config = learner_config(Path(paths["policy"]), algorithm=algorithm, critic=critic)
         with pytest.raises(ConfigError, match=r"weights in .*model are not finite: model.layers.0.self_attn.q_proj.we"):
             Updater(config, CPU)
 
 
 def test_a_step_that_leaves_weights_not_finite_ends_the_run(tiny_model_path: Path, one_rank: None) -> None:
-    config = make_config(tiny_model_path, learner=LearnerConfig(prompts_per_step=3, lr=3e38, weight_decay=100.0))
+    config = learner_config(tiny_model_path, learner=LearnerConfig(prompts_per_step=3, lr=3e38, weight_decay=100.0))
     updater = Updater(config, CPU)
     with pytest.raises(AsyncRLError, match=r"policy: weights are not finite after .*: lm\..* holds NaN .*Lower learn"):
         updater.update(make_batch())

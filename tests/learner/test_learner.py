@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -27,14 +26,14 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
-from async_rl.messages.reports import EvaluationDue, LearnerReport, StepDone, TrainingEnded
+from async_rl.messages.reports import EvaluationDue, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
 from learner import learner as learner_module
-from learner.learner import Learner
-from tests.learner.fakes import FakeClient, FakePublisher
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes
 
 METRICS = {
     "batch/episodes", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
@@ -47,19 +46,6 @@ METRICS = {
     "response/length_mean", "response/length_max", "response/truncated_fraction", "time/step_s", "time/wait_data_s",
     "time/train_s", "time/sync_s", "buffer/depth",
 }  # fmt: skip
-
-
-def pushed_bytes(report: LearnerReport) -> list[float]:
-    """Bytes of each push that the report tells of."""
-    assert isinstance(report, StepDone | TrainingEnded)
-    return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
-
-
-def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
-    listener = socket.create_server(("127.0.0.1", 0))
-    return Learner(
-        make_config(path, **overrides), 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener
-    )
 
 
 def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folder(
@@ -90,7 +76,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
     ]
     assert [report.version for report in reports] == [1, 2, 3]
     keys = [{metric.key for metric in report.metrics} for report in reports]
-    for prefix in ("staleness/episodes_", "by_staleness/0/", "alarm/"):
+    for prefix in ("staleness/episodes_", "by_staleness/0/", "by_length/", "alarm/"):
         assert all(any(key.startswith(prefix) for key in of_step) for of_step in keys)
         keys = [{key for key in of_step if not key.startswith(prefix)} for of_step in keys]
     assert keys[0] == METRICS
@@ -190,7 +176,7 @@ def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
         weight_sync=WeightSyncConfig(on_update="drain", verify=False),
     )
     for slow in ("FakeClient.buffer_checkpoint", "FakeClient.await_push", "FakePublisher.release_server_memory"):
-        monkeypatch.setattr(f"tests.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})
+        monkeypatch.setattr(f"tests.kit.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})
     for report in learner.run():
         if isinstance(report, EvaluationDue):
             threading.Timer(0.2, learner.evaluations.ended).start()
@@ -306,7 +292,7 @@ def test_three_steps_with_the_real_buffer_keep_the_bound_and_its_account(
         "run": RunConfig(steps=3, dir=str(tmp_path)),
         "rollout": RolloutConfig(group_size=4, max_response_tokens=9, temperature=0.8),
     }
-    server = fed_buffer(make_config(tiny_model_path, **overrides))
+    server = fed_buffer(learner_config(tiny_model_path, **overrides))
     reports = list(open_learner(tiny_model_path, server.address, **overrides).run())
     staleness = [{m.key: m.value for m in report.metrics}["staleness/max"] for report in reports]
     assert staleness[0] == 0 and max(staleness) == 1

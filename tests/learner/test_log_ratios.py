@@ -15,14 +15,14 @@ from async_rl.types import Batch
 from learner.learner import Learner
 from learner.log_ratios import LogRatioRecorder
 from learner.updater import Updater
-from tests.learner.fakes import FakePublisher
-from tests.learner.test_learner import open_learner
-from tests.learner.test_updater import reference_logprobs
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.updates import reference_logprobs
 
 
 def record(path: Path, tmp_path: Path, batch: Batch, algorithm: AlgorithmConfig) -> None:
-    config = make_config(path, algorithm=algorithm, run=RunConfig(dir=str(tmp_path)))
+    config = learner_config(path, algorithm=algorithm, run=RunConfig(dir=str(tmp_path)))
     config.run_dir.mkdir()
     recorder = LogRatioRecorder(config, 0, None)
     Updater(config, torch.device("cpu")).update(batch, recorder)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.learner.conftest import run_ranks
-from tests.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, measure, measure_roles
+from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, measure, measure_roles, run_ranks
 
 pytestmark = pytest.mark.processes
 

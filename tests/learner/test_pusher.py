@@ -13,8 +13,7 @@ from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.telemetry.metrics import reduce_metrics
 from learner.learner import Learner
-from tests.learner.fakes import FakeClient, FakePublisher, until_someone_waits
-from tests.learner.test_learner import open_learner, pushed_bytes
+from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes, until_someone_waits
 
 
 def joining(learner: Learner) -> threading.Thread:

@@ -7,7 +7,7 @@ import pytest
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from learner.server_membership import ServerMembership
-from tests.learner.fakes import until_someone_waits
+from tests.kit.learner.fakes import until_someone_waits
 
 
 def joining(servers: ServerMembership, results: list[object], url: str = "http://new") -> threading.Thread:

@@ -6,19 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import Config, LearnerConfig, ModelConfig, SftConfig, TaskConfig
+from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from learner.models.tiny_model import character_tokenizer, tiny_model
 from learner.sft import Example, _backward, _lr_factor, answer_example, base_tokenizer, train_sft
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import changed, make_config
+from tests.kit.models import save_tiny_model
 
 
 def config_of(base: str = "tiny-qwen2", **sft: int | float) -> Config:
-    return Config(
-        model=ModelConfig(path="m"),
-        task=TaskConfig(name="reasoning_gym/chain_sum"),
-        sft=SftConfig(base=base, **{"steps": 40, "batch_size": 16, "lr": 3e-3, **sft}),
-    )
+    return make_config(sft={"base": base, "steps": 40, "batch_size": 16, "lr": 3e-3, **sft})
 
 
 def copy_pairs() -> list[tuple[list[int], list[int]]]:
@@ -106,12 +103,7 @@ def test_no_examples_are_a_clear_error(tmp_path: Path) -> None:
 
 def test_large_batches_are_split_by_the_learners_token_budget(tmp_path: Path) -> None:
     config = config_of(steps=2)
-    small = Config(
-        model=config.model,
-        task=config.task,
-        sft=config.sft,
-        learner=LearnerConfig(max_tokens_per_microbatch=768),
-    )
+    small = changed(config, learner={"max_tokens_per_microbatch": 768})
     for name, variant in (("whole", config), ("split", small)):
         list(train_sft(variant, [answer_example(list(range(5, 95)), [7, 8, 2])] * 16, tmp_path / name))
     whole, split = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "split"))

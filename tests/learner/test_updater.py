@@ -30,27 +30,15 @@ from async_rl.config import (
     StalenessConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch
-from learner.models.policy import full_parameters
 from learner.updater import Updater
-from tests.learner.tiny_batches import VOCAB, make_batch, make_config, make_group, make_row
+from tests.kit.configs import learner_config
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.updates import reference_logprobs, values_of, weights_of
+from tests.kit.models import VOCAB
 
 CPU = torch.device("cpu")
-
-
-def values_of(metrics: list[Metric]) -> dict[str, float]:
-    return {metric.key: metric.value for metric in metrics}
-
-
-def weights_of(updater: Updater) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in full_parameters(updater.policy, torch.float32)}
-
-
-def reference_logprobs(lm: Any, prompt: np.ndarray, row: np.ndarray, temperature: float) -> Tensor:
-    ids = torch.tensor([[*prompt.tolist(), *row.tolist()]])
-    logits = lm(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1)[torch.arange(len(row)), torch.tensor(row.tolist())]
 
 
 def reference_step(lm: Any, optimizer: torch.optim.Optimizer, batch: Batch, proximal: list[Tensor]) -> float:
@@ -86,7 +74,7 @@ def reference_step(lm: Any, optimizer: torch.optim.Optimizer, batch: Batch, prox
 def test_an_update_gives_the_loss_and_weights_of_the_plain_reference(
     tiny_model_path: Path, one_rank: None, epochs: int, max_tokens: int
 ) -> None:
-    config = make_config(
+    config = learner_config(
         tiny_model_path,
         algorithm=AlgorithmConfig(epochs=epochs),
         learner=LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens),
@@ -119,7 +107,7 @@ def test_an_update_gives_the_loss_and_weights_of_the_plain_reference(
 def test_training_lowers_the_loss_of_bad_answers_and_raises_the_good(
     tiny_model_path: Path, one_rank: None
 ) -> None:
-    config = make_config(
+    config = learner_config(
         tiny_model_path,
         staleness=StalenessConfig(max=0),
         learner=LearnerConfig(prompts_per_step=1, lr=3e-3, max_tokens_per_microbatch=4096),
@@ -133,19 +121,8 @@ def test_training_lowers_the_loss_of_bad_answers_and_raises_the_good(
     before = probe(good), probe(bad)
     for version in range(5):
         logprobs = [updater.probe_logprobs([4, 5, *row])[1:] for row in (good, bad)]
-        rows = [
-            make_row(good, logprobs[0], 1.0, version),
-            make_row(bad, logprobs[1], 0.0, version),
-        ]
-        metrics = values_of(
-            updater.update(
-                Batch(
-                    version=version,
-                    groups=(make_group(0, [4, 5], rows, version),),
-                    finished_versions=(version,),
-                )
-            )
-        )
+        rows = [make_row(good, logprobs[0], 1.0, version), make_row(bad, logprobs[1], 0.0, version)]
+        metrics = values_of(updater.update(batch_of(make_group(0, [4, 5], rows, version), version=version)))
         assert metrics["mismatch/mean_abs"] < 1e-5
         assert metrics["offpolicy/ess"] == pytest.approx(1.0, abs=1e-6)
     assert probe(good) > before[0] + 0.1
@@ -163,12 +140,12 @@ def critic_batch(version: int) -> Batch:
         )
         for g in range(4)
     ]
-    return Batch(version=version, groups=tuple(groups), finished_versions=(version,) * 4)
+    return batch_of(*groups, version=version)
 
 
 def ppo_config(path: Path, **critic: Any) -> Config:
     algorithm = AlgorithmConfig(advantage="gae", lam=1.0)
-    return make_config(path, algorithm=algorithm, critic=CriticConfig(**{"lr": 1e-2, **critic}))
+    return learner_config(path, algorithm=algorithm, critic=CriticConfig(**{"lr": 1e-2, **critic}))
 
 
 def test_the_critic_learns_the_value_of_a_toy_prompt_while_the_policy_warms_up(
@@ -224,7 +201,7 @@ def test_the_value_clip_holds_to_the_values_of_step_start_over_all_epochs(
 def test_steps_without_finite_numbers_are_skipped_and_the_third_ends_the_run(
     tiny_model_path: Path, one_rank: None
 ) -> None:
-    updater = Updater(make_config(tiny_model_path), CPU)
+    updater = Updater(learner_config(tiny_model_path), CPU)
     before = weights_of(updater)
     good, bad = make_batch(), copy.deepcopy(make_batch())
     bad.groups[0].rows[0].logprobs[:] = float("nan")
@@ -242,7 +219,7 @@ def test_steps_without_finite_numbers_are_skipped_and_the_third_ends_the_run(
 
 def test_the_learning_rate_warms_up_linearly(tiny_model_path: Path, one_rank: None) -> None:
     learner = LearnerConfig(prompts_per_step=3, lr=1e-3, warmup_steps=4, max_tokens_per_microbatch=4096)
-    updater = Updater(make_config(tiny_model_path, learner=learner), CPU)
+    updater = Updater(learner_config(tiny_model_path, learner=learner), CPU)
     rates = [values_of(updater.update(make_batch()))["policy/lr"] for _ in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
@@ -250,7 +227,7 @@ def test_the_learning_rate_warms_up_linearly(tiny_model_path: Path, one_rank: No
 def test_learning_rates_go_to_zero_over_the_last_part_of_the_run(tiny_model_path: Path, one_rank: None) -> None:
     learner = LearnerConfig(prompts_per_step=3, lr=1e-3, decay_fraction=0.4, max_tokens_per_microbatch=4096)
     algorithm = AlgorithmConfig(advantage="gae", minibatches=2)
-    config = make_config(
+    config = learner_config(
         tiny_model_path, run=RunConfig(steps=10), learner=learner, algorithm=algorithm, critic=CriticConfig(lr=1e-2)
     )
     updater = Updater(config, CPU)
@@ -263,13 +240,13 @@ def test_learning_rates_go_to_zero_over_the_last_part_of_the_run(tiny_model_path
 def test_bfloat16_compute_keeps_float32_master_weights_and_comes_close(
     tiny_model_path: Path, one_rank: None
 ) -> None:
-    config = make_config(tiny_model_path, model=ModelConfig(path=str(tiny_model_path), dtype="bfloat16"))
+    config = learner_config(tiny_model_path, model=ModelConfig(path=str(tiny_model_path), dtype="bfloat16"))
     updater = Updater(config, CPU)
     assert {parameter.dtype for parameter in updater.policy.parameters()} == {torch.float32}
     masters = weights_of(updater)
     updater.probe_logprobs([3, 4, 5])  # leaves the root's parameters gathered, in bfloat16
     assert all(torch.equal(tensor, masters[name]) for name, tensor in weights_of(updater).items())
-    exact = values_of(Updater(make_config(tiny_model_path), CPU).update(make_batch()))
+    exact = values_of(Updater(learner_config(tiny_model_path), CPU).update(make_batch()))
     rough = values_of(updater.update(make_batch()))
     assert rough["policy/entropy"] == pytest.approx(exact["policy/entropy"], rel=0.02)
     assert rough["policy/grad_norm"] != exact["policy/grad_norm"]
@@ -278,15 +255,15 @@ def test_bfloat16_compute_keeps_float32_master_weights_and_comes_close(
 def test_chunked_logits_give_the_same_update(
     tiny_model_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Updater(make_config(tiny_model_path), CPU)
+    whole = Updater(learner_config(tiny_model_path), CPU)
     expected = values_of(whole.update(make_batch()))
     monkeypatch.setattr("learner.models.token_scores.LOGITS_BYTES", 4 * VOCAB * 7)
-    chunked = Updater(make_config(tiny_model_path), CPU)
+    chunked = Updater(learner_config(tiny_model_path), CPU)
     assert values_of(chunked.update(make_batch())) == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 def test_each_group_is_scored_at_the_temperature_it_logged(tiny_model_path: Path, one_rank: None) -> None:
-    config = make_config(tiny_model_path, staleness=StalenessConfig(max=0))
+    config = learner_config(tiny_model_path, staleness=StalenessConfig(max=0))
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     groups = []
     for index, temperature in enumerate((0.5, 1.0, 1.7)):
@@ -295,7 +272,7 @@ def test_each_group_is_scored_at_the_temperature_it_logged(tiny_model_path: Path
             logprobs = reference_logprobs(lm, prompt, row, temperature).tolist()
         rows = [make_row(row.tolist(), logprobs, reward) for reward in (0.0, 1.0)]
         groups.append(make_group(index, prompt.tolist(), rows, temperature=temperature))
-    batch = Batch(version=0, groups=tuple(groups), finished_versions=(0,) * 3)
+    batch = batch_of(*groups)
     assert values_of(Updater(config, CPU).update(batch))["mismatch/mean_abs"] < 1e-6
 
 
@@ -308,7 +285,7 @@ def test_a_llama_with_an_untied_head_scores_like_transformers_and_pushes_its_hea
         LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=False, initializer_range=0.3, **shape)
     )
     lm.save_pretrained(tmp_path / "llama")
-    updater = Updater(make_config(tmp_path / "llama"), CPU)
+    updater = Updater(learner_config(tmp_path / "llama"), CPU)
     tokens = [3, 9, 4, 1, 20]
     expected = reference_logprobs(lm, np.array(tokens[:1]), np.array(tokens[1:]), 1.0)
     assert updater.probe_logprobs(tokens) == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5)
@@ -322,13 +299,13 @@ def test_a_model_that_changes_its_logits_is_refused_by_name(tmp_path: Path, one_
     lm = GraniteForCausalLM(GraniteConfig(vocab_size=VOCAB, logits_scaling=8.0, **shape))
     lm.save_pretrained(tmp_path / "granite")
     with pytest.raises(ConfigError, match=r"a model of type granite changes its logits by logits_scaling = 8.0"):
-        Updater(make_config(tmp_path / "granite"), CPU)
+        Updater(learner_config(tmp_path / "granite"), CPU)
 
 
 def test_eager_attention_gives_the_same_update(tiny_model_path: Path, one_rank: None) -> None:
-    expected = values_of(Updater(make_config(tiny_model_path), CPU).update(make_batch()))
+    expected = values_of(Updater(learner_config(tiny_model_path), CPU).update(make_batch()))
     eager = ModelConfig(path=str(tiny_model_path), attn_implementation="eager")
-    metrics = values_of(Updater(make_config(tiny_model_path, model=eager), CPU).update(make_batch()))
+    metrics = values_of(Updater(learner_config(tiny_model_path, model=eager), CPU).update(make_batch()))
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -338,11 +315,11 @@ def test_a_gpu_gives_the_update_of_the_cpu(tiny_model_path: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         exact = ModelConfig(path=str(tiny_model_path), dtype="float32")
-        expected = values_of(Updater(make_config(tiny_model_path, model=exact), CPU).update(make_batch()))
+        expected = values_of(Updater(learner_config(tiny_model_path, model=exact), CPU).update(make_batch()))
         for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.05)):
             model = dataclasses.replace(exact, dtype=dtype)
             metrics = values_of(
-                Updater(make_config(tiny_model_path, model=model), torch.device("cuda")).update(make_batch())
+                Updater(learner_config(tiny_model_path, model=model), torch.device("cuda")).update(make_batch())
             )
             for key in ("policy/entropy", "policy/grad_norm", "offpolicy/is_weight_mean"):
                 assert metrics[key] == pytest.approx(expected[key], rel=tolerance)

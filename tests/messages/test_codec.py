@@ -13,26 +13,13 @@ from hypothesis import strategies as st
 from async_rl.errors import WireError
 from async_rl.messages.codec import MAX_ROUNDING, SCHEMA_VERSION, decode_group, encode_group
 from async_rl.messages.limits import Limits
-from async_rl.types import Group, Row, Slot
-from tests.buffer.factories import make_group, make_row
+from async_rl.types import Row, Slot
+from tests.kit.groups import assert_same, make_group, make_row
 
 LIMITS = Limits(
     group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
 )
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
-
-
-def assert_same(a: Group, b: Group) -> None:
-    for field in dataclasses.fields(Group):
-        if field.name not in ("prompt_tokens", "rows"):
-            assert getattr(a, field.name) == getattr(b, field.name), field.name
-    np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
-    assert len(a.rows) == len(b.rows)
-    for left, right in zip(a.rows, b.rows, strict=True):
-        for field in dataclasses.fields(Row):
-            x, y = getattr(left, field.name), getattr(right, field.name)
-            np.testing.assert_array_equal(x, y)
-            assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
 
 
 @given(
@@ -64,7 +51,7 @@ def test_the_largest_valid_group_is_within_the_byte_limit() -> None:
     biggest = make_group(
         dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
         prompt_tokens=np.zeros(16, np.int32),
-        rows=(make_row(32, 3), make_row(32, 3)),
+        rows=(make_row(32, version=3), make_row(32, version=3)),
         worker="\N{PILE OF POO}" * 200,
     )
     data = encode_group(biggest)
@@ -78,7 +65,7 @@ def test_decoded_arrays_are_views_that_nobody_can_write_to() -> None:
 
 
 def with_rollout(**changes: Any) -> dict[str, Any]:
-    return {"rows": (make_row(3, 3), make_row(3, 3, **changes))}
+    return {"rows": (make_row(3, version=3), make_row(3, version=3, **changes))}
 
 
 F, I = np.float32, np.int32  # noqa: E741
@@ -98,9 +85,9 @@ F, I = np.float32, np.int32  # noqa: E741
         ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16, as the first token of"),
         ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 0..16"),
         ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed whole numbers >= 0"),
-        ({"rows": (make_row(3, 3),)}, "lengths: 1 elements, allowed 2"),
-        ({"rows": (make_row(0, 3), make_row(3, 3))}, r"lengths: got 0, allowed 1..32 tokens a row"),
-        ({"rows": (make_row(33, 3), make_row(3, 3))}, "lengths: got 33, allowed 1..32 tokens"),
+        ({"rows": (make_row(3, version=3),)}, "lengths: 1 elements, allowed 2"),
+        ({"rows": (make_row(0, version=3), make_row(3, version=3))}, r"lengths: got 0, allowed 1..32 tokens a row"),
+        ({"rows": (make_row(33, version=3), make_row(3, version=3))}, "lengths: got 33, allowed 1..32 tokens"),
         (with_rollout(tokens=np.array([1, -1, 2], I)), r"rows\[1\].tokens: got -1"),
         (
             with_rollout(mask=np.full(3, 2, np.uint8).view(np.bool_)),
@@ -126,7 +113,7 @@ def test_a_refused_group_names_the_field_and_the_value(changes: dict[str, Any], 
 
 
 def test_versions_may_fall_from_one_rollout_to_the_next() -> None:
-    group = make_group(SLOT, rows=(make_row(3, 8), make_row(3, 3)))
+    group = make_group(SLOT, rows=(make_row(3, version=8), make_row(3, version=3)))
     assert_same(decode_group(encode_group(group), LIMITS), group)
 
 
@@ -182,7 +169,7 @@ def test_arrays_are_sent_in_little_endian_order() -> None:
     ],
 )
 def test_an_invalid_column_of_another_sender_is_refused_by_name(column: str, value: Any, message: str) -> None:
-    good = msgpack.unpackb(encode_group(make_group(SLOT, rows=(make_row(3, 3), make_row(3, 3)))))
+    good = msgpack.unpackb(encode_group(make_group(SLOT, rows=(make_row(3, version=3), make_row(3, version=3)))))
     with pytest.raises(WireError, match=message):
         decode_group(msgpack.packb({**good, column: value}), LIMITS)
 

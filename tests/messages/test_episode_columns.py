@@ -17,18 +17,19 @@ from async_rl.errors import WireError
 from async_rl.messages.codec import check_group, decode_group, encode_group
 from async_rl.messages.limits import Limits
 from async_rl.types import EpisodeFacts, Group, Row, Slot
-from tests.buffer.factories import make_config, make_group, make_row
-from tests.messages.random_episodes import LIMITS, random_episodes
-from tests.messages.test_codec import assert_same
+from tests.kit.configs import buffer_config
+from tests.kit.groups import assert_same, make_group, make_row
+from tests.kit.random_episodes import LIMITS, random_episodes
 
 SLOT = Slot(group_id=5, prompt_index=9, start_version=3)
 
 
-def make_turns_row(mask: str, turn_ends: tuple[int, ...], rewards: tuple[float, ...], reward: float) -> Row:
+def row_of_turns(mask: str, turn_ends: tuple[int, ...], rewards: tuple[float, ...], reward: float) -> Row:
     is_trained = np.array([each == "1" for each in mask])
     logprobs = np.where(is_trained, np.float32(-0.5), np.float32(0))
     return make_row(
-        len(mask), 3, mask=is_trained, logprobs=logprobs, reward=reward, turn_ends=turn_ends, turn_rewards=rewards
+        len(mask), reward=reward, version=3, mask=is_trained, logprobs=logprobs, turn_ends=turn_ends,
+        turn_rewards=rewards,
     )
 
 
@@ -42,9 +43,9 @@ def facts(rows: int, turns: int, **changes: Any) -> EpisodeFacts:
 GROUP = make_group(
     SLOT,
     rows=(
-        make_turns_row("110011", (1, 5), (0.25, 1.0), 1.25),
-        make_turns_row("0000111", (6,), (-1.0,), 0.5),  # the first of two rows of the second episode
-        make_turns_row("0101", (1, 3), (0.5, 1.0), 0.5),
+        row_of_turns("110011", (1, 5), (0.25, 1.0), 1.25),
+        row_of_turns("0000111", (6,), (-1.0,), 0.5),  # the first of two rows of the second episode
+        row_of_turns("0101", (1, 3), (0.5, 1.0), 0.5),
     ),
     episodes=(facts(1, 2), facts(2, 3, end="timeout")),
 )
@@ -79,7 +80,7 @@ def test_the_columns_know_the_trained_tokens_and_their_oldest_version(seed: int)
 
 
 def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() -> None:
-    group = make_group(SLOT, rows=(make_row(3, 4, reward=1.0), make_row(5, 3, reward=0.0)))
+    group = make_group(SLOT, rows=(make_row(3, version=4, reward=1.0), make_row(5, version=3, reward=0.0)))
     columns = check_group(encode_group(group), LIMITS)
     assert columns.episodes is None and columns.group().episodes == ()
     assert columns.trained_tokens == columns.lengths == [3, 5]
@@ -89,7 +90,7 @@ def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() ->
 def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
     limits = dataclasses.replace(LIMITS, max_rows=4, max_turns=16)
     metrics = {f"{i:03}" + "\N{PILE OF POO}" * 197: 0.1 for i in range(64)}
-    row = make_row(32, 3, reward=1.0, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8)
+    row = make_row(32, version=3, reward=1.0, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8)
     biggest = make_group(
         dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
         prompt_tokens=np.zeros(16, np.int32), rows=(row,) * 4, worker="\N{PILE OF POO}" * 200,
@@ -103,7 +104,7 @@ def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
 
 def test_rows_that_share_no_first_token_need_no_prompt() -> None:
     empty = {"prompt_tokens": np.zeros(0, np.int32)}
-    rows = (make_turns_row("01", (1,), (0.5,), 0.5), make_turns_row("0011", (3,), (0.0,), 0.0))
+    rows = (row_of_turns("01", (1,), (0.5,), 0.5), row_of_turns("0011", (3,), (0.0,), 0.0))
     group = make_group(SLOT, rows=rows, episodes=(facts(1, 1), facts(1, 1)), **empty)
     assert_same(decode_group(encode_group(group), LIMITS), group)
     with pytest.raises(WireError, match=r"prompt_tokens: 0 elements, allowed 1..16, as the first token of row 0"):
@@ -183,7 +184,7 @@ def test_a_group_that_its_episodes_do_not_fit_is_refused(changes: dict[str, Any]
 
 def test_rounding_of_the_sum_of_turn_rewards_is_allowed() -> None:
     rewards = (1e6, -1e6 + 0.1, 0.3)
-    row = make_turns_row("111", (0, 1, 2), rewards, 0.4)
+    row = row_of_turns("111", (0, 1, 2), rewards, 0.4)
     assert sum(rewards) != 0.4
     group = make_group(SLOT, rows=(row, row), episodes=(facts(1, 3), facts(1, 3)))
     assert_same(decode_group(encode_group(group), LIMITS), group)
@@ -210,21 +211,21 @@ def test_a_long_error_or_one_that_is_no_text_is_sent_as_far_as_it_can_be() -> No
 
 
 def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
-    one_reward = make_turns_row("11", (0, 1), (0.5,), 0.5)
+    one_reward = row_of_turns("11", (0, 1), (0.5,), 0.5)
     with pytest.raises(WireError, match=r"rows\[1\]\.turn_rewards: 1 values for 2 turns"):
-        encode_group(make_group(SLOT, rows=(make_row(2, 3), one_reward)))
+        encode_group(make_group(SLOT, rows=(make_row(2, version=3), one_reward)))
     with pytest.raises(WireError, match=r"rows\[0\]\.turn_ends: got \(1, 5\), allowed none in a group without"):
         encode_group(dataclasses.replace(GROUP, episodes=()))
 
 
 def test_a_run_of_questions_refuses_episodes() -> None:
-    limits = Limits.from_config(make_config())
+    limits = Limits.from_config(buffer_config())
     with pytest.raises(WireError, match="episodes: got a dict of 12, allowed None: an episode of this run is"):
         decode_group(encode_group(random_episodes(SLOT, np.random.default_rng(0))), limits)
 
 
 def test_the_limits_follow_from_the_config() -> None:
-    config = make_config()
+    config = buffer_config()
     assert Limits.from_config(config) == Limits(
         group_size=2, fewest_episodes=2, max_rows=2, max_turns=0, max_prompt_tokens=16, max_response_tokens=32
     )

@@ -6,7 +6,6 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
-from tests.docs.test_readme import DOCUMENTS, blocks
-from tests.rollout_server.episode_cases import TalkingEngine
-from tests.rollout_server.test_worker import TOKENIZER, config_of, rolled_out
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import changed, worker_config
+from tests.kit.documents import DOCUMENTS, blocks
+from tests.kit.engines.fakes import TOKENIZER, TalkingEngine
+from tests.kit.models import save_tiny_model
+from tests.kit.worker import rolled_out
 
 QUESTIONS = ["a", "too long " * 20, "b", "fails", "c", "fails at times", "d"]
 LONG, FAILS, FAILS_AT_TIMES = 1, 3, 5
@@ -63,12 +63,12 @@ def config(tmp_path: Path) -> Config:
         for text in QUESTIONS
     ]  # fmt: skip
     (tmp_path / "orders.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-    config = config_of(str(tmp_path / "model"))
+    config = worker_config(tmp_path / "model")
     task = TaskConfig(path=str(tmp_path / "orders.jsonl"), env=f"{__name__}:Asks", max_prompt_tokens=64, max_failures=9)
     Asks.num_failed = 0
-    return replace(
-        config, task=task, eval=replace(config.eval, size=0), buffer=BufferConfig(),
-        run=replace(config.run, dir=str(tmp_path), name="run"), learner=replace(config.learner, prompts_per_step=5),
+    return changed(
+        config, task=task, eval={"size": 0}, buffer=BufferConfig(), run={"dir": tmp_path, "name": "run"},
+        learner={"prompts_per_step": 5},
     )
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_knows_its_row_though_rows_are_shuffled_and_long_ones_left_out(
     ],
 )
 def test_other_tasks_number_their_questions(task: TaskConfig, origin: str) -> None:
-    opened = open_task(config_of(task=task, eval=config_of().eval), TOKENIZER)
+    opened = open_task(worker_config(task=task, eval=worker_config().eval), TOKENIZER)
     prompts = [opened.prompt(index) for index in range(9)]
     assert sorted(prompt.data_row for prompt in prompts) == list(range(9)) != [prompt.data_row for prompt in prompts]
     assert all(prompt.origin.startswith(origin.format(prompt.data_row)) for prompt in prompts)
@@ -133,6 +133,6 @@ def test_the_end_of_a_run_names_the_row_that_failed_last(config: Config) -> None
         "data_source": "shop", "prompt": [{"role": "user", "content": "fails"}],
         "reward_model": {"style": "rule", "ground_truth": ""},
     }))  # fmt: skip
-    config = replace(config, timeouts=replace(config.timeouts, work_s=2))
+    config = changed(config, timeouts={"work_s": 2})
     with pytest.raises(RewardError, match=rf"9 groups in a row failed .*\(on row 0 of {config.task.path}\)"):
         rolled_out(config, TalkingEngine(lambda last, number, n: "x"), no_reward)

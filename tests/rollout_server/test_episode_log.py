@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.config import TaskConfig
 from async_rl.telemetry.metrics import reduce_metrics
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode
-from tests.rollout_server.episodes.test_env_runner import MORE, Scripted, played
+from tests.kit.configs import make_config
+from tests.kit.episodes.scripted_env import MORE, Scripted, played
 
-CONFIG = Config(model=ModelConfig(path="none"), task=TaskConfig(env="my_env:MyEnv"))
+CONFIG = make_config(task=TaskConfig(env="my_env:MyEnv"))
 
 ROW = "row 7 of data.jsonl"
 

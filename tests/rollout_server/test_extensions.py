@@ -8,12 +8,14 @@ import pytest
 import yaml
 
 from async_rl.cli import main
-from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.config import TaskConfig
 from async_rl.errors import ConfigError
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import Task, open_task
-from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, rolled_out
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import make_config, worker_config
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+from tests.kit.models import save_tiny_model
+from tests.kit.worker import rolled_out
 
 TASK = {"name": "tests.extensions.task:Additions", "max_prompt_tokens": 40}
 REWARD = {"reward": "tests.extensions.reward:answer_length"}
@@ -21,7 +23,7 @@ REWARD = {"reward": "tests.extensions.reward:answer_length"}
 
 @pytest.mark.parametrize("reward", [{}, REWARD])
 def test_a_worker_rolls_out_an_outside_task_and_scores_it(reward: dict[str, str]) -> None:
-    config = config_of(task=TaskConfig(**TASK, **reward))
+    config = worker_config(task=TaskConfig(**TASK, **reward))
     task = open_task(config, TOKENIZER)
     (batch,), *_ = rolled_out(config, EchoEngine(), open_reward(config, task))
     for group in batch.groups:
@@ -64,6 +66,6 @@ class WithoutSize(WithoutVerifier):
     ],
 )
 def test_a_class_that_is_no_task_is_refused_with_what_it_lacks(name: str, message: str) -> None:
-    config = Config(model=ModelConfig(path="m"), task=TaskConfig(name=name))
+    config = make_config(task={"name": name})
     with pytest.raises(ConfigError, match=message):
         open_task(config, TOKENIZER)

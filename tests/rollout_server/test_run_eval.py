@@ -11,7 +11,7 @@ from async_rl.cli import main
 from async_rl.config import EvalConfig
 from async_rl.telemetry.metrics import reduce_metrics
 from rollout_server.run_eval import _at_k_metrics, _source_metrics, _version_metrics, pass_at_k
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 
 @pytest.mark.parametrize(("correct", "samples", "k"), [(0, 4, 2), (1, 4, 2), (3, 4, 2), (2, 5, 3), (5, 5, 1)])

@@ -1,172 +1,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from async_rl.config import (
-    AlgorithmConfig,
-    BufferConfig,
-    Config,
-    EvalConfig,
-    LearnerConfig,
-    ModelConfig,
-    RolloutConfig,
-    TaskConfig,
-    TimeoutsConfig,
-)
 from async_rl.errors import RewardError
-from async_rl.messages.reports import WorkerReport
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
-from async_rl.types import Batch
-from buffer.client import LearnerClient
-from buffer.server import BufferServer
-from learner.models.tiny_model import character_tokenizer
-from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply
+from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.question import Question
-from rollout_server.rewards.base import Reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
-from tests.tiny_folder import save_tiny_model
-
-TOKENIZER = character_tokenizer()
-SCORED = 0.25
-
-
-def config_of(path: str = "none", *, staleness: int = 0, steps: int = 100, **changes: Any) -> Config:
-    config = Config(
-        model=ModelConfig(path=path),
-        task=TaskConfig(name="reasoning_gym/spell_backward", size=50, max_prompt_tokens=64, max_failures=5),
-        rollout=RolloutConfig(engine="hf", group_size=3, max_response_tokens=8),
-        algorithm=AlgorithmConfig(filter_zero_variance=False), buffer=BufferConfig(journal=False),
-        learner=LearnerConfig(prompts_per_step=4), eval=EvalConfig(size=6, samples=2),
-        timeouts=TimeoutsConfig(generate_s=20, reward_s=5, wire_s=5, work_s=20, shutdown_s=5),
-    )
-    config = replace(
-        config, staleness=replace(config.staleness, max=staleness), run=replace(config.run, steps=steps)
-    )
-    return replace(config, **changes)
-
-
-class EchoEngine:
-    """Answers every request with the right answer, labelled with the request's start version."""
-
-    url, vocab_size = "", len(TOKENIZER)
-
-    def __init__(self) -> None:
-        self.requests: list[GenerationRequest] = []
-
-    async def start(self) -> None: ...
-
-    async def aclose(self) -> None: ...
-
-    async def load(self) -> Load:
-        return Load(running=3, slots=12)
-
-    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
-        self.requests.append(request)
-        await asyncio.sleep(0.002)
-        tokens = TOKENIZER(request.prompt.question.ground_truth + "<eos>")["input_ids"][: request.max_tokens]
-        length = len(tokens)
-        return [
-            SampledReply(
-                tokens=np.array(tokens, np.int32), logprobs=np.full(length, -0.5, np.float32),
-                versions=np.full(length, request.start_version, np.int32), finish_reason="stop",
-            )
-        ] * request.n
-
-
-@contextlib.contextmanager
-def running_buffer(config: Config) -> Iterator[BufferServer]:
-    server, stop = BufferServer(config), threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        stop.set()
-        thread.join()
-        server.close()
-
-
-def rolled_out(
-    config: Config, engine: Any, reward: Reward, steps: int = 1,
-    beside: Callable[[Worker], Awaitable[Any]] | None = None,
-) -> tuple[list[Batch], list[WorkerReport], BufferServer, Any]:
-    """Run a worker beside a learner that only counts versions, for `steps` batches."""
-
-    async def run(server: BufferServer) -> tuple[list[Batch], list[WorkerReport], Any]:
-        await engine.start()
-        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER)
-        worker = Worker(config, player, server.address)
-        reports: list[WorkerReport] = []
-
-        async def collect() -> None:
-            async for report in worker.run():
-                reports.append(report)
-
-        collecting = asyncio.create_task(collect())
-        loop = asyncio.get_running_loop()
-
-        def push(version: int) -> None:
-            if isinstance(engine, HFEngine):
-                asyncio.run_coroutine_threadsafe(engine.load_weights({}, version), loop).result(5)
-
-        learning = asyncio.create_task(asyncio.to_thread(learn, server.address, config, steps, push))
-        try:
-            await asyncio.wait((collecting, learning), return_when=asyncio.FIRST_COMPLETED)
-            if collecting.done():
-                collecting.result()
-            extra = await beside(worker) if beside else None
-            batches = await learning
-        finally:
-            await worker.stop()
-            await asyncio.gather(collecting, return_exceptions=True)
-            await engine.aclose()
-        return batches, reports, extra
-
-    with running_buffer(config) as server:
-        batches, reports, extra = asyncio.run(asyncio.wait_for(run(server), 60))
-    return batches, reports, server, extra
-
-
-def learn(address: str, config: Config, steps: int, push: Callable[[int], None]) -> list[Batch]:
-    client = LearnerClient(address, config.timeouts)
-    try:
-        client.served(0)
-        batches = []
-        for version in range(steps):
-            batches.append(client.take(version))
-            client.trained(version + 1)
-            push(version + 1)
-            client.served(version + 1)
-        return batches
-    finally:
-        client.close()
-
-
-def kind_of(question: Question) -> int:
-    """One of five kinds of questions, 0..4."""
-    return sum(map(ord, question.ground_truth)) % 5
-
-
-def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
-    return reduce_metrics(metric for report in reports for metric in report.metrics)
+from tests.kit.configs import changed, worker_config
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+from tests.kit.models import save_tiny_model
+from tests.kit.worker import SCORED, kind_of, metric_values, rolled_out
 
 
 def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> None:
-    config = config_of()
+    config = worker_config()
     task = open_task(config, TOKENIZER)
     reward = lambda question, text: SCORED if text == question.ground_truth else 0.0  # noqa: E731
     batches, reports, _, _ = rolled_out(config, EchoEngine(), reward, steps=3)
@@ -191,7 +48,7 @@ def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> 
 
 def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_path: Path) -> None:
     save_tiny_model("tiny-qwen2", tmp_path, seed=0)
-    config = config_of(str(tmp_path))
+    config = worker_config(tmp_path)
 
     def run_once() -> list[tuple[Any, ...]]:
         engine = HFEngine(config, 0)
@@ -213,8 +70,8 @@ def test_a_failing_reward_fails_its_group_and_other_groups_fill_the_batch() -> N
             raise KeyError("no unit")
         return 1.0
 
-    batches, reports, server, _ = rolled_out(config_of(), EchoEngine(), reward, steps=3)
-    task = open_task(config_of(), TOKENIZER)
+    batches, reports, server, _ = rolled_out(worker_config(), EchoEngine(), reward, steps=3)
+    task = open_task(worker_config(), TOKENIZER)
     trained = [task.prompt(group.prompt_index).question for batch in batches for group in batch.groups]
     assert not [question for question in trained if kind_of(question) == 2]
     # The run ends as soon as its last batch is full: a reward that has just been called then is not reported any more.
@@ -226,7 +83,7 @@ def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> Non
     def reward(question: Question, text: str) -> float:
         raise KeyError("no unit")
 
-    config = config_of(timeouts=TimeoutsConfig(wire_s=5, work_s=1, shutdown_s=5))
+    config = worker_config(timeouts={"work_s": 1})
     with pytest.raises(RewardError, match=r"5 groups in a row failed .*\. The last error: KeyError: 'no unit'"):
         rolled_out(config, EchoEngine(), reward)
 
@@ -250,9 +107,9 @@ class CountingEngine(EchoEngine):
 
 
 def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
-    config = config_of(staleness=3)
+    config = worker_config(staleness={"max": 3})
     engine = CountingEngine()
-    config = replace(config, rollout=replace(config.rollout, concurrency=3))
+    config = changed(config, rollout={"concurrency": 3})
     rolled_out(config, engine, lambda question, text: 1.0, steps=4)
     assert engine.most[True] == 3
 
@@ -263,11 +120,8 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
 def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
     beside_training: bool, pinned: bool, at_once: int
 ) -> None:
-    config = config_of(staleness=1)
-    config = replace(
-        config, rollout=replace(config.rollout, concurrency=2),
-        eval=replace(config.eval, size=6, every_steps=1, pin_version=pinned),
-    )
+    config = worker_config(staleness={"max": 1})
+    config = changed(config, rollout={"concurrency": 2}, eval={"size": 6, "every_steps": 1, "pin_version": pinned})
     engine = CountingEngine()
     rolled_out(
         config, engine, lambda question, text: 1.0,
@@ -277,7 +131,7 @@ def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
 
 
 def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:
-    config = config_of(staleness=1)
+    config = worker_config(staleness={"max": 1})
     held_out = open_task(config, TOKENIZER).eval_prompts()
     accurate = [prompt.question for prompt in held_out[:4]]
     broken = held_out[5].question
@@ -303,7 +157,7 @@ def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None
 
 
 def test_the_workers_spans_leave_no_gap() -> None:
-    _, reports, _, _ = rolled_out(config_of(), EchoEngine(), lambda question, text: 1.0, steps=2)
+    _, reports, _, _ = rolled_out(worker_config(), EchoEngine(), lambda question, text: 1.0, steps=2)
     spans = [span for report in reports for span in report.spans]
     assert {span.pool for span in spans} == {"rollout/0"}
     start_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
@@ -315,7 +169,7 @@ def test_the_workers_spans_leave_no_gap() -> None:
 
 @pytest.mark.parametrize("advantage", ["remax", "grpo"])
 def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage: Any) -> None:
-    config = config_of(algorithm=AlgorithmConfig(advantage=advantage, filter_zero_variance=False))
+    config = worker_config(algorithm={"advantage": advantage})
     engine = EchoEngine()
     (batch,), *_ = rolled_out(config, engine, lambda question, response: SCORED)
     greedy = [request for request in engine.requests if request.temperature < 0.01]
@@ -329,8 +183,8 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
 
 
 def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_pruned(tmp_path: Path) -> None:
-    config = config_of()
-    config = replace(config, run=replace(config.run, resume=str(tmp_path / "removed")))
+    config = worker_config()
+    config = changed(config, run={"resume": tmp_path / "removed"})
 
     async def make() -> None:
         task = open_task(config, TOKENIZER)

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.config import Config, TaskConfig
+from async_rl.config import Config
 from async_rl.errors import RewardError
 from async_rl.telemetry.status import Status
 from rollout_server.worker import Worker
-from tests.rollout_server.episode_cases import TalkingEngine
-from tests.rollout_server.test_worker import config_of, metric_values, rolled_out
-from tests.rollout_server.test_worker_episodes import CASES, no_reward
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import changed, worker_config
+from tests.kit.engines.fakes import TalkingEngine
+from tests.kit.episodes.envs_and_agents import CASES, no_reward
+from tests.kit.models import save_tiny_model
+from tests.kit.worker import metric_values, rolled_out
 
 
-def config_for(agent: str, folder: Path, **changes: Any) -> Config:
+def agent_config(agent: str, folder: Path, **changes: Any) -> Config:
     save_tiny_model("tiny-qwen2", folder, seed=0)
-    config = config_of(str(folder))
-    task = TaskConfig(
-        name="reasoning_gym/spell_backward", agent=f"{CASES}:{agent}", size=50, max_prompt_tokens=64, max_failures=5
-    )
-    return replace(
-        config, task=replace(task, **changes), rollout=replace(config.rollout, max_episode_tokens=200, max_turns=4)
-    )
+    rollout = {"max_episode_tokens": 200, "max_turns": 4}
+    return worker_config(folder, task={"agent": f"{CASES}:{agent}", **changes}, rollout=rollout)
 
 
 def engine() -> TalkingEngine:
@@ -36,7 +31,7 @@ def engine() -> TalkingEngine:
 
 def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tmp_path: Path) -> None:
     """The review's case: the tool of a framework raises KeyError for half of the items."""
-    (batch,), reports, *_ = rolled_out(config_for("break_by_turns", tmp_path), engine(), no_reward)
+    (batch,), reports, *_ = rolled_out(agent_config("break_by_turns", tmp_path), engine(), no_reward)
     for group in batch.groups:
         assert len(group.episodes) == 3, "none is left out"
         ends = {reward: facts.end for reward, facts in zip(group.episode_rewards, group.episodes, strict=True)}
@@ -44,20 +39,20 @@ def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tm
     values = metric_values(reports)
     assert 0 < values["episode/end_error"] < 1 and values["episode/failed"] == values["rollout/failed"] == 0
     (note,) = [note for report in reports for note in report.notes]
-    assert "ended with `error`: the agent raised KeyError: 'plum', at " in note and "episode_cases.py:" in note
+    assert "ended with `error`: the agent raised KeyError: 'plum', at " in note and "envs_and_agents.py:" in note
 
 
 def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:
     expected = r"8 groups in a row .*, and 100% ended with an error of the agent .*: the agent raised "
-    expected += r"KeyError: 'plum', at .*cases\.py:\d+$"
-    config = config_for("break_always", tmp_path)
+    expected += r"KeyError: 'plum', at .*envs_and_agents\.py:\d+$"
+    config = agent_config("break_always", tmp_path)
     with pytest.raises(RewardError, match=expected):
-        rolled_out(replace(config, timeouts=replace(config.timeouts, work_s=3)), engine(), no_reward, steps=99)
+        rolled_out(changed(config, timeouts={"work_s": 3}), engine(), no_reward, steps=99)
 
 
 def test_a_run_in_which_every_episode_times_out_is_told_so_and_no_innocent_answer(tmp_path: Path) -> None:
-    config = config_for("fall_silent", tmp_path)
-    config = replace(config, timeouts=replace(config.timeouts, turn_s=1))
+    config = agent_config("fall_silent", tmp_path)
+    config = changed(config, timeouts={"turn_s": 1})
     _, reports, *_ = rolled_out(config, engine(), no_reward, steps=2)
     (note,) = [note for report in reports for note in report.notes if "in a row" in note]
     assert "100% ran out of time (episode/end_timeout)" in note and "The newest one ends" not in note
@@ -66,8 +61,8 @@ def test_a_run_in_which_every_episode_times_out_is_told_so_and_no_innocent_answe
 
 def test_the_status_shows_the_agents_that_have_a_place_and_not_those_that_wait(tmp_path: Path) -> None:
     """One place for all episodes that take long: the wait that the watchdog sees is that of the running one."""
-    config = config_for("take_a_while", tmp_path, max_concurrent_calls=1)
-    config = replace(config, timeouts=replace(config.timeouts, episode_s=30))
+    config = agent_config("take_a_while", tmp_path, max_concurrent_calls=1)
+    config = changed(config, timeouts={"episode_s": 30})
     statuses: list[Status] = []
 
     async def look(worker: Worker) -> None:

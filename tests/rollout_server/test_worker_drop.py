@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from async_rl.config import StalenessConfig
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from tests.rollout_server.test_worker import SCORED, EchoEngine, config_of, rolled_out
+from tests.kit.configs import worker_config
+from tests.kit.engines.fakes import EchoEngine
+from tests.kit.worker import SCORED, rolled_out
 
 
 class SlowOnceEngine(EchoEngine):
@@ -28,7 +30,7 @@ class SlowOnceEngine(EchoEngine):
 
 
 def test_a_dropped_group_is_cancelled_at_the_engine_and_its_prompt_is_granted_again() -> None:
-    config = config_of()
+    config = worker_config()
     config = replace(config, staleness=StalenessConfig(max=1, late="drop"))
     engine = SlowOnceEngine()
     batches, _, server, _ = rolled_out(config, engine, lambda *_: SCORED, steps=4)

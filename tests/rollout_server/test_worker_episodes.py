@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,22 +21,20 @@ from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
-from tests.rollout_server.episode_cases import TalkingEngine, follow
-from tests.rollout_server.test_worker import TOKENIZER, config_of, metric_values, rolled_out, running_buffer
-from tests.tiny_folder import save_tiny_model
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import changed, worker_config
+from tests.kit.engines.fakes import TOKENIZER, TalkingEngine, follow
+from tests.kit.episodes.envs_and_agents import CASES, no_reward
+from tests.kit.models import save_tiny_model
+from tests.kit.worker import metric_values, rolled_out
 
 CHAIN = "rollout_server.episodes.environments.chain:Chain"
-CASES = "tests.rollout_server.episode_cases"
-
-
-def no_reward(*_: Any) -> float:
-    raise AssertionError("the environment gives the rewards")
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     save_tiny_model("tiny-qwen2", tmp_path, seed=0)
-    config = config_of(str(tmp_path))
+    config = worker_config(tmp_path)
     task = TaskConfig(env=CHAIN, size=50, max_prompt_tokens=16, params={"mean_s": 0.0}, max_failures=5)
     rollout = replace(config.rollout, max_episode_tokens=200, max_turns=32)
     timeouts = TimeoutsConfig(generate_s=20, wire_s=5, work_s=20, shutdown_s=5, turn_s=0.3)
@@ -119,10 +116,7 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_the_cause(config: Config) -> None:
-    broken = replace(
-        config, task=replace(config.task, env=f"{CASES}:AlwaysRaises", params={}),
-        timeouts=replace(config.timeouts, work_s=1),
-    )
+    broken = changed(config, task={"env": f"{CASES}:AlwaysRaises", "params": {}}, timeouts={"work_s": 1})
     with pytest.raises(RewardError, match=r"5 groups in a row failed .* the environment's step raised KeyError"):
         rolled_out(broken, TalkingEngine(follow), no_reward)
 
@@ -131,7 +125,7 @@ def test_an_unmodified_openai_client_is_trained_by_its_base_url(config: Config) 
     task = TaskConfig(
         name="reasoning_gym/spell_backward", agent=f"{CASES}:solve", size=50, max_prompt_tokens=64, max_failures=5
     )
-    config = replace(config, task=task, timeouts=replace(config.timeouts, turn_s=20))
+    config = changed(config, task=task, timeouts={"turn_s": 20})
     engine = TalkingEngine(lambda last, number, n: "xy" if last == "more" else "z")
     (batch,), reports, *_ = rolled_out(config, engine, no_reward)
     for group in batch.groups:
@@ -164,9 +158,9 @@ def test_an_evaluation_plays_episodes_of_numbers_that_are_never_trained(config: 
 
 def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
     """Episodes wait most of the time, and the push for them. While it runs the engine gets no request."""
-    config = replace(
+    config = changed(
         config, staleness=StalenessConfig(max=4), weight_sync=WeightSyncConfig(on_update="drain"),
-        task=replace(config.task, params={"mean_s": 0.02}), timeouts=replace(config.timeouts, turn_s=10, episode_s=20),
+        task={"params": {"mean_s": 0.02}}, timeouts={"turn_s": 10, "episode_s": 20},
     )
     engine = TalkingEngine(follow, delay_s=0.01)
     seen: Counter[str] = Counter()
@@ -202,6 +196,6 @@ def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
         await asyncio.gather(collecting, return_exceptions=True)
         await learning
 
-    with running_buffer(config) as server:
+    with serving(config) as server:
         asyncio.run(asyncio.wait_for(run(server.address), 60))
     assert seen == {"running": 0, "begun": 0, "of two versions": 0}

@@ -9,7 +9,9 @@ from typing import Any
 from async_rl.config import TaskConfig
 from rollout_server.question import Question
 from rollout_server.rewards.base import Reward
-from tests.rollout_server.test_worker import EchoEngine, config_of, kind_of, rolled_out
+from tests.kit.configs import worker_config
+from tests.kit.engines.fakes import EchoEngine
+from tests.kit.worker import kind_of, rolled_out
 
 
 def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:
@@ -18,7 +20,7 @@ def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:
             raise KeyError(2)
         return float("nan") if kind_of(question) == 3 else 1.0
 
-    _, reports, *_ = rolled_out(config_of(), EchoEngine(), reward, steps=5)
+    _, reports, *_ = rolled_out(worker_config(), EchoEngine(), reward, steps=5)
     errors = [note for report in reports for note in report.notes if "a reward failed" in note]
     assert len(errors) == 2
     assert sum("KeyError: 2, at " in note and "test_worker_notes.py:" in note for note in errors) == 1
@@ -26,7 +28,7 @@ def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:
 
 
 def flat_notes(reward: Reward, **changes: Any) -> list[str]:
-    _, reports, *_ = rolled_out(config_of(**changes), EchoEngine(), reward, steps=4)
+    _, reports, *_ = rolled_out(worker_config(**changes), EchoEngine(), reward, steps=4)
     return [note for report in reports for note in report.notes]
 
 

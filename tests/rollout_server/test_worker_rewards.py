@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -20,7 +19,9 @@ from rollout_server.rewards import math_checker, rules
 from rollout_server.rewards.base import open_reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from tests.rollout_server.test_worker import TOKENIZER, EchoEngine, config_of, metric_values, rolled_out
+from tests.kit.configs import changed, worker_config
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+from tests.kit.worker import metric_values, rolled_out
 
 pytestmark = pytest.mark.processes
 
@@ -35,8 +36,8 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
     checker = math_checker.MathChecker()
     monkeypatch.setattr(math_checker, "_start", start)
     monkeypatch.setattr(rules, "_math_checker", lambda: checker)
-    config = config_of(staleness=3, timeouts=SLOW)
-    config = replace(config, task=replace(config.task, reward="math_verify"))
+    config = worker_config(staleness={"max": 3}, timeouts=SLOW)
+    config = changed(config, task={"reward": "math_verify"})
     reward = open_reward(config, open_task(config, TOKENIZER))
     batches, reports, server, _ = rolled_out(config, EchoEngine(), reward)
     assert len(batches) == 1
@@ -51,14 +52,14 @@ def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.M
 
     monkeypatch.setattr("rollout_server.scored_player.open_player", lambda *arguments: TimesOut(*arguments[1:3]))
     with pytest.raises(RewardError, match=r"groups in a row failed .* 0 of a group's 3 .* it took too long"):
-        rolled_out(config_of(timeouts=SLOW), EchoEngine(), lambda *_: 1.0)
+        rolled_out(worker_config(timeouts=SLOW), EchoEngine(), lambda *_: 1.0)
 
 
 def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_server.scored_player.num_threads", lambda config: 1)
-    config = config_of(timeouts=SLOW)
+    config = worker_config(timeouts=SLOW)
     statuses = asyncio.run(statuses_of_evaluation(config))
     scoring = [status for status in statuses if status.doing.startswith("scores")]
     assert scoring[0].doing == "scores 6 requests" and scoring[0].waits_on == "its reward"

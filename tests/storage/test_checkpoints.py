@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import CheckpointConfig, Config, EvalConfig, ModelConfig, TaskConfig
+from async_rl.config import CheckpointConfig
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FORMAT,
@@ -26,6 +26,7 @@ from async_rl.storage.checkpoints import (
     to_remove,
     write_training_state,
 )
+from tests.kit.configs import make_config
 
 
 def make_state(version: int, **changes: Any) -> TrainingState:
@@ -171,14 +172,7 @@ def test_the_number_of_resumes_is_that_of_the_renamed_configs(tmp_path: Path) ->
 
 
 def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None:
-    def config(every_steps: int, evals: int) -> Config:
-        return Config(
-            model=ModelConfig(path="x"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-            checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=1),
-            eval=EvalConfig(every_steps=evals),
-        )
-
-    config(40, 20)
+    make_config(checkpoint={"every_steps": 40, "keep_best": 1}, eval={"every_steps": 20})
     for every_steps, evals in ((40, 30), (40, 0), (20, 40)):
         with pytest.raises(ConfigError, match=r"a multiple of eval\.every_steps"):
-            config(every_steps, evals)
+            make_config(checkpoint={"every_steps": every_steps, "keep_best": 1}, eval={"every_steps": evals})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,21 +13,15 @@ from safetensors.torch import load_file
 from async_rl import pipeline
 from async_rl.cli import main
 from async_rl.config import (
-    AlgorithmConfig,
-    CheckpointConfig,
     Config,
-    LoraConfig,
-    ModelConfig,
-    RunConfig,
-    TaskConfig,
-    WeightSyncConfig,
 )
 from async_rl.errors import ConfigError
 from async_rl.storage import free_space as disk
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.free_space import check_disk, full_disk_named
 from async_rl.storage.run_dir import new_run_dir
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import changed, make_config
+from tests.kit.models import save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +29,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model("tiny-qwen2", folder, seed=0)
     return folder
-
-
-def config(run_dir: Path, model: Path) -> Config:
-    return Config(
-        model=ModelConfig(path=str(model)),
-        task=TaskConfig(name="reasoning_gym/spell_backward"),
-        run=RunConfig(dir=str(run_dir)),
-    )
 
 
 def needed_bytes(config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -71,22 +56,21 @@ def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
 
     def checkpoints(steps: int = 100, advantage: str = "grpo", **checkpoint: int) -> float:
         """In parameters, of 12 bytes each."""
-        changed = replace(
-            config(tmp_path, good), run=RunConfig(dir=str(tmp_path), steps=steps),
-            checkpoint=CheckpointConfig(**checkpoint), algorithm=AlgorithmConfig(advantage=advantage),
+        config = make_config(
+            good, run={"dir": tmp_path, "steps": steps}, checkpoint=checkpoint, algorithm={"advantage": advantage}
         )
-        return (needed_bytes(changed, monkeypatch) - fixed) / 12
+        return (needed_bytes(config, monkeypatch) - fixed) / 12
 
     assert checkpoints(every_steps=10) == 3 * parameters  # keep_last 2, and the one that is being written
     assert checkpoints(every_steps=10, keep_last=4) == 5 * parameters
     assert checkpoints(every_steps=60) == 2 * parameters  # of steps 60 and 100
     assert checkpoints(every_steps=0) == 0
     assert checkpoints(every_steps=100, advantage="gae") == 2 * parameters  # policy and critic
-    lora = replace(config(tmp_path, good), model=ModelConfig(path=str(good), lora=LoraConfig(rank=1)))
+    lora = make_config(good, run={"dir": tmp_path}, model={"lora": {"rank": 1}})
     adapters = (needed_bytes(lora, monkeypatch) - fixed) / 12
     assert adapters == sum(sum(tensor.shape) for tensor in weights.values() if tensor.ndim == 2) < parameters / 4
     needed = {
-        name: needed_bytes(replace(config(tmp_path, good), weight_sync=WeightSyncConfig(transport=name)), monkeypatch)
+        name: needed_bytes(make_config(good, run={"dir": tmp_path}, weight_sync={"transport": name}), monkeypatch)
         for name in ("auto", "disk", "gloo")
     }
     assert needed["auto"] == needed["disk"] == needed["gloo"] + 2 * model_bytes
@@ -95,7 +79,7 @@ def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
 def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fresh = replace(config(tmp_path, good), checkpoint=CheckpointConfig(every_steps=10))
+    fresh = make_config(good, run={"dir": tmp_path}, checkpoint={"every_steps": 10})
     for step in (10, 20):
         folder = checkpoint_folder(fresh.run_dir, step)
         folder.mkdir(parents=True)
@@ -104,7 +88,7 @@ def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
             TrainingState(version=step, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}),
         )
     for resume, there in ((fresh.run_dir, 2), (checkpoint_folder(fresh.run_dir, 10), 1)):  # step 20 stays
-        resumed = replace(fresh, run=replace(fresh.run, resume=str(resume)))
+        resumed = changed(fresh, run={"resume": resume})
         saved = needed_bytes(fresh, monkeypatch) - needed_bytes(resumed, monkeypatch)
         assert saved == there * 12 * sum(t.numel() for t in load_file(good / "model.safetensors").values())
 
@@ -112,10 +96,10 @@ def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
 def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_disk(config(tmp_path / "not" / "yet", good))
+    check_disk(make_config(good, run={"dir": tmp_path / "not" / "yet"}))
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     with pytest.raises(ConfigError, match=r"0\.5 GiB free in .*, 1\.0 GiB needed"):
-        check_disk(config(tmp_path / "not" / "yet", good))
+        check_disk(make_config(good, run={"dir": tmp_path / "not" / "yet"}))
 
 
 def test_incomplete_weight_files_are_refused(good: Path, tmp_path: Path) -> None:
@@ -123,7 +107,7 @@ def test_incomplete_weight_files_are_refused(good: Path, tmp_path: Path) -> None
     for content in (whole[:100], b"", b"version https://git-lfs.github.com/spec/v1"):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
-            check_disk(config(tmp_path / "runs", tmp_path))
+            check_disk(make_config(tmp_path, run={"dir": tmp_path / "runs"}))
 
 
 def test_a_run_dir_that_is_no_folder_is_refused(good: Path, tmp_path: Path) -> None:
@@ -131,11 +115,11 @@ def test_a_run_dir_that_is_no_folder_is_refused(good: Path, tmp_path: Path) -> N
     (tmp_path / "link").symlink_to(tmp_path / "missing")
     for run_dir in (tmp_path / "file", tmp_path / "file" / "runs", tmp_path / "link"):
         with pytest.raises(ConfigError, match=r"run\.dir must be a folder or not exist .*/(file|link) is no folder"):
-            check_disk(config(run_dir, good))
+            check_disk(make_config(good, run={"dir": run_dir}))
 
 
 def test_a_run_dir_that_can_not_be_created_is_refused(good: Path, tmp_path: Path) -> None:
-    too_long = replace(config(tmp_path, good), run=RunConfig(dir=str(tmp_path), name="x" * 300))
+    too_long = make_config(good, run={"dir": tmp_path, "name": "x" * 300})
     with pytest.raises(ConfigError, match=r"run\.dir, run\.name: .*xxx can't be created: File name too long"):
         new_run_dir(too_long)
 
@@ -145,7 +129,7 @@ def test_a_run_dir_without_permission_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
     with pytest.raises(ConfigError, match="no permission to write in"):
-        check_disk(config(tmp_path / "runs", good))
+        check_disk(make_config(good, run={"dir": tmp_path / "runs"}))
 
 
 def test_a_disk_that_fills_up_during_a_run_is_one_clear_error(

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from async_rl.config import Config, LoraConfig, ModelConfig, SftConfig, TaskConfig
+from async_rl.config import LoraConfig, ModelConfig
 from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.model_loading import load_without_weights
 from learner.sft import base_tokenizer
 from rollout_server.eval_command import evaluate_model
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import make_config
+from tests.kit.models import save_tiny_model
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,7 +39,7 @@ def check(folder: Path, key: str = "model.path") -> None:
 def check_learner(folder: Path, rank: int = 0) -> None:
     """Make the check of the learner that a run makes before it starts."""
     model = ModelConfig(path=str(folder), lora=LoraConfig(rank=rank))
-    config = Config(model=model, task=TaskConfig(name="reasoning_gym/chain_sum"))
+    config = make_config(model=model)
     next(each for each in input_checks(config) if each.what == "model.path loads").run()
 
 
@@ -70,9 +71,7 @@ def test_weights_of_another_shape_than_config_json_says_are_refused(good: Path, 
 
 def test_eval_and_sft_refuse_such_weights_too(good: Path, tmp_path: Path) -> None:
     folder = str(changed(good, tmp_path / "model", intermediate_size=7))
-    config = Config(
-        model=ModelConfig(path=folder), task=TaskConfig(name="reasoning_gym/chain_sum"), sft=SftConfig(base=folder)
-    )
+    config = make_config(folder, sft={"base": folder})
     with pytest.raises(ConfigError, match=r"model\.path .*: 6 weights do not have the shape"):
         evaluate_model(config)
     with pytest.raises(ConfigError, match=r"sft\.base .*: 6 weights do not have the shape"):

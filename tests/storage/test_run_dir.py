@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
+from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.storage.run_dir import open_run_dir, write_config
+from tests.kit.configs import changed, make_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    task = TaskConfig(name="reasoning_gym/chain_sum")
-    return Config(model=ModelConfig(path="x"), task=task, run=RunConfig(dir=str(tmp_path)))
+    return make_config(run={"dir": tmp_path})
 
 
 def empty_metrics(run_dir: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, t
     folder.mkdir(parents=True)
     state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
     write_training_state(folder, state)
-    again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(tmp_path / "run")))
+    again = changed(config, run={"resume": tmp_path / "run"})
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
         raise ConfigError("no room")
     assert (folder / "training_state.json").is_file()
@@ -86,7 +86,7 @@ def stopped(config: Config, tmp_path: Path) -> Config:
         (run_dir / name).write_text(f"{name} of the first run")
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     (run_dir / "config.yaml").write_text(f"run: {{name: run, dir: {tmp_path}}}\n")
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=str(checkpoint_folder(run_dir, 1))))
+    return changed(config, run={"resume": checkpoint_folder(run_dir, 1)})
 
 
 def files(run_dir: Path) -> dict[str, str]:

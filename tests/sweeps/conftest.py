@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps.factories import make_sweep
+from tests.kit.sweeps import make_sweep
 
 
 @pytest.fixture(scope="session", autouse=True)

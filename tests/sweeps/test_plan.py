@@ -11,6 +11,7 @@ import pytest
 
 from async_rl.cli import add_command
 from async_rl.errors import ConfigError
+from async_rl.sweeps.cells import Bound, bounds_of
 from async_rl.sweeps.commands import add_sweeps
 from async_rl.sweeps.plan import (
     answer,
@@ -22,7 +23,7 @@ from async_rl.sweeps.plan import (
 )
 from async_rl.sweeps.results import read_runs
 from async_rl.sweeps.simulate import Workload, simulate
-from tests.sweeps.factories import WORKLOAD, make_sweep
+from tests.kit.sweeps import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"
 
@@ -42,14 +43,25 @@ def rows(text: str) -> dict[int, list[str]]:
 
 def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
     """With heavy tails every bound up to 8 helps."""
-    heavy = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), (0, 2, 8))
-    assert heavy.best == 8
-    assert "and larger bounds were not tried" in describe_plan(heavy)
-    light = make_plan(dataclasses.replace(Workload(), group_cv=0.0), (0, 1, 2, 4))
-    assert light.best == 1
+    heavy = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), bounds_of("0,2,8"))
+    assert str(heavy.best) == "8"
+    assert "and larger ones were not tried" in describe_plan(heavy)
+    light = make_plan(dataclasses.replace(Workload(), group_cv=0.0), bounds_of("0,1,2,4"))
+    assert str(light.best) == "1"
     text = describe_plan(light)
     assert "Take staleness.max = 1" in text
-    assert "and a larger bound, up to 4, gains less than 2% more" in text
+    assert "and a larger one, up to 4, gains less than 2% more" in text
+
+
+def test_a_depth_is_nearly_as_fast_at_a_fraction_of_the_staleness() -> None:
+    """64 groups a step whose durations vary by their mean: 12.1 s at 1.24, and 10.9 s at 7.3."""
+    text = plan("--staleness 1,8,1.25/8 --train-s 10 --sync-s 0.5 --group-s 8 --cv 1")
+    found = {line.strip("| ").split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in text.splitlines()}
+    assert "depth/max" in found
+    step_s, staleness = ({name: float(found[name][i]) for name in ("1", "1.25/8", "8")} for i in (0, 4))
+    assert staleness["1"] < staleness["1.25/8"] < 1.3 and staleness["8"] > 7
+    assert step_s["8"] < step_s["1.25/8"] < 1.15 * step_s["8"] < 0.5 * step_s["1"]
+    assert "Take staleness.max = 8" in text
 
 
 def test_devices_are_split_so_that_neither_pool_waits_for_the_other() -> None:
@@ -58,7 +70,7 @@ def test_devices_are_split_so_that_neither_pool_waits_for_the_other() -> None:
         concurrency=64, prompts_per_step=64, train_s=20.0, sync_s=0.0, group_mean_s=60 / 64, load_s=60 / 64,
         group_cv=0.0,
     )  # fmt: skip
-    splits = split_devices(workload, 8, 4, learner_now=4, rollout_now=4)
+    splits = split_devices(workload, 8, Bound(4, 4), learner_now=4, rollout_now=4)
     assert min(splits, key=lambda split: splits[split].step_s) == (2, 6)
     assert splits[2, 6].step_s == pytest.approx(40.0, rel=0.05)
 
@@ -122,7 +134,7 @@ def test_all_of_a_batch_counts_what_is_dropped_of_it(tmp_path: Path, monkeypatch
         ("--params 70e9 --devices 8", "--devices needs a RUN_DIR or durations"),
         (f"{OVERLAP} --devices 1", "--devices must be at least 2"),
         (f"{OVERLAP} --devices 8 --now 4", "--now must be learner,rollout devices"),
-        (f"{OVERLAP} --staleness one", "--staleness must be whole numbers"),
+        (f"{OVERLAP} --staleness one", "--staleness must be values of staleness.max"),
         ("--rollout-s 0 --train-s 40", "--rollout-s must be above 0 and finite, got 0.0"),
         ("--group-s 60 --train-s -1", "--train-s must be above 0 and finite, got -1.0"),
         (f"{OVERLAP} --cv -1", "--cv must be 0 or more and finite, got -1.0"),
@@ -141,7 +153,7 @@ def test_a_sweeps_plan_meets_the_measured_utilisation_of_the_rollout_pool(sweep:
     """The runs come from the simulator."""
     workload = measured_workload(sweep)
     for run in read_runs(sweep):
-        found = simulate(workload, run.staleness, 150)
+        found = simulate(workload, run.staleness.max, 150)
         assert found.rollout == pytest.approx(run.summary["utilisation/rollout"], rel=0.1)
 
 
@@ -157,7 +169,7 @@ def test_a_bound_at_which_the_learner_would_wait_for_ever_is_left_out(tmp_path: 
     text = plan("--staleness 0,1,3", sweep)
     assert list(rows(text)) == [1, 3]
     assert "Rules: weight_sync.every_steps=2." in text
-    assert "Left out: staleness.max below 1" in text
+    assert "Left out: depths below 1," in text
     with pytest.raises(ConfigError, match=r"--staleness must be 1 or more with .*every_steps=2, got '0'"):
         plan("--staleness 0", sweep)
 

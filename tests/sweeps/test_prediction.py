@@ -13,7 +13,7 @@ from async_rl.sweeps.prediction import Stages, compare, rules_of, stages, work_c
 from async_rl.sweeps.report import prediction
 from async_rl.sweeps.results import Run, read_runs, settings_of
 from async_rl.sweeps.simulate import Workload, simulate
-from tests.sweeps.factories import make_sweep
+from tests.kit.sweeps import make_sweep
 
 STEADY = Workload(
     concurrency=64, prompts_per_step=64, train_s=40.0, sync_s=0.0, group_mean_s=60.0, group_cv=0.0
@@ -128,10 +128,10 @@ def test_groups_used_twice_halve_the_step_of_a_slow_rollout_pool() -> None:
 def test_a_bound_that_would_stop_the_learner_for_ever_is_refused() -> None:
     """Two batches of 64 between pushes need 128 slots, which bound 1 has. Of 32 fresh ones bound 3 has as many."""
     every_other = dataclasses.replace(STEADY, every_steps=2)
-    assert every_other.smallest_bound == 1
-    assert dataclasses.replace(every_other, max_uses=2, fresh_fraction=0.5).smallest_bound == 3
-    assert dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9).smallest_bound == 1
-    with pytest.raises(ConfigError, match=r"staleness\.max must be at least 1 with .*every_steps 2, got 0"):
+    assert every_other.smallest_depth == 1
+    assert dataclasses.replace(every_other, max_uses=2, fresh_fraction=0.5).smallest_depth == 3
+    assert dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9).smallest_depth == 1
+    with pytest.raises(ConfigError, match=r"staleness\.depth must be at least 1 with .*every_steps 2, got 0"):
         simulate(every_other, 0, 10)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -17,9 +18,10 @@ from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record,
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import Run, Setting, read_runs, settings_of
+from async_rl.sweeps.results import Run, Setting, read_results, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
-from tests.sweeps.factories import base_yaml, make_run
+from tests.kit.runs import logged
+from tests.kit.sweeps import base_yaml, make_sweep, write_cell
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +41,6 @@ def test_the_table_has_a_row_for_each_bound_and_marks_the_best(sweep: Path, prin
     (best,) = [line for line in lines if line.endswith("best")]
     assert best.startswith("| **1** |")  # at 1 the learner is nearly always busy, at 3 a step teaches 45 % less
     assert all("±" in line for line in lines[2:])
-
-
-def test_wall_clock_improvement_is_improvement_times_utilisation_over_that_at_0(sweep: Path) -> None:
-    rows = settings_of(read_runs(sweep))
-    base = rows[0].estimate("learner").mean
-    for row in rows:
-        expected = [
-            gain * busy / base for gain, busy in zip(row.values["per_100_steps"], row.values["learner"], strict=True)
-        ]
-        assert row.values["wall_clock"] == pytest.approx(expected)
-    assert rows[0].estimate("wall_clock").mean == pytest.approx(rows[0].estimate("per_100_steps").mean, rel=0.01)
 
 
 def test_the_csv_holds_the_numbers(sweep: Path, printed: str) -> None:
@@ -85,11 +76,11 @@ def compared(rows: list[Setting]) -> dict[str, list[str]]:
 
 def test_bounds_are_compared_by_ratio_with_an_interval_and_by_p_value(sweep: Path, printed: str) -> None:
     rows = settings_of(read_runs(sweep))
-    assert best_row(rows).startswith("On this hardware staleness 1 improves most per minute of wall-clock time: +")
+    assert best_row(rows).startswith("On this hardware staleness 1 has the most effective steps per minute: ")
     assert best_row(rows) in printed
     lines = compared(rows)
     assert list(lines) == ["staleness 1", "staleness 3", "staleness 0"]
-    gain = rows[1].estimate("per_minute").mean / rows[0].estimate("per_minute").mean
+    gain = rows[1].estimate("effective_steps_per_minute").mean / rows[0].estimate("effective_steps_per_minute").mean
     assert re.fullmatch(rf"{gain:.2f} \(\d\.\d\d to \d\.\d\d\)", lines["staleness 1"][1])
     assert lines["staleness 1"][2:4] == ["-", "-"]
     assert float(lines["staleness 3"][2]) < 0.05
@@ -176,7 +167,7 @@ def test_every_run_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> Non
 def test_every_evaluation_stands_in_a_file_of_its_own(sweep: Path, printed: str) -> None:
     with (sweep / "evals.csv").open() as file:
         records = [record for record in csv.DictReader(file) if (record["staleness"], record["seed"]) == ("1", "2")]
-    (run,) = [run for run in read_runs(sweep) if (run.staleness, run.labels["seed"]) == (1, "2")]
+    (run,) = [run for run in read_runs(sweep) if (run.staleness.max, run.labels["seed"]) == (1, "2")]
     evals = [tuple(float(record[key]) for key in ("version", "seconds", "accuracy")) for record in records]
     assert evals == pytest.approx([pytest.approx(each, abs=1e-3) for each in run.evals])
 
@@ -190,7 +181,7 @@ def test_cells_that_are_not_finished_or_of_another_sweep_are_left_out(sweep: Pat
     other.write_text(json.dumps(record | {"labels": record["labels"] | {"correction": "none"}}))
     (copy / "sweep.json").write_text(json.dumps({"axes": {"staleness": ["0", "1", "3"], "seed": ["0", "1", "2"]}}))
     runs = read_runs(copy)
-    assert [run.labels["seed"] for run in runs if run.staleness == 1] == ["2"]
+    assert [run.labels["seed"] for run in runs if run.staleness.max == 1] == ["2"]
     assert len(runs) == 7
 
 
@@ -218,7 +209,7 @@ def test_cells_that_differ_in_more_than_the_axes_are_not_compared(
 def test_an_axis_may_vary_a_whole_section(tmp_path: Path) -> None:
     axis = key_axis("task.params={min_terms: 2},{min_terms: 3}")
     for cell in all_cells([axis, seed_axis(1, 0)], tmp_path / "sections"):
-        make_run(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
+        write_cell(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
         resolved = cell_config(str(base_yaml(tmp_path)), [], cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
         write_record(cell, make_record(cell, resolved, 60.0))
@@ -228,7 +219,7 @@ def test_an_axis_may_vary_a_whole_section(tmp_path: Path) -> None:
 def test_presets_may_differ_in_all_that_a_preset_sets(tmp_path: Path) -> None:
     config = str(base_yaml(tmp_path))
     for cell in all_cells([key_axis("algorithm.preset=grpo,ppo,rloo"), seed_axis(1, 0)], tmp_path / "presets"):
-        make_run(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
+        write_cell(dataclasses.replace(cell, labels=cell.labels | {"staleness": "0"}), 4)
         resolved = cell_config(config, [], cell)
         (cell.folder / "config.yaml").write_text(dump_config(resolved))
         write_record(cell, make_record(cell, resolved, 60.0))
@@ -240,7 +231,7 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(run)
     for line in lines:
         if line["step"] == 10 and "eval/accuracy" in line:
             line["eval/newest_version"] = 13.0
@@ -266,7 +257,7 @@ def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path
 def exact_row(bound: int, correction: str, gains: list[float]) -> Setting:
     labels = {"staleness": str(bound), "correction": correction, "seed": "0"}
     runs = tuple(Run(labels, {}, [], [], Path(), exact=True) for _ in gains)
-    return Setting(runs, {"per_100_steps": gains, "reward_mean": gains})
+    return Setting(runs, {"improvement": gains, "reward_mean": gains})
 
 
 def differences(rows: list[Setting]) -> dict[tuple[str, str], tuple[str, str]]:
@@ -310,3 +301,35 @@ def test_the_shares_of_late_groups_and_of_masked_tokens_are_reported(sweep: Path
     masked = [0.9, 0.1, 0.3]  # the first step is left out
     steps = [{**step, "staleness/masked_fraction": share} for step, share in zip(run.steps, masked, strict=False)]
     assert dataclasses.replace(run, steps=steps).values()["masked"] == pytest.approx(0.2)
+
+
+def test_what_clipping_held_back_and_the_gradient_stand_beside_every_run(sweep: Path) -> None:
+    run = read_runs(sweep)[0]
+    names = ("clipped_positive", "clipped_negative", "grad_norm")
+    assert all(math.isnan(run.values()[name]) for name in names)
+    measured = [(9.0, 9.0, 9.0), (0.1, 0.02, 1.0), (0.3, 0.04, 2.0)]  # the first step is left out
+    keys = ("offpolicy/clip_fraction_positive", "offpolicy/clip_fraction_negative", "policy/grad_norm")
+    steps = [{**step, **dict(zip(keys, of, strict=True))} for step, of in zip(run.steps, measured, strict=False)]
+    values = dataclasses.replace(run, steps=steps).values()
+    assert [values[name] for name in names] == pytest.approx([0.2, 0.03, 1.5])
+
+
+def test_depths_stand_between_the_bounds_in_tables_and_prediction(tmp_path: Path) -> None:
+    """Learning slows with the depth, and the simulator's durations are those of the same depth."""
+    sweep = make_sweep(tmp_path, bounds=(0, 1, "1.5/3", 3), seeds=2)
+    rows = settings_of(read_runs(sweep))
+    assert [str(row.staleness) for row in rows] == ["0", "1", "1.5/3", "3"]
+    assert [row.name for row in rows][2] == "staleness 1.5/3"
+    worth = [row.estimate("efficiency").mean for row in rows]
+    assert worth == sorted(worth, reverse=True) and worth[0] == 1.0
+    measured = {str(each.staleness): each for each in compare(rows)}
+    found = measured["1.5/3"]
+    assert found.predicted is not None
+    assert found.predicted.utilisation == pytest.approx(found.learner, rel=0.1)
+    assert measured["1"].staleness_mean < found.staleness_mean < measured["3"].staleness_mean
+    write_report(sweep)
+    assert "| 1.5/3 |" in (sweep / "table.md").read_text()
+    with (sweep / "runs.csv").open() as file:
+        assert [line["staleness"] for line in csv.DictReader(file)] == ["0", "0", "1", "1", "1.5/3", "1.5/3", "3", "3"]
+    shutil.rmtree(sweep / "cells")
+    assert [str(row.staleness) for row in settings_of(read_results(sweep))] == ["0", "1", "1.5/3", "3"]

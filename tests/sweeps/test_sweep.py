@@ -19,15 +19,15 @@ from async_rl.sweeps.cells import (
     MODES,
     Cell,
     all_cells,
+    bounds_of,
     cell_config,
     key_axis,
     named_axis,
-    numbers,
     seed_axis,
     staleness_axis,
 )
 from async_rl.sweeps.sweep import Progress, Sweep, run_in_process, run_sweep
-from tests.sweeps.factories import base_yaml, make_run
+from tests.kit.sweeps import base_yaml, write_cell
 
 
 def make(folder: Path, **changes: Any) -> Sweep:
@@ -47,7 +47,7 @@ class Trainer:
         self.cells.append(cell.name)
         if cell.name == self.fails:
             return "it did not work"
-        make_run(cell, steps=12)
+        write_cell(cell, steps=12)
         config = cell_config(sweep.config, sweep.base_overrides(), cell)
         (cell.folder / "config.yaml").write_text(dump_config(config))
         return ""
@@ -61,7 +61,9 @@ def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path
         "staleness-2.learner.lr-1e-4.seed-5", "staleness-2.learner.lr-3e-4.seed-5",
         "staleness-0.learner.lr-1e-4.seed-6",
     ]  # fmt: skip
-    assert set(cells[1].overrides) == {"staleness.max=0", "learner.lr=3e-4", "run.seed=5"}
+    assert set(cells[1].overrides) == {
+        "staleness.max=0", "staleness.depth=max", "learner.lr=3e-4", "run.seed=5"
+    }
 
 
 def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> None:
@@ -80,10 +82,27 @@ def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> 
     assert found["none", "0"].staleness.max == 0
 
 
-@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", ""])
-def test_bounds_that_are_no_whole_numbers_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--staleness must be whole numbers"):
-        numbers(text, "--staleness")
+@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", "", "1/", "/8"])
+def test_bounds_that_are_not_understood_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--staleness must be values of .* e\.g\. 0,1,8,1\.25/8; got"):
+        bounds_of(text)
+
+
+@pytest.mark.parametrize("text", ["9/8", "1.3/8"])
+def test_a_depth_above_its_bound_or_between_quarters_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"must be a depth of 0\.\.8 in quarters before /8, got '{text}'"):
+        bounds_of(text)
+
+
+def test_a_depth_below_a_bound_is_a_level_of_the_staleness_axis(tmp_path: Path) -> None:
+    quickstart = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+    cells = all_cells([staleness_axis("8,1.25/8,0,1"), seed_axis(1, 0)], tmp_path)
+    assert [cell.labels["staleness"] for cell in cells] == ["0", "1", "1.25/8", "8"]
+    configs = [cell_config(quickstart, ("staleness.depth=0",), cell) for cell in cells]
+    assert [(config.staleness.max, config.staleness.depth) for config in configs] == [
+        (0, "max"), (1, "max"), (8, 1.25), (8, "max")
+    ]
+    assert len({cell.folder for cell in cells}) == 4
 
 
 def test_an_axis_that_is_not_understood_is_refused_with_an_example() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config, LoggingConfig, ModelConfig, RunConfig, TaskConfig
 from async_rl.telemetry import wandb_run
 from async_rl.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
 from async_rl.telemetry.metrics import MetricsLogger
 from async_rl.telemetry.wandb_run import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
-from tests.learner.tiny_batches import make_batch
+from tests.kit.configs import make_config
+from tests.kit.learner.batches import make_batch
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,7 @@ def test_a_table_holds_the_rows_of_all_steps_since_the_last_one(
 @pytest.mark.processes
 def test_wandb_itself_writes_the_table_when_it_is_offline(tokenizer_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    config = Config(
-        model=ModelConfig(path=str(tokenizer_folder)), task=TaskConfig(name="reasoning_gym/chain_sum"),
-        run=RunConfig(steps=2), logging=LoggingConfig(wandb="offline"),
-    )  # fmt: skip
+    config = make_config(tokenizer_folder, run={"steps": 2}, logging={"wandb": "offline"})  # fmt: skip
     logger = MetricsLogger(config, tmp_path)
     for step in range(2):
         logger.log(step + 1, {"reward/mean": 0.5}, choose_examples(make_batch(version=step)))

@@ -25,7 +25,7 @@ from async_rl.telemetry.status import NORMAL_END, write_status
 from async_rl.telemetry.summary_table import format_summary
 from async_rl.telemetry.timeline import Span
 from async_rl.view.sweep_files import SweepFiles
-from tests.view.conftest import Client
+from tests.kit.view.client import Client
 
 STEPS_S = (5.0, 0.4, 9.0, 0.4, 9.0, 0.4, 9.0)
 """The first step includes the warm-up and counts in no figure."""
@@ -196,4 +196,7 @@ def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:
     })  # fmt: skip
     assert kind_of("by_staleness/3/ess").weight == "by_staleness/3/tokens"
     assert kind_of("by_staleness/3/reward").weight == "staleness/episodes_3"
+    assert kind_of("by_length/64/ess").weight == "by_length/64/tokens"
+    assert kind_of("by_length/64/reward").weight == "by_length/64/episodes"
+    assert kind_of("by_length/64/episodes").how == kind_of("by_length/64/tokens").how == "sum"
     assert all(re.compile(pattern) for pattern, _ in KINDS)

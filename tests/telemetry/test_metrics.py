@@ -14,21 +14,14 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, LoggingConfig, ModelConfig, RunConfig, TaskConfig
 from async_rl.telemetry import wandb_run
 from async_rl.telemetry.examples import ExampleTable
 from async_rl.telemetry.metrics import Metric, MetricsLogger, format_step, read_metrics, reduce_metrics
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve, smooth
 from async_rl.telemetry.wandb_run import choose_mode, is_logged_in, is_reachable, open_wandb_run
+from tests.kit.configs import changed, make_config
 
-
-def config(wandb: Any = "disabled") -> Config:
-    return Config(
-        model=ModelConfig(path="model"),
-        task=TaskConfig(name="reasoning_gym/spell_backward"),
-        run=RunConfig(steps=20),
-        logging=LoggingConfig(wandb=wandb),
-    )
+CONFIG = make_config(run={"steps": 20}, logging={"wandb": "disabled"})
 
 
 @pytest.fixture
@@ -63,7 +56,7 @@ def test_the_console_line_shows_what_was_measured_and_nothing_else() -> None:
 def test_each_step_is_written_at_once_as_one_line_of_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logger = MetricsLogger(config(), tmp_path / "new" / "run")
+    logger = MetricsLogger(CONFIG, tmp_path / "new" / "run")
     logger.log(1, {"reward/mean": 0.5, "loss/policy": math.nan})
     (line,) = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()
     record = json.loads(line)
@@ -75,7 +68,7 @@ def test_each_step_is_written_at_once_as_one_line_of_json(
 
 
 def test_a_late_evaluation_is_merged_into_its_step_when_read(tmp_path: Path) -> None:
-    logger = MetricsLogger(config(), tmp_path)
+    logger = MetricsLogger(CONFIG, tmp_path)
     logger.log(1, {"reward/mean": 0.1})
     logger.log(2, {"reward/mean": 0.2})
     logger.log_eval(1, {"eval/accuracy": 0.9})
@@ -93,7 +86,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(
         write=(written := []).append, flush=lambda: None, isatty=lambda: True, encoding="utf-8",
     ))  # fmt: skip
-    logger = MetricsLogger(config(), tmp_path)
+    logger = MetricsLogger(CONFIG, tmp_path)
     logger.log(5, {"reward/mean": 0.5})
     logger.close()
     text = "".join(written)
@@ -136,7 +129,7 @@ def test_without_an_account_wandb_is_off_in_auto_and_offline_if_asked_for() -> N
 @pytest.mark.usefixtures("no_account")
 def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises
-    assert open_wandb_run(config("auto"), tmp_path, pytest.fail) is None
+    assert open_wandb_run(changed(CONFIG, logging={"wandb": "auto"}), tmp_path, pytest.fail) is None
 
 
 @pytest.mark.usefixtures("no_account")
@@ -186,7 +179,7 @@ def test_wandb_gets_the_same_keys_over_the_step(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(wandb_run.importlib.util, "find_spec", lambda name: object())
-    logger = MetricsLogger(config("offline"), tmp_path)
+    logger = MetricsLogger(changed(CONFIG, logging={"wandb": "offline"}), tmp_path)
     logger.log(1, {"reward/mean": 0.5})
     logger.close()
     assert options["mode"] == "offline"
@@ -195,7 +188,7 @@ def test_wandb_gets_the_same_keys_over_the_step(tmp_path: Path, monkeypatch: pyt
     assert axes == [("*", "step", "none")] and logged[0]["step"] == 1
     assert summary["reward/mean"] == 0.5
     first = options["id"]
-    MetricsLogger(config("offline"), tmp_path).close()
+    MetricsLogger(changed(CONFIG, logging={"wandb": "offline"}), tmp_path).close()
     assert options["id"] == first and options["resume"] == "allow"  # a resumed run is the same run
 
 

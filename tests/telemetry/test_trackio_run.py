@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, LoggingConfig, ModelConfig, TaskConfig
 from async_rl.telemetry.metrics import MetricsLogger
 from async_rl.telemetry.trackio_run import TrackioRun, open_trackio_run
+from tests.kit.configs import changed, make_config
 
-
-def config(trackio: bool = True) -> Config:
-    return Config(
-        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-        logging=LoggingConfig(wandb="disabled", trackio=trackio),
-    )  # fmt: skip
+CONFIG = make_config(logging={"wandb": "disabled", "trackio": True})
 
 
 def test_trackio_gets_every_record_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,25 +25,25 @@ def test_trackio_gets_every_record_with_its_step(tmp_path: Path, monkeypatch: py
     )
     options: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **kwargs: options.update(kwargs) or run))  # type: ignore[arg-type]
-    logger = MetricsLogger(config(), tmp_path)
+    logger = MetricsLogger(CONFIG, tmp_path)
     logger.log(1, {"reward/mean": 0.5, "broken": math.nan})
     logger.close()
     values, step = logged[0]
     assert (values["reward/mean"], step, "broken" in values, "step" in values) == (0.5, 1, False, False)
     assert logged[-1] == ({}, -1)
     assert (options["project"], options["resume"]) == ("async-rl", "allow")
-    assert options["config"] == dataclasses.asdict(config())
+    assert options["config"] == dataclasses.asdict(CONFIG)
 
 
 def test_trackio_is_not_imported_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)  # importing it raises
-    assert open_trackio_run(config(trackio=False), pytest.fail) is None
+    assert open_trackio_run(changed(CONFIG, logging={"trackio": False}), pytest.fail) is None
 
 
 def test_without_trackio_the_run_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     notes: list[str] = []
-    assert open_trackio_run(config(), notes.append) is None
+    assert open_trackio_run(CONFIG, notes.append) is None
     assert notes == ["trackio: off, it is not installed. Run: pip install trackio"]
 
 

@@ -11,27 +11,27 @@ import pytest
 from async_rl.view.answers import episode_facts, parts, sibling, turns, version_shares
 from async_rl.view.run_files import RunFiles
 from async_rl.view.token_texts import TokenTexts, called_tools, find_tokenizer
-from tests.view.factories import (
+from tests.kit.view.run_dirs import (
     CHAT_PROMPT,
     CHAT_TURNS,
     RIGHT_TO_LEFT,
     make_chat,
     make_episodes,
-    make_group,
+    text_group,
     tokens_of,
     write_tokenizer,
 )
 
 
 def test_a_sibling_is_described_by_its_reward_length_and_versions(run_dir: Path) -> None:
-    found = sibling(make_group(5, ["x", "right"], version=3), 1, TokenTexts(RunFiles(run_dir)))
+    found = sibling(text_group(5, ["x", "right"], version=3), 1, TokenTexts(RunFiles(run_dir)))
     assert (found["reward"], found["tokens"], found["preview"]) == (1.0, 5, "right")
     assert found["versions"] == [(3, 2 / 5), (4, 3 / 5)]
 
 
 @pytest.mark.parametrize("mask, number", [("111", 1), ("1101", 2), ("0110101", 3), ("000", 0)])
 def test_turns_are_stretches_of_sampled_tokens(mask: str, number: int) -> None:
-    row = make_group(0, ["a" * len(mask)]).rows[0]
+    row = text_group(0, ["a" * len(mask)]).rows[0]
     assert turns(dataclasses.replace(row, mask=np.array([each == "1" for each in mask]))) == number
 
 
@@ -40,12 +40,12 @@ def test_rows_of_one_episode_share_its_facts() -> None:
     assert [(each["number"], each["row"], each["rows"], each["turns"]) for each in found if each] == [
         (0, 1, 1, 2), (1, 1, 2, 4), (1, 2, 2, 4),
     ]  # fmt: skip
-    assert episode_facts(make_group(0, ["a"]), 0) is None
+    assert episode_facts(text_group(0, ["a"]), 0) is None
     assert version_shares(make_episodes(0, version=3).rows[0]) == [(3, 0.5), (4, 0.5)]
 
 
 def test_one_version_has_all_tokens() -> None:
-    assert version_shares(make_group(0, ["a"], version=6).rows[0]) == [(7, 1.0)]
+    assert version_shares(text_group(0, ["a"], version=6).rows[0]) == [(7, 1.0)]
 
 
 def test_a_character_of_several_tokens_is_the_text_of_its_last_one(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from async_rl.view.pages import MISSING, duration
 from buffer.journal.journal import FILE_NAME
-from tests.view.conftest import Client
-from tests.view.factories import CHAT_PROMPT, HOSTILE, JournalWriter, append_step, make_chat, make_group, make_run
+from tests.kit.view.client import Client
+from tests.kit.view.run_dirs import CHAT_PROMPT, HOSTILE, JournalWriter, append_step, make_chat, make_run, text_group
 
 PAGES = ["/run/overview", "/run/overlap", "/run/groups", "/run/groups/1", "/run/staleness", "/run/overview/live"]
 
@@ -172,7 +172,7 @@ def chats(tmp_path: Path) -> Client:
     writer.add(make_chat(0), step=3)
     writer.add_without_answers(1, "running")
     writer.add_without_answers(2, "dropped", "late")
-    writer.add(make_group(3, ["answer"]), step=4)
+    writer.add(text_group(3, ["answer"]), step=4)
     writer.close()
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": step, "episode/turns": 2.0}) + "\n" for step in (1, 2, 3, 4))
@@ -225,7 +225,7 @@ def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> N
 
 def test_the_page_of_a_group_names_its_row_and_its_errors(run_dir: Path) -> None:
     writer = JournalWriter(run_dir)
-    writer.add(replace(make_group(900, ["a"]), data_row=935, left_out=("KeyError: 'plum'", f"no {HOSTILE}")))
+    writer.add(replace(text_group(900, ["a"]), data_row=935, left_out=("KeyError: 'plum'", f"no {HOSTILE}")))
     writer.close()
     text = Client(run_dir).get("/run/groups/900").text
     assert "<dt>row of the data</dt><dd>935</dd>" in text

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
-from tests.view.factories import HOSTILE, TOOL_RESULT, JournalWriter, append_step, make_episodes, make_group, make_run
-from tests.view.view_server import ViewServer
+from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
+from tests.kit.view.run_dirs import (
+    HOSTILE,
+    TOOL_RESULT,
+    JournalWriter,
+    append_step,
+    make_episodes,
+    make_run,
+    text_group,
+)
+from tests.kit.view.server import ViewServer
 
 with suppress(ImportError):  # then the tests are skipped
     from playwright.sync_api import Browser, Page, Route, expect
@@ -196,7 +204,7 @@ def test_long_answers_are_shown_whole(browser: Browser, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "long", groups=0)
     (run_dir / "trajectories.sqlite").unlink()
     writer = JournalWriter(run_dir)
-    writer.add(make_group(0, ["tokens, " * 1000] * 8), step=1)
+    writer.add(text_group(0, ["tokens, " * 1000] * 8), step=1)
     writer.close()
     server = ViewServer(run_dir)
     page = browser.new_context(base_url=server.url).new_page()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.view.chromium import needs_chromium, open_page
-from tests.view.factories import make_run, metrics_of
-from tests.view.view_server import ViewServer
+from tests.kit.view.chromium import needs_chromium, open_page
+from tests.kit.view.run_dirs import make_run, metrics_of
+from tests.kit.view.server import ViewServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

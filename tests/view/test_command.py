@@ -17,7 +17,7 @@ from async_rl.view.command import open_port, shown
 from async_rl.view.hosts import is_loopback, own_names, shown_name
 from async_rl.view.library import check_folder
 from async_rl.view.live import HEARTBEAT_S, LOOK_EVERY_S
-from tests.view.factories import make_run
+from tests.kit.view.run_dirs import make_run
 
 START_LIMIT_S = 60.0
 

@@ -15,7 +15,7 @@ from async_rl.view.app import make_app
 from async_rl.view.connections import TimedConnection
 from async_rl.view.library import Library
 from async_rl.view.live import LOOK_EVERY_S
-from tests.view.factories import append_step
+from tests.kit.view.run_dirs import append_step
 
 LIMIT_S = 60.0
 """Until then a test waits for what it says."""

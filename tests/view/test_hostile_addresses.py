@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.view.app import HEADERS
-from tests.view.conftest import Client
-from tests.view.factories import make_run
-from tests.view.hostile_addresses import Answer, Attempt, HostileClient, faults_of, random_attempt
+from tests.kit.view.client import Client
+from tests.kit.view.hostile_addresses import Answer, Attempt, HostileClient, faults_of, random_attempt
+from tests.kit.view.run_dirs import make_run
 
 FEW, MANY = 300, 10_000
 

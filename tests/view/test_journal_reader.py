@@ -12,7 +12,7 @@ import pytest
 from async_rl.errors import AsyncRLError
 from async_rl.view.journal_reader import JournalError, JournalReader
 from buffer.journal.journal import FILE_NAME
-from tests.view.factories import CHARACTERS, JournalWriter, make_group, make_run
+from tests.kit.view.run_dirs import CHARACTERS, JournalWriter, make_run, text_group
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def test_one_group_has_its_answers_steps_and_tokens(journal: JournalReader) -> N
 def test_a_journal_that_is_written_can_be_read_and_is_not_changed(tmp_path: Path) -> None:
     tmp_path.joinpath("run").mkdir()
     writer = JournalWriter(tmp_path / "run")
-    writer.add(make_group(0, ["a"]))
+    writer.add(text_group(0, ["a"]))
     journal = JournalReader(tmp_path / "run" / FILE_NAME)
     assert len(journal.groups({}, "newest", 0).rows) == 1
-    writer.add(make_group(1, ["b"]))
+    writer.add(text_group(1, ["b"]))
     assert len(journal.groups({}, "newest", 0).rows) == 2
     writer.close()
 
@@ -76,7 +76,7 @@ def test_reading_a_finished_journal_leaves_no_file_behind(run_dir: Path, journal
 def test_a_copy_with_a_write_ahead_log_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     writer = JournalWriter(tmp_path / "run")
-    writer.add(make_group(0, ["a"]))
+    writer.add(text_group(0, ["a"]))
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     writer.close()
     assert len(JournalReader(tmp_path / "copy" / FILE_NAME).groups({}, "newest", 0).rows) == 1

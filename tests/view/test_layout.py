@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from async_rl.telemetry.status import Status, write_status
-from tests.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
-from tests.view.factories import RIGHT_TO_LEFT, JournalWriter, make_chat, make_group, make_run
-from tests.view.view_server import ViewServer
+from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
+from tests.kit.view.run_dirs import RIGHT_TO_LEFT, JournalWriter, make_chat, make_run, text_group
+from tests.kit.view.server import ViewServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -42,7 +42,7 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, s
     run_dir = make_run(tmp_path_factory.mktemp("runs") / "chats", note="running", groups=0)
     writer = JournalWriter(run_dir)
     writer.add(make_chat(0), step=3)
-    writer.add(make_group(1, [f"answer {RIGHT_TO_LEFT}ltr"], prompt=f"who {RIGHT_TO_LEFT}rtl"), step=4)
+    writer.add(text_group(1, [f"answer {RIGHT_TO_LEFT}ltr"], prompt=f"who {RIGHT_TO_LEFT}rtl"), step=4)
     writer.add_without_answers(2, "running")
     writer.close()
     status = Status(process="buffer", doing="answers", waits_on=WAITS_ON, since_s=0.0, limit_s=9.0)

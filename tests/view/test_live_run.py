@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.marked_command import MarkedCommand, wait_until
-from tests.view.chromium import needs_chromium
+from tests.kit.view.chromium import needs_chromium
 
 with suppress(ImportError):  # then the tests with a browser are skipped
     from playwright.sync_api import Browser, Page

@@ -11,8 +11,8 @@ import pytest
 
 from async_rl.view import prediction, run_data
 from async_rl.view.run_files import RunFiles
-from tests.view.conftest import Client
-from tests.view.factories import append_step, make_run
+from tests.kit.view.client import Client
+from tests.kit.view.run_dirs import append_step, make_run
 
 LIMIT_S = 60.0
 

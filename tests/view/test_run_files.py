@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.view.journal_reader import JournalError
 from async_rl.view.run_files import RunFiles, changed_settings, read_json
-from tests.view.factories import make_run
+from tests.kit.view.run_dirs import make_run
 
 
 def test_a_run_that_goes_on_says_how_long_it_takes(tmp_path: Path) -> None:

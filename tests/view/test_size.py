@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.journal.journal import FILE_NAME
-from tests.view.conftest import Client
-from tests.view.factories import JournalWriter, make_group, make_run
+from tests.kit.view.client import Client
+from tests.kit.view.run_dirs import JournalWriter, make_run, text_group
 
 GROUPS = 10_000
 ADDRESSES = (
@@ -27,7 +27,7 @@ def test_ten_thousand_groups_are_listed_in_a_moment(tmp_path: Path) -> None:
     writer = JournalWriter(run_dir)
     for i in range(GROUPS):
         step = i // 10 + 1
-        group = make_group(i, [f"answer {i} {number}" for number in range(8)], version=max(0, step - 1 - i % 3))
+        group = text_group(i, [f"answer {i} {number}" for number in range(8)], version=max(0, step - 1 - i % 3))
         writer.add(group, step=step)
     writer.close()
     client = Client(run_dir)

@@ -9,9 +9,9 @@ import pytest
 
 from async_rl.view.library import Library
 from async_rl.view.sweep_files import SweepFiles
-from tests.sweeps.factories import make_sweep
-from tests.view.conftest import Client
-from tests.view.factories import make_run
+from tests.kit.sweeps import make_sweep
+from tests.kit.view.client import Client
+from tests.kit.view.run_dirs import make_run
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMITTED = RESULTS / "sweep_cpu"

@@ -10,7 +10,7 @@ import pytest
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.timeline import Sample, Span
 from async_rl.view.timeline_file import MAX_SEGMENTS, Segment, TimelineFile, _merged, step_ends_s
-from tests.view.factories import write_timeline
+from tests.kit.view.run_dirs import write_timeline
 
 
 def test_a_window_has_the_states_of_both_pools(tmp_path: Path) -> None:

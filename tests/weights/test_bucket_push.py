@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
+from tests.kit.configs import make_config
 
 pytestmark = pytest.mark.processes
 
 CPU = torch.device("cpu")
 MB = 2**20
-CONFIG = Config(
-    model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"), rollout=RolloutConfig(engine="hf"),
-    weight_sync=WeightSyncConfig(bucket_bytes=4 * MB), timeouts=TimeoutsConfig(push_s=20.0),
-)
+CONFIG = make_config(rollout={"engine": "hf"}, weight_sync={"bucket_bytes": 4 * MB}, timeouts={"push_s": 20.0})
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from async_rl.config import (
-    Config,
-    ModelConfig,
     NetworkConfig,
     RolloutConfig,
-    TaskConfig,
     TimeoutsConfig,
-    WeightSyncConfig,
 )
 from async_rl.errors import WeightSyncError
 from async_rl.network import authorization
@@ -28,12 +24,10 @@ from async_rl.weights import base as publisher_module
 from async_rl.weights.base import WeightPublisher
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
+from tests.kit.configs import make_config
 
 CPU = torch.device("cpu")
-CONFIG = Config(
-    model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-    weight_sync=WeightSyncConfig(bucket_bytes=2**20), timeouts=TimeoutsConfig(push_s=20.0),
-)
+CONFIG = make_config(weight_sync={"bucket_bytes": 2**20}, timeouts={"push_s": 20.0})
 
 
 class PausingPublisher(WeightPublisher):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.safetensors_io import write_weights
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 
 def test_weights_within_the_limit_are_one_file_in_the_given_dtype(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import threading
 import pytest
 import torch
 
-from async_rl.config import Config, Limit, ModelConfig, TaskConfig, TimeoutsConfig
+from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights.base import start_together
 from async_rl.weights.cuda_ipc import CudaIpcPublisher
+from tests.kit.configs import make_config
 
 PUSH = Limit(30.0, "timeouts.push_s")
 
@@ -30,10 +31,7 @@ def test_a_timeout_names_the_call_that_did_not_return_and_the_key() -> None:
 
 
 def test_a_server_that_never_answers_is_named_with_the_timeouts_key() -> None:
-    config = Config(
-        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-        timeouts=TimeoutsConfig(push_s=0.3),
-    )
+    config = make_config(timeouts={"push_s": 0.3})
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         publisher = CudaIpcPublisher(config, [url], 0, torch.device("cpu"))

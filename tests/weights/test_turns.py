@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config import Config, ModelConfig, PlacementConfig, TaskConfig, WeightSyncConfig
 from async_rl.weights.cuda_ipc import CudaIpcPublisher
+from tests.kit.configs import make_config
 
 Requests = list[tuple[str, Any]]
 PAUSE = ("/pause_generation", {"mode": "retract"})
@@ -74,10 +74,7 @@ def servers() -> Iterator[list[Server]]:
 
 
 def publisher_for(*servers: Server) -> CudaIpcPublisher:
-    config = Config(
-        model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-        placement=PlacementConfig(colocated=True), weight_sync=WeightSyncConfig(on_update="retract"),
-    )
+    config = make_config(placement={"colocated": True}, weight_sync={"on_update": "retract"})
     assert config.shares_gpus
     return CudaIpcPublisher(config, [server.url for server in servers], 0, torch.device("cpu"))
 

@@ -16,7 +16,8 @@ from async_rl.errors import WeightSyncError
 from async_rl.weights import open_publisher
 from learner.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rollout_server.engines.hf_cases import config_for, with_engine
+from tests.kit.configs import server_config
+from tests.kit.engines.replies import with_engine
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 
@@ -41,7 +42,7 @@ def verify(config: Config, learner_logprobs: list[float], dtype: torch.dtype) ->
 def test_equal_weights_pass_and_one_changed_matrix_does_not(dtype: torch.dtype, model_folder: Path) -> None:
     name = str(dtype).removeprefix("torch.")
     config = dataclasses.replace(
-        config_for(model_folder), model=ModelConfig(path=str(model_folder), dtype=name)  # type: ignore[arg-type]
+        server_config("hf", model_folder), model=ModelConfig(path=str(model_folder), dtype=name)  # type: ignore[arg-type]
     )
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).eval()
     equal = logprobs_of(model)
@@ -60,6 +61,6 @@ def test_one_token_may_differ_by_the_rounding_of_a_large_bfloat16_logit(model_fo
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     rounded = logprobs_of(model)
     rounded[7] += 0.5
-    verify(config_for(model_folder), rounded, torch.bfloat16)
+    verify(server_config("hf", model_folder), rounded, torch.bfloat16)
     with pytest.raises(WeightSyncError, match=r"up to 5\.00e-01 \(allowed 1e-03\)"):
-        verify(config_for(model_folder), rounded, torch.float32)
+        verify(server_config("hf", model_folder), rounded, torch.float32)

@@ -6,17 +6,14 @@ import contextlib
 import dataclasses
 import re
 import sqlite3
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from async_rl.cli import main
-from async_rl.config import BufferConfig, CheckpointConfig, Config, ModelConfig, NetworkConfig, RunConfig, TaskConfig
+from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.config.loading import dump_config
 from async_rl.errors import AsyncRLError
 from async_rl.types import Batch, Slot
@@ -28,47 +25,12 @@ from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
-from tests.buffer.factories import make_config, make_group, serving
-from tests.buffer.running import TIMEOUTS, run_pipeline, with_worker
-from tests.buffer.test_refusals import ask
-from tests.docs.test_readme import DOCUMENTS, blocks
-
-
-def journalled(folder: Path, keep_steps: int = 20, port: int = 0, **sizes: int) -> Config:
-    return dataclasses.replace(
-        make_config(**{"max_staleness": 1, **sizes}),
-        run=RunConfig(name="run", dir=str(folder)),
-        buffer=BufferConfig(journal_keep_steps=keep_steps),
-        checkpoint=CheckpointConfig(every_steps=0),
-        network=NetworkConfig(port=port),
-    )
-
-
-def select(config: Config, query: str) -> list[tuple[Any, ...]]:
-    with contextlib.closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
-        return database.execute(query).fetchall()
-
-
-@contextlib.contextmanager
-def serving_until_a_crash(config: Config) -> Iterator[BufferServer]:
-    """Serve, and end as when the process is killed: without a last commit to the journal."""
-    server = BufferServer(config)
-    stop = threading.Event()
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        stop.set()
-        thread.join(10)
-        server._socket.close()
-        assert server._journal
-        server._journal._db.close()
-        server._journal._files.close()
-
-
-def same_port(config: Config, server: BufferServer) -> Config:
-    return dataclasses.replace(config, network=NetworkConfig(port=int(server.address.rpartition(":")[2])))
+from tests.kit.buffer.clients import TIMEOUTS, ask, run_pipeline, with_worker
+from tests.kit.buffer.journal import journalled, same_port, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
+from tests.kit.documents import documented_queries
+from tests.kit.groups import make_group
 
 
 async def put_six(worker: WorkerClient) -> None:
@@ -158,7 +120,7 @@ def test_payloads_of_trained_groups_are_pruned_and_nothing_else_is(tmp_path: Pat
 
 def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_path: Path) -> None:
     """Checkpoint 4 is being written until 8 is due at the latest; a crash before that resumes from 0."""
-    config = dataclasses.replace(journalled(tmp_path, keep_steps=0), checkpoint=CheckpointConfig(every_steps=4))
+    config = changed(journalled(tmp_path, keep_steps=0), checkpoint={"every_steps": 4})
     kept_at_the_end = []
     for steps in (8, 9):
         fresh = dataclasses.replace(config, run=RunConfig(name=f"{steps}", dir=str(tmp_path)))
@@ -166,10 +128,6 @@ def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_pat
         kept = {group_id for (group_id,) in select(fresh, "SELECT group_id FROM payloads")}
         kept_at_the_end.append({group.group_id for group in batches[0].groups} <= kept)
     assert kept_at_the_end == [True, False]
-
-
-def documented_queries() -> list[str]:
-    return blocks(DOCUMENTS["docs/run-directory.md"], "sql")
 
 
 def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path) -> None:
@@ -243,7 +201,7 @@ def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
 def test_a_run_without_a_journal_says_so_when_asked_for_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = dataclasses.replace(journalled(tmp_path), buffer=BufferConfig(journal=False))
+    config = changed(journalled(tmp_path), buffer={"journal": False})
     trained(config, steps=2)
     assert not (config.run_dir / FILE_NAME).exists()
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 2
@@ -283,7 +241,7 @@ def test_a_journal_of_another_schema_version_is_refused(
 
 
 def test_groups_that_may_be_used_again_survive_a_crash(tmp_path: Path) -> None:
-    config = dataclasses.replace(journalled(tmp_path), buffer=BufferConfig(max_uses=2, fresh_fraction=0.5))
+    config = changed(journalled(tmp_path), buffer={"max_uses": 2, "fresh_fraction": 0.5})
     with serving_until_a_crash(config) as server:
         run_pipeline(server, config, steps=5, workers=1)
         state = server._store.state

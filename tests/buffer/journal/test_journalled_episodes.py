@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sqlite3
 from collections import Counter, defaultdict
@@ -23,22 +22,18 @@ from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
-from tests.buffer.factories import record_arrival, serving
-from tests.buffer.journal.test_journal import (
-    documented_queries,
-    journalled,
-    same_port,
-    select,
-    serving_until_a_crash,
-)
-from tests.buffer.running import run_pipeline
-from tests.messages.random_episodes import LIMITS, random_episodes
-from tests.messages.test_codec import assert_same
+from tests.kit.buffer.clients import run_pipeline
+from tests.kit.buffer.journal import journalled, record_arrival, same_port, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
+from tests.kit.documents import documented_queries
+from tests.kit.groups import assert_same
+from tests.kit.random_episodes import LIMITS, random_episodes
 
 
 def with_episodes(folder: Path, **sizes: int) -> Config:
     config = journalled(folder, keep_steps=-1, **sizes)
-    return dataclasses.replace(config, task=dataclasses.replace(config.task, env="my_games:Game"))
+    return changed(config, task={"env": "my_games:Game"})
 
 
 def play(server: BufferServer, config: Config, steps: int) -> list[Batch]:
@@ -181,7 +176,7 @@ def test_episodes_are_exported_with_their_turns(tmp_path: Path) -> None:
 
 def test_turns_are_exported_after_the_tokens_are_gone(tmp_path: Path) -> None:
     config = with_episodes(tmp_path)
-    config = dataclasses.replace(config, buffer=dataclasses.replace(config.buffer, journal_keep_steps=0))
+    config = changed(config, buffer={"journal_keep_steps": 0})
     with serving(config) as server:
         (batch,) = play(server, config, steps=1)
     assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0

@@ -21,8 +21,8 @@ from async_rl.view.journal_reader import JournalReader
 from buffer.journal import tables
 from buffer.journal.export import export_trajectories
 from buffer.journal.journal import FILE_NAME, Journal
-from tests.buffer.factories import record_arrival
-from tests.messages.random_episodes import LIMITS, random_episodes
+from tests.kit.buffer.journal import record_arrival
+from tests.kit.random_episodes import LIMITS, random_episodes
 
 pytestmark = pytest.mark.processes
 

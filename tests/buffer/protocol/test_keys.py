@@ -20,8 +20,9 @@ from buffer.client import LearnerClient
 from buffer.protocol.keys import check_keys, new_keys, own_keys
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
-from tests.buffer.factories import make_config, serving
-from tests.buffer.running import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.buffer.serving import serving
+from tests.kit.configs import buffer_config
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def keys(tmp_path: Path) -> Path:
 @pytest.fixture
 def locked(keys: Path) -> Iterator[BufferServer]:
     network = NetworkConfig(keys=str(keys))
-    with serving(dataclasses.replace(make_config(max_staleness=0), network=network)) as server:
+    with serving(buffer_config(network=network)) as server:
         yield server
 
 
@@ -91,7 +92,7 @@ def test_a_learner_with_foreign_keys_gets_an_error_instead_of_waiting(
 
 
 def test_a_client_with_keys_does_not_talk_to_a_buffer_without(keys: Path) -> None:
-    with serving(make_config()) as server:
+    with serving(buffer_config()) as server:
         assert not is_answered(server.address, keys / "server.key", keys / "client.key_secret")
 
 
@@ -126,7 +127,7 @@ def test_secret_keys_are_never_readable_by_others_not_even_in_a_folder_that_is(
 
 
 def test_a_run_has_keys_of_its_own_for_as_long_as_it_goes_on(tmp_path: Path) -> None:
-    config = make_config()
+    config = buffer_config()
     secrets = []
     for _ in range(2):
         with own_keys(config, tmp_path / "keys") as with_keys:
@@ -140,7 +141,7 @@ def test_a_run_has_keys_of_its_own_for_as_long_as_it_goes_on(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("network", [NetworkConfig(insecure=True), NetworkConfig(keys="some")])
 def test_a_run_with_keys_of_its_user_or_without_any_makes_none(tmp_path: Path, network: NetworkConfig) -> None:
-    config = dataclasses.replace(make_config(), network=network)
+    config = buffer_config(network=network)
     with own_keys(config, tmp_path / "keys") as same:
         assert same is config
         assert not (tmp_path / "keys").exists()
@@ -176,11 +177,11 @@ def test_an_address_off_loopback_needs_keys_or_insecure() -> None:
 
 def test_the_buffer_binds_where_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("buffer.protocol.socket.BIND_S", 0.3)
-    with serving(make_config()) as first:
+    with serving(buffer_config()) as first:
         port = int(first.address.rpartition(":")[2])
         taken = NetworkConfig(host="127.0.0.1", port=port)
         with pytest.raises(ConfigError, match=rf"network.port = {port}: the buffer can't bind it"):
-            BufferServer(dataclasses.replace(make_config(), network=taken))
-    with serving(dataclasses.replace(make_config(), network=NetworkConfig(host="127.0.0.2", port=port))) as second:
+            BufferServer(buffer_config(network=taken))
+    with serving(buffer_config(network=NetworkConfig(host="127.0.0.2", port=port))) as second:
         assert second.address == f"tcp://127.0.0.2:{port}"
         assert is_answered(second.address, None, None)

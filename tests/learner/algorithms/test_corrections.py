@@ -23,7 +23,7 @@ from learner.algorithms.corrections import (
 )
 from learner.algorithms.losses import LossInputs, ppo_clip_loss
 from learner.algorithms.masked_ops import bounded_exp, mean_by_row, sum_by_row
-from tests.learner.tiny_batches import make_minibatch
+from tests.kit.learner.batches import make_minibatch
 
 LOGPROB = st.floats(-30, 0, width=32)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from async_rl.types import Batch
 from learner.algorithms.diagnostics import (
     BUCKETS,
+    LENGTHS,
     MetricAccumulator,
     Totals,
     add_critic,
@@ -22,7 +23,8 @@ from learner.algorithms.diagnostics import (
     explained_variance,
     token_metrics,
 )
-from tests.learner.tiny_batches import make_batch, make_group, make_response, make_row
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_response
 
 
 def offpolicy(
@@ -57,7 +59,10 @@ OFFPOLICY_SUMS = [
     "mismatch", "rho_max",
 ]  # fmt: skip
 NO_POLICY: Totals = {name: np.zeros(BUCKETS) for name in POLICY_SUMS}
-NO_OFFPOLICY: Totals = {name: np.zeros(BUCKETS) for name in OFFPOLICY_SUMS}
+LENGTH_SUMS = [f"by_length/{name}" for name in ("tokens", "staleness", "rho", "rho_squared", "truncated", "k3")]
+NO_OFFPOLICY: Totals = {
+    **{name: np.zeros(BUCKETS) for name in OFFPOLICY_SUMS}, **{name: np.zeros(LENGTHS) for name in LENGTH_SUMS}
+}
 
 
 def test_importance_weight_diagnostics_match_the_reference_vectors(
@@ -104,6 +109,41 @@ def test_statistics_by_staleness_count_their_tokens_and_the_last_all_older_ones(
     assert got["by_staleness/10/kl_behaviour_proximal"] == pytest.approx(0.5)
     assert got["by_staleness/0/is_weight_max"] == 1.0
     assert got["offpolicy/masked_fraction"] == 0.25
+
+
+def test_statistics_by_length_are_of_the_tokens_of_episodes_of_that_length(one_rank: None) -> None:
+    """The first two of three rows are one episode of 7 tokens, and the last one is an episode of 8."""
+    log_rho = torch.tensor([0.1, 0.2, 0.3, -0.4, 0.9, 0.0, 0.0])
+    trained = torch.tensor([True, True, True, True, True, False, True])
+    staleness = torch.tensor([4, 4, 5, 1, 1, 1, 0])
+    response = replace(
+        make_response((3, 2, 2), trained=trained, staleness=staleness), counted=torch.tensor([7.0, 7.0, 8.0])
+    )
+    sums = MetricAccumulator()
+    own = log_rho * trained
+    add_offpolicy(sums, response, own, own.exp().clamp(max=2.0), own.exp() > 2.0, own > 9, shows_mismatch=True)
+    got = {metric.key: metric.value for metric in token_metrics({**NO_POLICY, **sums.reduce()})}
+    long, short = np.array([0.0]), np.array([0.1, 0.2, 0.3, -0.4, 0.9])
+    for length, values, age, truncated in ((4, short, 15 / 5, 1 / 5), (8, long, 0.0, 0.0)):
+        rho = np.exp(values)
+        expected = {
+            "tokens": len(values), "staleness": age, "truncated_fraction": truncated,
+            "kl_behaviour_proximal_k3": (rho - 1 - values).mean(),
+            "ess": rho.sum() ** 2 / (len(values) * (rho**2).sum()),
+        }
+        found = {key.removeprefix(f"by_length/{length}/"): x for key, x in got.items() if f"by_length/{length}/" in key}
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert {key.split("/")[1] for key in got if key.startswith("by_length/")} == {"4", "8"}
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"),
+    [(1, 1), (2, 2), (3, 2), (4, 4), (1023, 512), (1024, 1024), (2**20, 2**20), (3 * 2**20, 2**20)],
+)
+def test_an_episode_counts_at_the_power_of_two_up_to_its_length(length: int, bucket: int, one_rank: None) -> None:
+    sums = MetricAccumulator()
+    sums.add_by_length(torch.tensor([float(length)]), torch.tensor([True]), one=torch.ones(1))
+    assert sums.reduce()["one"].nonzero()[0].tolist() == [round(math.log2(bucket))]
 
 
 def test_mismatch_counts_only_trained_tokens_of_the_weights_being_trained(one_rank: None) -> None:
@@ -172,7 +212,7 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
     old, young = make_row([5, 6, 7], [-1.0] * 3, 1.0), make_row([5], [-1.0], 0.0, version=4)
     old.versions[:] = [2, 3, 3]
     group = make_group(0, [3, 4], [old, young], version=2)
-    batch = Batch(version=5, groups=(group,), finished_versions=(4,), counters={"buffer/depth": 7.0})
+    batch = batch_of(group, version=5, finished_versions=(4,), counters={"buffer/depth": 7.0})
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
     assert got == {
         "reward/mean": 0.5,
@@ -193,6 +233,10 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
         "by_staleness/1/response_length": 1.0,
         "by_staleness/3/reward": 1.0,
         "by_staleness/3/response_length": 3.0,
+        "by_length/1/episodes": 1.0,
+        "by_length/1/reward": 0.0,
+        "by_length/2/episodes": 1.0,
+        "by_length/2/reward": 1.0,
     }
 
 

@@ -15,8 +15,9 @@ from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 from learner.algorithms.losses import LossInputs, LossOutput
 from learner.algorithms.objective import Objective
 from learner.updater import Updater
-from tests.learner.test_updater import reference_logprobs, values_of
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.updates import reference_logprobs, values_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 OUTSIDE = [
@@ -45,7 +46,7 @@ def test_a_step_trains_with_an_advantage_a_loss_and_a_correction_from_outside(
             tokens += int(row.mask.sum())
             bounded += int(row.mask.sum()) * (abs(wins) > bound)
     algorithm = load_config(QUICKSTART, [*OUTSIDE, f"algorithm.params.bound={bound}"]).algorithm
-    updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+    updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     metrics = values_of(updater.update(batch))
     assert metrics["policy/loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert metrics["loss/bounded_fraction"] == pytest.approx(bounded / tokens, rel=1e-12)
@@ -76,7 +77,7 @@ def test_a_loss_that_returns_no_value_for_each_token_is_refused_in_its_first_ste
     loss: str, said: str, tiny_model_path: Path, one_rank: None
 ) -> None:
     algorithm = load_config(QUICKSTART, [f"algorithm.loss={__name__}:{loss}"]).algorithm
-    updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+    updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     with pytest.raises(AsyncRLError, match=said):
         updater.update(make_batch())
 
@@ -96,7 +97,7 @@ def test_every_entry_names_a_function_that_exists() -> None:
     ],
 )
 def test_an_unknown_name_is_an_error_and_never_a_default(change: dict[str, str], message: str, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "none")
+    config = learner_config(tmp_path / "none")
     object.__setattr__(config, "algorithm", dataclasses.replace(config.algorithm))
     for key, value in change.items():  # past the checks of the configuration
         object.__setattr__(config.algorithm, key, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,27 +13,18 @@ from torch import Tensor
 from async_rl.config import (
     AlgorithmConfig,
     ClipConfig,
-    Config,
     CorrectionConfig,
     KlConfig,
     MasksConfig,
-    StalenessConfig,
 )
 from async_rl.seams import LOSSES
-from async_rl.types import Batch
 from learner.algorithms.advantages import whiten as whiten_values
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import AGGREGATIONS, Objective
 from learner.packing.microbatches import MicroBatch
-from tests.learner.tiny_batches import (
-    make_batch,
-    make_config,
-    make_group,
-    make_micro,
-    make_minibatch,
-    make_response,
-    make_row,
-)
+from tests.kit.configs import learner_config
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_micro, make_minibatch, make_response
 
 LENGTHS = (5, 3, 4, 1)
 ALL_MASKS = MasksConfig(
@@ -68,8 +58,8 @@ NOT_THE_GRADIENT_OF_THEIR_VALUE = {
 }
 
 
-def config_of(algorithm: AlgorithmConfig, tmp_path: Path) -> Config:
-    return make_config(tmp_path / "none", algorithm=algorithm, staleness=StalenessConfig(max=4))
+def objective_of(algorithm: AlgorithmConfig) -> Objective:
+    return Objective(learner_config(algorithm=algorithm, staleness={"max": 4}))
 
 
 def make_case(seed: int, masked: float = 0.3) -> tuple[MicroBatch, Tensor, Tensor]:
@@ -105,8 +95,8 @@ def policy_loss(objective: Objective, micro: MicroBatch, logprobs: Tensor, entro
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_gradients_are_those_of_finite_differences(name: str, tmp_path: Path, one_rank: None) -> None:
-    objective = Objective(config_of(RULES[name], tmp_path))
+def test_gradients_are_those_of_finite_differences(name: str, one_rank: None) -> None:
+    objective = objective_of(RULES[name])
     for seed in range(3):
         micro, logprobs, entropy = make_case(seed)
         assert torch.autograd.gradcheck(
@@ -115,11 +105,9 @@ def test_gradients_are_those_of_finite_differences(name: str, tmp_path: Path, on
 
 
 @pytest.mark.parametrize("name", [*RULES, *NOT_THE_GRADIENT_OF_THEIR_VALUE])
-def test_untrained_tokens_have_no_gradient_and_no_influence(
-    name: str, tmp_path: Path, one_rank: None
-) -> None:
+def test_untrained_tokens_have_no_gradient_and_no_influence(name: str, one_rank: None) -> None:
     algorithm = {**RULES, **NOT_THE_GRADIENT_OF_THEIR_VALUE}[name]
-    objective = Objective(config_of(algorithm, tmp_path))
+    objective = objective_of(algorithm)
     micro, logprobs, entropy = make_case(7)
     trained = micro.response.trained
     loss = policy_loss(objective, micro, logprobs, entropy)
@@ -134,12 +122,12 @@ def test_untrained_tokens_have_no_gradient_and_no_influence(
     assert policy_loss(objective, micro, moved, entropy).item() == pytest.approx(loss.item(), rel=1e-9)
 
 
-def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(tmp_path: Path, one_rank: None) -> None:
+def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(one_rank: None) -> None:
     bounds = (0.7, 1.4)
     algorithm = AlgorithmConfig(
         correction=CorrectionConfig(masks=MasksConfig(token=bounds)), kl=KlConfig(kind="k2_loss"), entropy_coef=0.1
     )
-    objective = Objective(config_of(algorithm, tmp_path))
+    objective = objective_of(algorithm)
     micro, logprobs, entropy = make_case(3, masked=0.0)
     assert micro.proximal is not None
     rho = (micro.proximal - micro.response.behaviour).exp()
@@ -151,10 +139,10 @@ def test_masked_tokens_have_exactly_no_gradient_from_loss_kl_or_entropy(tmp_path
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_an_infinite_logprob_of_an_untrained_token_does_no_harm(loss: Any, tmp_path: Path, one_rank: None) -> None:
+def test_an_infinite_logprob_of_an_untrained_token_does_no_harm(loss: Any, one_rank: None) -> None:
     aggregation: Any = "sequence_mean"
     algorithm = AlgorithmConfig(loss=loss, aggregation=aggregation, kl=KlConfig(kind="k2_loss", coef=0.1))
-    objective = Objective(config_of(algorithm, tmp_path))
+    objective = objective_of(algorithm)
     micro, logprobs, entropy = make_case(7)
     untrained = ~micro.response.trained
     for tensor in (logprobs.detach(), micro.proximal, micro.reference):
@@ -167,12 +155,12 @@ def test_an_infinite_logprob_of_an_untrained_token_does_no_harm(loss: Any, tmp_p
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_tokens_that_a_mask_drops_do_not_amplify_the_others(aggregation: Any, tmp_path: Path, one_rank: None) -> None:
+def test_tokens_that_a_mask_drops_do_not_amplify_the_others(aggregation: Any, one_rank: None) -> None:
     gradients = []
     micro, logprobs, entropy = make_case(3)
     for masks in (MasksConfig(), MasksConfig(token=(0.7, 1.4))):
         algorithm = AlgorithmConfig(aggregation=aggregation, correction=CorrectionConfig(masks=masks))
-        objective = Objective(config_of(algorithm, tmp_path))
+        objective = objective_of(algorithm)
         (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
         gradients.append(gradient)
     whole, masked = gradients
@@ -184,11 +172,11 @@ def test_tokens_that_a_mask_drops_do_not_amplify_the_others(aggregation: Any, tm
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("advantage", ["gae", "vtrace"])
 def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
-    advantage: Any, whiten: bool, tmp_path: Path, one_rank: None
+    advantage: Any, whiten: bool, one_rank: None
 ) -> None:
     """With ratios of 1 in the loss the gradient of a token is minus its advantage."""
     algorithm = AlgorithmConfig(advantage=advantage, whiten=whiten, correction=CorrectionConfig(kind="none"))
-    objective = Objective(config_of(algorithm, tmp_path))
+    objective = objective_of(algorithm)
     assert objective.computes_values == objective.computes_proximal == whiten
     micro_batches = [make_case(seed)[0] for seed in (1, 2, 3)]
     split = objective.prepare([make_minibatch(*micro_batches[:2]), make_minibatch(micro_batches[2])])
@@ -204,9 +192,9 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
     torch.testing.assert_close(torch.cat(got), whiten_values(whole, trained) if whiten else whole)
 
 
-def test_the_two_sided_clip_holds_weights_between_floor_and_cap(tmp_path: Path, one_rank: None) -> None:
+def test_the_two_sided_clip_holds_weights_between_floor_and_cap(one_rank: None) -> None:
     algorithm = AlgorithmConfig(correction=CorrectionConfig(floor=0.5, cap=2.0), params={"dual": 0.0})
-    objective = Objective(config_of(algorithm, tmp_path))
+    objective = objective_of(algorithm)
     micro, _, entropy = make_case(5, masked=0.0)
     assert micro.proximal is not None
     logprobs = micro.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
@@ -218,15 +206,13 @@ def test_the_two_sided_clip_holds_weights_between_floor_and_cap(tmp_path: Path, 
     assert float(weights.min()) == 0.5 and float(weights.max()) == 2.0
 
 
-def test_batch_normalised_weights_are_those_of_the_reference_vectors(
-    vectors: dict[str, Any], tmp_path: Path, one_rank: None
-) -> None:
+def test_batch_normalised_weights_are_those_of_the_reference_vectors(vectors: dict[str, Any], one_rank: None) -> None:
     """With advantages of -1 on fresh ratios the gradient of a token is its weight."""
     for vector in vectors["is_weights"]:
         mask = torch.tensor(vector["mask"]).bool()
         lengths = tuple(len(row) for row in mask)
         correction = CorrectionConfig(kind="token_tis", cap=vector["cap"], batch_normalised=True)
-        objective = Objective(config_of(AlgorithmConfig(correction=correction), tmp_path))
+        objective = objective_of(AlgorithmConfig(correction=correction))
         log_rho = torch.tensor(vector["log_ratio"], dtype=torch.float64).flatten()
         zeros = torch.zeros(len(log_rho), dtype=torch.float64)
         response = make_response(
@@ -239,10 +225,10 @@ def test_batch_normalised_weights_are_those_of_the_reference_vectors(
         torch.testing.assert_close(gradient.reshape(mask.shape), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(tmp_path: Path, one_rank: None) -> None:
+def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(one_rank: None) -> None:
     """Rows of 1 and 2 tokens, rewards 1 and 0, penalties 0.5; 0.25 and 0.25: returns to go 0.5; -0.5, -0.25."""
     algorithm = AlgorithmConfig(advantage="reinforce_pp", kl=KlConfig(kind="k1_reward", coef=0.5))
-    objective = Objective(config_of(algorithm, tmp_path))
+    objective = objective_of(algorithm)
     returns = np.array([0.5, -0.5, -0.25])
     logprobs = torch.tensor([-1.0, -1.0, -1.0]).double().requires_grad_()  # ratios of 1: the gradient is -advantage
     micro = make_micro(
@@ -255,14 +241,14 @@ def test_reinforce_pp_whitens_what_the_penalty_left_of_the_returns(tmp_path: Pat
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
-def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, tmp_path: Path, one_rank: None) -> None:
+def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, one_rank: None) -> None:
     """Over all rows of one token from the policy itself, the two gradients have the same mean."""
     p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
     logits = p.log().requires_grad_()
     gradients = []
     for kind in ("k1_reward", "k2_loss"):
         kl = KlConfig(kind=kind, coef=0.5)
-        objective = Objective(config_of(AlgorithmConfig(advantage=advantage, kl=kl), tmp_path))
+        objective = objective_of(AlgorithmConfig(advantage=advantage, kl=kl))
         total = torch.zeros((), dtype=torch.float64)
         for token in range(3):
             logprob = logits.log_softmax(0)[token : token + 1]
@@ -276,7 +262,7 @@ def test_k1_as_reward_pulls_like_k2_as_a_loss_in_the_mean(advantage: Any, tmp_pa
     assert gradients[0].abs().max() > 0.01
 
 
-def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -> None:
+def test_normalisers_count_what_the_aggregation_is_a_mean_over() -> None:
     batch = make_batch()
     batch.groups[0].rows[1].mask[:] = False
     pairs = [(g, i) for g in range(3) for i in range(4)]
@@ -285,11 +271,11 @@ def test_normalisers_count_what_the_aggregation_is_a_mean_over(tmp_path: Path) -
     assert expected["sequence_mean"] == 11
     for aggregation, count in expected.items():
         algorithm = AlgorithmConfig(aggregation=aggregation)  # type: ignore[arg-type]
-        assert Objective(config_of(algorithm, tmp_path)).normaliser(batch.groups, pairs) == count
+        assert objective_of(algorithm).normaliser(batch.groups, pairs) == count
 
 
-def test_sequence_mean_gives_every_answer_the_same_weight(tmp_path: Path, one_rank: None) -> None:
-    objective = Objective(config_of(AlgorithmConfig(aggregation="sequence_mean"), tmp_path))
+def test_sequence_mean_gives_every_answer_the_same_weight(one_rank: None) -> None:
+    objective = objective_of(AlgorithmConfig(aggregation="sequence_mean"))
     micro, _, entropy = make_case(1, masked=0.4)
     proximal, ones = micro.proximal, torch.ones_like(micro.response.advantages)
     assert proximal is not None
@@ -305,18 +291,18 @@ def test_sequence_mean_gives_every_answer_the_same_weight(tmp_path: Path, one_ra
     assert shares == pytest.approx([-1.0 if has else 0.0 for has in has_tokens])
 
 
-def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays(tmp_path: Path) -> None:
+def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays() -> None:
     totals = {"tokens": np.array([4.0, 6.0]), "reference_k3": np.float64(1.0)}  # 0.1 nats a token
     for target, factor in ((0.0, 1.0), (0.05, 1.02), (0.1, 1.0), (0.11, 1 + 0.1 * (0.1 / 0.11 - 1)), (1.0, 0.98)):
         kl = KlConfig(kind="k2_loss", coef=0.5, target=target)
-        objective = Objective(config_of(AlgorithmConfig(kl=kl), tmp_path))
+        objective = objective_of(AlgorithmConfig(kl=kl))
         metrics = {m.key: m.value for m in objective.finish(totals, make_batch())}  # type: ignore[arg-type]
         assert metrics == {"kl/reference": 0.1, "kl/coef": 0.5}
         assert objective.kl_coef == pytest.approx(0.5 * factor)
 
 
-def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path: Path, one_rank: None) -> None:
-    objective = Objective(config_of(AlgorithmConfig(advantage="vtrace", lam=0.9), tmp_path))
+def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(one_rank: None) -> None:
+    objective = objective_of(AlgorithmConfig(advantage="vtrace", lam=0.9))
     micro, logprobs, entropy = make_case(2)
     sums = MetricAccumulator()
     values = torch.zeros(len(logprobs), dtype=torch.float64)
@@ -327,16 +313,14 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(tmp_path
     reach = float(torch.exp((np.log(0.9) + log_rho.clamp(max=0)).mean() * 3))
     rows = [make_row([5] * length, [-1.0] * length, 1.0) for length in (3, 5, 9)]
     rows[2].mask[:7] = False  # the median counts trained tokens
-    batch = Batch(version=0, groups=(make_group(0, [3], rows),), finished_versions=(0,))
+    batch = batch_of(make_group(0, [3], rows))
     (metric,) = objective.finish(sums.reduce(), batch)
     assert (metric.key, metric.value) == ("vtrace/reach", pytest.approx(reach, rel=1e-5))
 
 
 @pytest.mark.parametrize(("proximal", "is_measured"), [("recompute", True), ("interpolate", False)])
-def test_interpolated_logprobs_show_no_mismatch(
-    proximal: Any, is_measured: bool, tmp_path: Path, one_rank: None
-) -> None:
-    objective = Objective(config_of(AlgorithmConfig(proximal=proximal, epochs=2), tmp_path))
+def test_interpolated_logprobs_show_no_mismatch(proximal: Any, is_measured: bool, one_rank: None) -> None:
+    objective = objective_of(AlgorithmConfig(proximal=proximal, epochs=2))
     micro, logprobs, entropy = make_case(3)
     response = micro.response
     micro = with_response(micro, comparable=response.trained, staleness=torch.zeros_like(response.staleness))

@@ -23,7 +23,8 @@ from async_rl.config import (
 )
 from learner.algorithms.advantages import gae, vtrace
 from learner.algorithms.objective import Objective
-from tests.learner.tiny_batches import make_config, make_micro, make_minibatch, make_response
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_micro, make_minibatch, make_response
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 WHY = "the peers to compare with are not installed: pip install -e '.[peers]'"
@@ -120,7 +121,7 @@ def trl_loss(batch: Tensors, loss_type: str, level: str, low: float, high: float
 
 def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tensor:
     rollout = RolloutConfig(group_size=4, max_response_tokens=LENGTH)
-    config = make_config(tmp_path / "none", algorithm=algorithm, rollout=rollout)
+    config = learner_config(tmp_path / "none", algorithm=algorithm, rollout=rollout)
     flat: dict[str, Any] = {name: getattr(batch, name).flatten() for name in ("old", "reference", "logprobs")}
     trained = batch.mask.bool().flatten()
     response = make_response(

@@ -15,7 +15,8 @@ from async_rl.config.presets import PRESETS
 from async_rl.types import Batch
 from learner.models.policy import full_parameters
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -50,7 +51,7 @@ def trained(config: Config) -> dict[str, float]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_trains(preset: str, steps: int, tiny_model_path: Path, one_rank: None) -> None:
     algorithm = algorithm_of(f"preset={preset}", f"epochs={steps}", f"minibatches={steps}")
-    metrics = trained(make_config(tiny_model_path, algorithm=algorithm))
+    metrics = trained(learner_config(tiny_model_path, algorithm=algorithm))
     moved = metrics["offpolicy/kl_proximal_learner_k3"]
     assert moved > 1e-6 if steps > 1 else moved < 1e-9
     assert (metrics["offpolicy/masked_fraction"] > 0) == (preset in ("m2po", "icepop"))
@@ -64,7 +65,7 @@ def test_the_divergence_from_the_reference_is_zero_at_first_and_then_grows(
     kind: str, advantage: str, tiny_model_path: Path, one_rank: None
 ) -> None:
     algorithm = algorithm_of(f"advantage={advantage}", f"kl={{kind: {kind}, coef: 0.1, target: 0.01}}")
-    updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+    updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
     divergences, coefficients = [], []
     for _ in range(3):
         metrics = {metric.key: metric.value for metric in updater.update(batch_with_baselines())}
@@ -81,7 +82,7 @@ def test_interpolated_proximal_logprobs_save_the_forward_pass(
     results = []
     for proximal in ("recompute", "interpolate"):
         algorithm = algorithm_of(f"proximal={proximal}", "epochs=2")
-        updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+        updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
         calls: list[int] = []
         updater.policy.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         metrics = {metric.key: metric.value for metric in updater.update(batch_with_baselines())}
@@ -95,7 +96,7 @@ def test_the_entropy_bonus_raises_the_entropy(tiny_model_path: Path, one_rank: N
     entropies = []
     for coef in (0.0, 5.0):
         algorithm = algorithm_of(f"entropy_coef={coef}")
-        updater = Updater(make_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
+        updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
         for _ in range(4):
             metrics = {metric.key: metric.value for metric in updater.update(batch_with_baselines())}
         entropies.append(metrics["policy/entropy"])

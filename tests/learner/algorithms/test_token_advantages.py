@@ -16,7 +16,8 @@ from learner.algorithms.advantages import gae
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, make_pieces
-from tests.learner.tiny_batches import make_config, make_group, make_row
+from tests.kit.configs import learner_config
+from tests.kit.groups import batch_of, make_group, make_row
 
 TURNS = [True, True, False, False, True, False, True]
 """Two tokens of the assistant, two of the environment, and so on."""
@@ -26,11 +27,11 @@ def multi_turn_batch() -> Batch:
     rows = [make_row(range(3, 3 + len(TURNS)), [-1.0] * len(TURNS), float(reward)) for reward in (1, 0)]
     for row in rows:
         row.mask[:] = TURNS
-    return Batch(version=0, groups=(make_group(0, [3, 4], rows),), finished_versions=(0,))
+    return batch_of(make_group(0, [3, 4], rows))
 
 
 def advantages_of(batch: Batch, tmp_path: Path, **algorithm: Any) -> list[list[np.ndarray]]:
-    return batch_advantages(make_config(tmp_path / "none", algorithm=AlgorithmConfig(**algorithm)), batch)
+    return batch_advantages(learner_config(tmp_path / "none", algorithm=AlgorithmConfig(**algorithm)), batch)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"])
@@ -65,7 +66,7 @@ def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: P
     for index, baseline in enumerate((0.0, 1.0)):
         group = make_group(index, [3], rows)
         groups.append(dataclasses.replace(group, baseline_reward=baseline))
-    batch = Batch(version=0, groups=tuple(groups), finished_versions=(0, 0))
+    batch = batch_of(*groups)
     got = advantages_of(batch, tmp_path, advantage="remax")
     assert [[float(a[0]) for a in group] for group in got] == [[1.0, 0.25], [0.0, -0.75]]
 
@@ -79,7 +80,7 @@ def test_gae_gives_the_reward_at_the_last_assistant_token_and_skips_other_tokens
     zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
     micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
     values, penalty = torch.linspace(0, 1, 14), torch.full((14,), 0.1) * micro.response.trained
-    config = make_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8))
+    config = learner_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8))
     got, returns = critic_advantages(config, gae, micro.response, values, torch.zeros(14), penalty)
     kept = torch.tensor(TURNS)
     for index, reward in enumerate((1.0, 0.0)):

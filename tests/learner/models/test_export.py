@@ -13,8 +13,8 @@ from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.weights import safetensors_io
 from learner.models.export import export
-from tests.rollout_server.exported import TOKENS, train_and_export
-from tests.tiny_folder import save_tiny_model
+from tests.kit.learner.exported import TOKENS, train_and_export
+from tests.kit.models import save_tiny_model
 
 
 @pytest.mark.parametrize("rank", [0, 2])

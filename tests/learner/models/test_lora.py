@@ -17,7 +17,8 @@ from async_rl.errors import ConfigError
 from learner.models.lora import without_adapters
 from learner.models.policy import full_parameters, save_policy
 from learner.updater import Updater
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
 
 CPU = torch.device("cpu")
 TOKENS = [3, 9, 4, 1, 20, 7]
@@ -25,7 +26,7 @@ TOKENS = [3, 9, 4, 1, 20, 7]
 
 def open_updater(path: Path, **lora: Any) -> Updater:
     model = ModelConfig(path=str(path), lora=LoraConfig(**{"rank": 4, "alpha": 8.0, **lora}))
-    return Updater(make_config(path, model=model), CPU)
+    return Updater(learner_config(path, model=model), CPU)
 
 
 def trained_updater(path: Path, **lora: Any) -> Updater:

@@ -14,8 +14,9 @@ from async_rl.errors import ConfigError
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models.reference import Reference
 from learner.updater import Updater
-from tests.learner.test_updater import reference_logprobs
-from tests.learner.tiny_batches import make_batch, make_config
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+from tests.kit.learner.updates import reference_logprobs
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def open_both(model_path: Path, rank: int = 0, dtype: Any = "float32", **reference: Any) -> tuple[Updater, Reference]:
     model = ModelConfig(path=str(model_path), dtype=dtype, lora=LoraConfig(rank=rank))
     algorithm = AlgorithmConfig(kl=KlConfig(kind="k2_loss"))
-    config = make_config(model_path, model=model, algorithm=algorithm, reference=ReferenceConfig(**reference))
+    config = learner_config(model_path, model=model, algorithm=algorithm, reference=ReferenceConfig(**reference))
     updater = Updater(config, CPU)
     compute = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     return updater, Reference(config, updater.policy, CPU, compute, init_device_mesh("cpu", (1,)))

@@ -22,17 +22,10 @@ from async_rl.types import Batch
 from learner.models.reward_model import RewardModel
 from learner.models.tiny_model import character_tokenizer
 from learner.updater import Updater
-from tests.learner.tiny_batches import (
-    VOCAB,
-    make_batch,
-    make_config,
-    make_episodes,
-    make_group,
-    make_row,
-    make_turns_row,
-    save_tiny_reward_model,
-)
-from tests.tiny_folder import save_tiny_model
+from tests.kit.configs import learner_config
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row
+from tests.kit.models import VOCAB, save_bare_reward_model, save_tiny_model
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -42,7 +35,7 @@ SHAPE: dict[str, Any] = {
 
 
 def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096, **sections: Any) -> RewardModel:
-    config = make_config(
+    config = learner_config(
         policy, **sections,
         reward_model=RewardModelConfig(path=str(reward)),
         learner=LearnerConfig(prompts_per_step=3, max_tokens_per_microbatch=max_tokens),
@@ -58,7 +51,7 @@ def rewards_of(batch: Batch) -> list[float]:
 def test_rewards_are_those_of_transformers_and_only_they_change(
     tiny_model_path: Path, tmp_path: Path, one_rank: None, max_tokens: int
 ) -> None:
-    reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"), max_tokens)
+    reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"), max_tokens)
     batch = make_batch()
     batch.groups[0].rows[0].tokens[-1] = 2  # the id of the padding, which transformers would step over
     scored = reward_model.score(batch)
@@ -97,7 +90,7 @@ def text_batch(policy: Path) -> Batch:
     )
     answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("5", "no idea")]
     rows = [make_row(answer, [-1.0] * len(answer), 0.0) for answer in answers]
-    return Batch(version=0, groups=(make_group(0, prompt, rows),), finished_versions=(0,))
+    return batch_of(make_group(0, prompt, rows))
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -110,7 +103,7 @@ def test_a_reward_model_with_another_vocabulary_gets_the_text_in_its_template(
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}" if has_template else None
     )
-    save_tiny_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
+    save_bare_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
     tokenizer.save_pretrained(tmp_path / "rm")
     scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(text_batch(tmp_path / "policy"))
     own = AutoTokenizer.from_pretrained(tmp_path / "rm")
@@ -128,8 +121,8 @@ def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
 ) -> None:
     rows = [make_turns_row(".rR.R", [0.5, 0.25], 0.75), make_turns_row("rR", [1.0], 1.0)]
     group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
-    reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"))
-    scored = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,)))
+    reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"))
+    scored = reward_model.score(batch_of(group))
     first, second = scored.groups[0].rows
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     assert first.reward == pytest.approx(lm(torch.tensor([[3, 4, 3, 4, 5, 6, 7]])).logits.item(), rel=1e-5)
@@ -143,8 +136,8 @@ def test_an_episode_that_ran_out_of_time_is_scored_only_where_its_part_counts(
     rows = [make_turns_row("rR", [1.0], 1.0), replace(make_turns_row("rR", [0.0], 0.0), finish_reason="timeout")]
     group = replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1]))
     task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"], on_timeout=on_timeout)
-    reward_model = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "rm"), task=task)
-    done, late = reward_model.score(Batch(version=0, groups=(group,), finished_versions=(0,))).groups[0].rows
+    reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"), task=task)
+    done, late = reward_model.score(batch_of(group)).groups[0].rows
     late_reward = 0.0 if on_timeout == "zero" else done.reward
     assert done.reward not in (0.0, 1.0)
     assert (late.reward, late.turn_rewards) == (late_reward, (late_reward,))
@@ -154,10 +147,10 @@ def test_a_reward_model_with_another_vocabulary_can_not_read_calls_of_tools(tmp_
     save_tiny_model("tiny-qwen2", tmp_path / "policy", 0)
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["2 + 3"])
-    save_tiny_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
+    save_bare_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
     tokenizer.save_pretrained(tmp_path / "rm")
     task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"])
-    config = make_config(tmp_path / "policy", task=task, reward_model=RewardModelConfig(path=str(tmp_path / "rm")))
+    config = learner_config(tmp_path / "policy", task=task, reward_model=RewardModelConfig(path=str(tmp_path / "rm")))
     with pytest.raises(ConfigError, match=r"must have the policy's vocabulary with task.tools"):
         RewardModel(config, CPU, torch.float32, init_device_mesh("cpu", (1,)))
 
@@ -166,8 +159,8 @@ def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refu
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
     with pytest.raises(ConfigError, match="must have one output, the reward, got 3 labels"):
-        open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "three", num_labels=3))
-    short = open_reward_model(tiny_model_path, save_tiny_reward_model(tmp_path / "short", max_position_embeddings=8))
+        open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "three", num_labels=3))
+    short = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "short", max_position_embeddings=8))
     with pytest.raises(AsyncRLError, match=r"has \d+ tokens, the model 8 positions"):
         short.score(make_batch())
 
@@ -175,13 +168,13 @@ def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refu
 def test_an_update_trains_on_the_models_rewards_and_reports_both(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    path = str(save_tiny_reward_model(tmp_path / "rm"))
-    config = make_config(tiny_model_path, reward_model=RewardModelConfig(path=path))
+    path = str(save_bare_reward_model(tmp_path / "rm"))
+    config = learner_config(tiny_model_path, reward_model=RewardModelConfig(path=path))
     assert not config.drops_zero_variance  # by the rule's rewards, which nothing is trained on
     batch = make_batch()
     scored = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch)
     found = {metric.key: metric.value for metric in Updater(config, CPU).update(batch)}
-    expected = {metric.key: metric.value for metric in Updater(make_config(tiny_model_path), CPU).update(scored)}
+    expected = {metric.key: metric.value for metric in Updater(learner_config(tiny_model_path), CPU).update(scored)}
     assert found.pop("reward/rule_mean") == pytest.approx(sum(rewards_of(batch)) / 12)
     assert found["reward/mean"] == pytest.approx(sum(rewards_of(scored)) / 12)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

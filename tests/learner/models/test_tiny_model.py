@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.models.tiny_model import TINY_MODELS, character_tokenizer, tiny_model
-from tests.tiny_folder import save_tiny_model
+from tests.kit.models import save_tiny_model
 
 
 def test_text_of_printable_characters_survives_encoding() -> None:

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.types import Batch
 from learner.packing.attention_mask import attention_mask
 from learner.packing.microbatches import collate
 from learner.packing.plan import Layout, Piece, make_pieces, plan_microbatches, split_minibatches
-from tests.learner.tiny_batches import make_batch, make_episodes, make_group, make_row, make_turns_row
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))
@@ -112,7 +112,7 @@ def test_a_row_of_two_pieces_by_hand() -> None:
         make_group(g, prompt, [make_row(row, [-1.0] * len(row), 1.0)])
         for g, (prompt, row) in enumerate([([5, 6], [11, 12, 13]), ([7, 8, 9], [21, 22])])
     )
-    batch = Batch(version=0, groups=groups, finished_versions=(0, 0))
+    batch = batch_of(*groups)
     pack = [Piece(0, (0,), 4), Piece(1, (0,), 4)]
     advantages = [[np.full(3, 0.5, np.float32)], [np.full(2, -0.5, np.float32)]]
     micro = collate(batch, [pack], advantages, torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_a_token_of_this_version_is_comparable_unless_its_group_kept_older_kv() 
         dataclasses.replace(make_group(i, [5, 6], rows, version=6), keeps_kv=keeps_kv)
         for i, keeps_kv in enumerate((False, True))
     ]
-    batch = Batch(version=8, groups=tuple(groups), finished_versions=(8, 8))
+    batch = batch_of(*groups, version=8)
     pieces = make_pieces(batch.groups, [(g, a) for g in (0, 1) for a in (0, 1)], 100, 1, DENSE)
     advantages = [[np.zeros(3, np.float32), np.zeros(2, np.float32)]] * 2
     micro = collate(batch, [[piece] for piece in pieces], advantages, torch.device("cpu"))
@@ -146,7 +146,7 @@ def test_a_shared_row_by_hand() -> None:
     second.versions[:] = 1
     first.mask[1] = False
     group = make_group(0, [5, 6, 7], [first, second], version=1)
-    batch = Batch(version=1, groups=(group,), finished_versions=(1,))
+    batch = batch_of(group, version=1)
     pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 16, DENSE)
     advantages = [[np.array([0.5, 0.6, 0.7], np.float32), np.array([-0.5], np.float32)]]
     micro = collate(batch, [pieces], advantages, torch.device("cpu"))
@@ -169,7 +169,7 @@ def test_rows_without_a_shared_prompt_are_packed_too(layout: Layout) -> None:
     """The token before the first one of a pack is any token of the micro-batch: the first one is not trained."""
     rows = [make_turns_row("..R", [1.0], 1.0), make_turns_row(".R", [0.0], 0.0)]
     group = dataclasses.replace(make_group(0, [], rows), episodes=make_episodes([1, 1]))
-    batch = Batch(version=0, groups=(group,), finished_versions=(0,))
+    batch = batch_of(group)
     pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 16, layout)
     assert [piece.length for piece in pieces] == ([3] if layout.sparse and layout.masked else [2, 1])
     advantages = [[np.zeros(3, np.float32), np.zeros(2, np.float32)]]

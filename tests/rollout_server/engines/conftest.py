@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import EngineInThread, with_keys
-from tests.rollout_server.engines.hf_cases import save_sharp_model
-from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
+from tests.kit.configs import server_config, with_keys
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.vllm import START_S, needs_vllm
+from tests.kit.models import save_sharp_model
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +24,7 @@ def vllm_server(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Serves `vllm_model` at version 0 or, after a test that updates weights, at a later one."""
     needs_vllm()
     folder = tmp_path_factory.mktemp("vllm-logs")
-    server = EngineInThread(with_keys(vllm_config(vllm_model), folder / "keys"), folder)
+    server = EngineInThread(with_keys(server_config("vllm", vllm_model), folder / "keys"), folder)
     server.run(server.engine.start(), START_S)
     yield server
     server.close()

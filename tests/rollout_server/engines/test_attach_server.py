@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from async_rl.config import Config, ModelConfig, TaskConfig, TimeoutsConfig, WeightSyncConfig
+from async_rl.config import Config, TimeoutsConfig, WeightSyncConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import attach_server
+from tests.kit.configs import make_config
 
-CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/chain_sum"))
+CONFIG = make_config()
 
 
 async def attach(config: Config, says: dict[str, Any], asked: list[str] | None = None) -> None:

@@ -12,17 +12,10 @@ from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.base import Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
-from tests.rollout_server.engines.hf_cases import (
-    TOLERANCE,
-    config_for,
-    recomputed_logprobs,
-    request_for,
-    same_replies,
-    save_sharp_model,
-    sharp_model,
-    with_engine,
-)
-from tests.rollout_server.engines.tags import check_tags
+from tests.kit.configs import server_config
+from tests.kit.engines.replies import TOLERANCE, recomputed_logprobs, request_for, same_replies, with_engine
+from tests.kit.engines.tags import check_tags
+from tests.kit.models import save_sharp_model, sharp_model
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +30,7 @@ async def replies_of(engine: HFEngine, indices: range, **changes: object) -> lis
 @pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-llama"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_logprobs_equal_a_recompute_by_transformers(tmp_path: Path, name: str, temperature: float) -> None:
-    config = config_for(save_sharp_model(tmp_path, name))
+    config = server_config("hf", save_sharp_model(tmp_path, name))
     groups = with_engine(config, lambda engine: replies_of(engine, range(12), temperature=temperature))
     model = sharp_model(name, seed=0).eval()
     for index, group in enumerate(groups):
@@ -49,7 +42,7 @@ def test_logprobs_equal_a_recompute_by_transformers(tmp_path: Path, name: str, t
 
 
 def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
-    groups = with_engine(config_for(folder), lambda engine: replies_of(engine, range(40), max_tokens=30))
+    groups = with_engine(server_config("hf", folder), lambda engine: replies_of(engine, range(40), max_tokens=30))
     eos = 2  # <eos> of the character tokenizer
     reasons = set()
     for reply in (c for group in groups for c in group):
@@ -62,7 +55,7 @@ def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:
 
 
 def test_token_frequencies_equal_the_reported_probabilities(folder: Path) -> None:
-    config = config_for(folder)
+    config = server_config("hf", folder)
     [group] = with_engine(config, lambda engine: replies_of(engine, range(1), n=4000, max_tokens=1))
     tokens = np.array([reply.tokens[0] for reply in group])
     for token in np.unique(tokens)[:5]:
@@ -71,7 +64,7 @@ def test_token_frequencies_equal_the_reported_probabilities(folder: Path) -> Non
 
 
 def test_the_same_seed_repeats_exactly_and_another_does_not(folder: Path) -> None:
-    config = config_for(folder)
+    config = server_config("hf", folder)
     first, again, other = (
         with_engine(config, lambda engine, seed=seed: replies_of(engine, range(10), seed=seed))
         for seed in (1, 1, 2)
@@ -91,7 +84,7 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(folder: Path) ->
             await asyncio.sleep(0.004)
         return list(reversed(await asyncio.gather(*running)))
 
-    config = config_for(folder)
+    config = server_config("hf", folder)
     separately, mixed = with_engine(config, alone), with_engine(config, staggered)
     for a, b in ((a, b) for x, y in zip(separately, mixed, strict=True) for a, b in zip(x, y, strict=True)):
         assert np.array_equal(a.tokens, b.tokens)
@@ -106,7 +99,7 @@ def test_an_evaluation_leaves_concurrent_training_answers_bit_equal(folder: Path
             await engine.generate(request_for(i, purpose=Purpose.EVALUATION, max_tokens=5))
         return await training
 
-    config = config_for(folder)
+    config = server_config("hf", folder)
     plain = with_engine(config, lambda engine: replies_of(engine, range(8), max_tokens=30))
     assert all(map(same_replies, plain, with_engine(config, with_evaluation)))
 
@@ -121,7 +114,7 @@ def test_a_greedy_baseline_is_sampled_with_the_groups_and_an_evaluation_is_not(f
             task.cancel()
         return len(engine._training), len(engine._evaluation)
 
-    assert with_engine(config_for(folder), sizes) == (2, 1)
+    assert with_engine(server_config("hf", folder), sizes) == (2, 1)
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])
@@ -141,7 +134,7 @@ def test_new_weights_in_mid_answer_change_versions_and_logprobs_at_one_token(
             engine.resume()
         return await running
 
-    replies = with_engine(config_for(folder), update_inside)
+    replies = with_engine(server_config("hf", folder), update_inside)
     changed = [c for c in replies if c.versions[-1] == 2]
     assert len({tuple(np.searchsorted(c.versions, [1, 2])) for c in changed}) == 1  # one boundary for all rows
     for reply in changed:
@@ -157,7 +150,7 @@ def test_a_new_request_after_an_update_is_all_new_weights(folder: Path) -> None:
         await engine.load_weights(dict(new.named_parameters()), version=7)
         return await engine.generate(request_for(3))
 
-    for reply in with_engine(config_for(folder), update_then_ask):
+    for reply in with_engine(server_config("hf", folder), update_then_ask):
         assert set(reply.versions.tolist()) == {7}
         expected = recomputed_logprobs(new, request_for(3), reply)
         np.testing.assert_allclose(reply.logprobs, expected, atol=TOLERANCE)
@@ -172,7 +165,7 @@ def test_requests_made_during_a_pause_wait_for_its_end(folder: Path) -> None:
         engine.resume()
         return await running
 
-    assert len(with_engine(config_for(folder), pause)) == 4
+    assert len(with_engine(server_config("hf", folder), pause)) == 4
 
 
 def test_a_cancelled_request_leaves_the_others_running(folder: Path) -> None:
@@ -183,14 +176,14 @@ def test_a_cancelled_request_leaves_the_others_running(folder: Path) -> None:
         cancelled.cancel()
         return await kept
 
-    assert len(with_engine(config_for(folder), cancel_one)) == 4
+    assert len(with_engine(server_config("hf", folder), cancel_one)) == 4
 
 
 def test_a_prompt_with_an_unknown_token_is_refused(folder: Path) -> None:
     request = request_for(0)
     bad = dataclasses.replace(request.prompt, tokens=np.array([5, 100], dtype=np.int32))
     with pytest.raises(ValueError, match=r"0\.\.99, got \[5, 100\]"):
-        with_engine(config_for(folder), lambda e: e.generate(dataclasses.replace(request, prompt=bad)))
+        with_engine(server_config("hf", folder), lambda e: e.generate(dataclasses.replace(request, prompt=bad)))
 
 
 def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: Path) -> None:
@@ -203,7 +196,7 @@ def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: P
         first = await asyncio.gather(*at_once, return_exceptions=True)
         return [*first, *await asyncio.gather(engine.generate(request_for(4)), return_exceptions=True)]
 
-    for error in with_engine(config_for(folder), break_it):
+    for error in with_engine(server_config("hf", folder), break_it):
         assert isinstance(error, ProcessDiedError)
         assert "out of memory, say" in str(error)
 
@@ -219,4 +212,4 @@ def test_a_wait_for_the_decode_thread_times_out_and_names_the_key(folder: Path) 
         release.set()
 
     timeouts = TimeoutsConfig(push_s=0.2, shutdown_s=0.2)
-    with_engine(dataclasses.replace(config_for(folder), timeouts=timeouts), hold_up)
+    with_engine(dataclasses.replace(server_config("hf", folder), timeouts=timeouts), hold_up)

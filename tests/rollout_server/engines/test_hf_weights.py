@@ -14,16 +14,10 @@ import torch
 
 from async_rl.network import authorization
 from rollout_server.engines.hf.engine import HFEngine
-from tests.conftest import with_keys
-from tests.rollout_server.engines.hf_cases import (
-    config_for,
-    recomputed_logprobs,
-    request_for,
-    save_sharp_model,
-    sharp_model,
-    with_engine,
-)
-from tests.rollout_server.engines.strangers import answered, status_of
+from tests.kit.configs import server_config, with_keys
+from tests.kit.engines.replies import recomputed_logprobs, request_for, with_engine
+from tests.kit.engines.strangers import answered, status_of
+from tests.kit.models import save_sharp_model, sharp_model
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +38,7 @@ def push_by(transport: str, folder: Path, run_dir: Path) -> Callable[[HFEngine],
     async def push(engine: HFEngine) -> list[float]:
         running = asyncio.create_task(_keep_generating(engine))
         publisher = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.rollout_server.engines.hf_publisher", transport, engine.url, str(folder),
+            sys.executable, "-m", "tests.kit.engines.hf_publisher", transport, engine.url, str(folder),
             str(run_dir), stderr=asyncio.subprocess.PIPE,
         )
         _, errors = await publisher.communicate()
@@ -79,7 +73,7 @@ async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
 def test_the_publisher_updates_a_generating_engine(transport: str, folder: Path, tmp_path: Path) -> None:
-    assert max(with_engine(config_for(folder), push_by(transport, folder, tmp_path))) < 1e-4
+    assert max(with_engine(server_config("hf", folder), push_by(transport, folder, tmp_path))) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -101,7 +95,7 @@ def test_a_push_that_breaks_off_leaves_the_old_version_serving(
             expected = recomputed_logprobs(old, request_for(1), reply)
             np.testing.assert_allclose(reply.logprobs, expected, atol=1e-4)
 
-    with_engine(config_for(folder), break_off)
+    with_engine(server_config("hf", folder), break_off)
 
 
 def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -> None:
@@ -133,7 +127,7 @@ def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -
         ]
         return [(status, response["message"]) for status, response in responses]
 
-    outside, mode, begin, shape, dtype, empty, one_tensor, whole = with_engine(config_for(folder), refused)
+    outside, mode, begin, shape, dtype, empty, one_tensor, whole = with_engine(server_config("hf", folder), refused)
     assert outside[0] == 400 and "must be sent after /begin_weight_update" in outside[1]
     assert mode[0] == 400 and "'stop'" in mode[1]
     assert begin[0] == 200 and one_tensor[0] == 200
@@ -153,12 +147,12 @@ def test_a_second_end_of_the_same_push_is_refused(folder: Path, tmp_path: Path) 
         assert engine.version == 1
         return sorted(status for status, _ in responses)
 
-    assert with_engine(config_for(folder), end_twice) == [200, 400]
+    assert with_engine(server_config("hf", folder), end_twice) == [200, 400]
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
 def test_strangers_get_no_answer_from_the_engine(folder: Path, tmp_path: Path, has_keys: bool) -> None:
-    config = config_for(folder)
+    config = server_config("hf", folder)
     if has_keys:
         config = with_keys(config, tmp_path / "keys")
     key = authorization(config.network)
@@ -192,4 +186,4 @@ def test_a_key_that_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
         writer.close()
         return reply
 
-    assert b" 401 " in with_engine(with_keys(config_for(folder), tmp_path / "keys"), ask)
+    assert b" 401 " in with_engine(with_keys(server_config("hf", folder), tmp_path / "keys"), ask)

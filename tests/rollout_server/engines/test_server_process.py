@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import socket
 import sys
@@ -14,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
-from tests.rollout_server.engines.hf_cases import config_for
+from tests.kit.configs import changed, server_config
 
 SERVER = """
 import sys
@@ -43,7 +41,7 @@ def replies(url: str) -> bool:
 def process(
     folder: Path, program: str, is_ready: Callable[[str], bool] = replies, start_s: float = 60.0
 ) -> ServerProcess:
-    config = dataclasses.replace(config_for(folder), timeouts=TimeoutsConfig(startup_s=start_s))
+    config = changed(server_config("hf", folder), timeouts={"startup_s": start_s})
     return ServerProcess(
         "server 0", folder / "log", config, environment=os.environ, is_ready=is_ready, hints=[("no such", "Make it.")],
         command=lambda port: [sys.executable, "-c", program, str(port)],

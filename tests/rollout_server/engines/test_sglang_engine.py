@@ -18,17 +18,12 @@ from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from tests.conftest import EngineInThread, sglang_config
-from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model
-from tests.rollout_server.engines.sglang_cases import (
-    TOLERANCE,
-    generate,
-    largest_error,
-    load_model,
-    logprobs_of,
-    update_in_place,
-)
-from tests.rollout_server.engines.strangers import answered, listed_routes
+from tests.kit.configs import server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, from_scratch, generate, largest_error, request_for
+from tests.kit.engines.sglang import update_in_place
+from tests.kit.engines.strangers import answered, listed_routes
+from tests.kit.models import load_model, save_sharp_model
 
 pytestmark = pytest.mark.e2e
 
@@ -113,7 +108,7 @@ def test_an_update_in_mid_answer_changes_versions_where_weights_changed(
     for reply in split:
         cut = int((reply.versions == 0).sum())
         assert (np.diff(reply.versions) >= 0).all()
-        error = np.abs(reply.logprobs - logprobs_of(old, prompt, reply.tokens, 0.3))
+        error = np.abs(reply.logprobs - from_scratch(old, prompt, reply.tokens, 0.3))
         assert error[:cut].max() < TOLERANCE
         assert error[cut : cut + 20].max() > 0.1
 
@@ -146,7 +141,7 @@ def test_requests_with_a_shared_cache_key_read_stale_kv(
         body = {"input_ids": prompt.tolist(), "return_logprob": True, "sampling_params": sampling}
         response = SGLangAdmin(sglang_server.config, sglang_server.engine.url).ask("POST", "/generate", body)
         logprob, token, _ = response["meta_info"]["output_token_logprobs"][0]
-        return abs(logprob - logprobs_of(load_model(folder), prompt, np.array([token]), 1.0)[0])
+        return abs(logprob - from_scratch(load_model(folder), prompt, np.array([token]), 1.0)[0])
 
     logprob_error()
     update_in_place(sglang_server, folder, version=2)
@@ -169,7 +164,7 @@ def save_qwen3(folder: Path) -> Path:
 @pytest.mark.parametrize("family", [pytest.param("tiny-llama", marks=pytest.mark.nightly), "qwen3"])
 def test_other_families_have_the_logprobs_of_transformers_too(family: str, tmp_path: Path) -> None:
     folder = save_qwen3(tmp_path) if family == "qwen3" else save_sharp_model(tmp_path, family)
-    server = EngineInThread(sglang_config(folder), tmp_path / "logs")
+    server = EngineInThread(server_config("sglang", folder), tmp_path / "logs")
     try:
         server.run(server.engine.start())
         groups = [request_for(i, max_tokens=30, temperature=0.7) for i in range(6)]
@@ -180,7 +175,7 @@ def test_other_families_have_the_logprobs_of_transformers_too(family: str, tmp_p
 
 @pytest.mark.nightly
 def test_garbage_collection_skips_objects_from_before_the_first_request(model_folder: Path, tmp_path: Path) -> None:
-    server = EngineInThread(sglang_config(model_folder, server_args={"log_level": "debug"}), tmp_path)
+    server = EngineInThread(server_config("sglang", model_folder, server_args={"log_level": "debug"}), tmp_path)
     try:
         server.run(server.engine.start())
     finally:
@@ -191,7 +186,7 @@ def test_garbage_collection_skips_objects_from_before_the_first_request(model_fo
 
 
 def test_a_server_that_dies_at_start_shows_its_log_and_a_hint(model_folder: Path, tmp_path: Path) -> None:
-    server = EngineInThread(sglang_config(model_folder, server_args={"no_such_flag": 1}), tmp_path)
+    server = EngineInThread(server_config("sglang", model_folder, server_args={"no_such_flag": 1}), tmp_path)
     with pytest.raises(ProcessDiedError) as failure:
         server.run(server.engine.start())
     server.close()

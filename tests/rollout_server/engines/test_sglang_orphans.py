@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.kit.engines.orphans import ROOT, running_in, wait_until
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path
 from rollout_server.engines.base import open_engine
-from tests.conftest import sglang_config
+from tests.kit.configs import server_config
 
 async def main():
-    engine = open_engine(sglang_config(Path(sys.argv[1])), 0, Path(sys.argv[2]))
+    engine = open_engine(server_config("sglang", Path(sys.argv[1])), 0, Path(sys.argv[2]))
     await engine.start()
     print("ready", flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
 """
-
-
-def running_in(sessions: set[int]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    return condition()
 
 
 @pytest.mark.e2e

@@ -17,13 +17,10 @@ import pytest
 
 from async_rl.config import (
     Config,
-    EvalConfig,
-    LearnerConfig,
     ModelConfig,
     PlacementConfig,
     RolloutConfig,
     StalenessConfig,
-    TaskConfig,
     TimeoutsConfig,
     WeightSyncConfig,
 )
@@ -31,7 +28,8 @@ from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
 from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
-from tests.rollout_server.engines.hf_cases import request_for
+from tests.kit.configs import make_config
+from tests.kit.engines.replies import request_for
 
 MODEL = SimpleNamespace(
     max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -40,10 +38,9 @@ MODEL = SimpleNamespace(
 
 
 def config(**rollout: Any) -> Config:
-    return Config(
-        model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/x", max_prompt_tokens=100),
-        rollout=RolloutConfig(group_size=4, **({"max_response_tokens": 50} | rollout)),
-        learner=LearnerConfig(prompts_per_step=8), eval=EvalConfig(size=10, samples=2),
+    return make_config(
+        task={"max_prompt_tokens": 100}, rollout={"group_size": 4, "max_response_tokens": 50, **rollout},
+        learner={"prompts_per_step": 8}, eval={"size": 10, "samples": 2},
     )
 
 
@@ -72,7 +69,7 @@ def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -
 
 
 def test_the_server_finds_a_model_that_is_given_relative_to_the_drivers_folder() -> None:
-    assert flags(config())["model-path"] == str(Path.cwd() / "m")
+    assert flags(config())["model-path"] == str(Path.cwd() / "none")
 
 
 def test_on_a_gpu_the_memory_fraction_is_used_and_weights_are_bfloat16() -> None:

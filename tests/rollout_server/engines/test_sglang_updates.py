@@ -21,12 +21,14 @@ from async_rl.weights import open_publisher
 from async_rl.weights.base import Tolerance
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from tests.conftest import EngineInThread, sglang_config
-from tests.rollout_server.engines.hf_cases import request_for, sharp_model
-from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model, update_in_place
-from tests.rollout_server.engines.tags import check_tags
-from tests.rollout_server.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
-from tests.rollout_server.exported import train_and_export
+from tests.kit.configs import changed, server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.sglang import update_in_place
+from tests.kit.engines.tags import check_tags
+from tests.kit.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
+from tests.kit.learner.exported import train_and_export
+from tests.kit.models import load_model, sharp_model
 
 pytestmark = pytest.mark.e2e
 
@@ -58,9 +60,9 @@ def push(config: Config, url: str) -> int:
 
 
 def pushing_over_disk(server: EngineInThread, on_update: str, folder: Path) -> Config:
-    return dataclasses.replace(
-        server.config, run=dataclasses.replace(server.config.run, dir=str(folder)),
-        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk", bucket_bytes=100_000),  # type: ignore
+    return changed(
+        server.config, run={"dir": folder},
+        weight_sync=WeightSyncConfig(on_update=on_update, transport="disk", bucket_bytes=100_000),
     )
 
 
@@ -216,7 +218,7 @@ def test_an_exported_checkpoint_is_served_with_the_logprobs_of_transformers(
 @pytest.mark.nightly
 def test_a_server_starts_from_an_exported_checkpoint(model_folder: Path, tmp_path: Path, one_rank: None) -> None:
     train_and_export(model_folder, tmp_path, rank=0)
-    server = EngineInThread(sglang_config(tmp_path / "out"), tmp_path)
+    server = EngineInThread(server_config("sglang", tmp_path / "out"), tmp_path)
     server.run(server.engine.start())
     try:
         check_logprobs(server, tmp_path / "out", model_folder)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from async_rl.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from async_rl.config import Config, RolloutConfig
 from async_rl.driver.preflight import check_model
 from async_rl.errors import ConfigError
+from tests.kit.configs import make_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 
@@ -21,7 +22,7 @@ def config_with(folder: Path, model_type: str, architecture: str) -> Config:
     model = AutoConfig.for_model(model_type)
     model.architectures = [architecture]
     model.save_pretrained(folder)
-    return Config(model=ModelConfig(path=str(folder)), task=TaskConfig(name="reasoning_gym/chain_sum"))
+    return make_config(folder)
 
 
 @pytest.mark.parametrize(

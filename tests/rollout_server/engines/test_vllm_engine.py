@@ -16,18 +16,12 @@ from async_rl.network import authorization
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
-from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error, load_model
-from tests.rollout_server.engines.strangers import answered, listed_routes
-from tests.rollout_server.engines.vllm_cases import (
-    MODELS,
-    START_S,
-    needs_vllm,
-    push,
-    pushing,
-    vllm_config,
-)
+from tests.kit.configs import server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.strangers import answered, listed_routes
+from tests.kit.engines.vllm import MODELS, START_S, needs_vllm, push, pushing
+from tests.kit.models import load_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -141,7 +135,7 @@ def test_an_untied_model_with_biases_has_the_logprobs_of_transformers_too(tmp_pa
         initializer_range=0.2, eos_token_id=2, pad_token_id=0,
     )).save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
-    server = EngineInThread(vllm_config(tmp_path), tmp_path / "logs")
+    server = EngineInThread(server_config("vllm", tmp_path), tmp_path / "logs")
     try:
         server.run(server.engine.start(), START_S)
         groups = [request_for(i, max_tokens=30, temperature=0.7) for i in range(6)]
@@ -152,7 +146,7 @@ def test_an_untied_model_with_biases_has_the_logprobs_of_transformers_too(tmp_pa
 
 def test_a_server_that_dies_at_start_shows_its_log_and_a_hint(vllm_model: Path, tmp_path: Path) -> None:
     needs_vllm()
-    server = EngineInThread(vllm_config(vllm_model, server_args={"no_such_flag": 1}), tmp_path)
+    server = EngineInThread(server_config("vllm", vllm_model, server_args={"no_such_flag": 1}), tmp_path)
     with pytest.raises(ProcessDiedError) as failure:
         server.run(server.engine.start(), START_S)
     server.close()

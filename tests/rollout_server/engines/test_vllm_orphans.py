@@ -15,20 +15,20 @@ import pytest
 
 from async_rl.errors import ProcessDiedError, WeightSyncError
 from rollout_server.engines.vllm.admin import VLLMAdmin
-from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import generate
-from tests.rollout_server.engines.test_sglang_orphans import ROOT, running_in, wait_until
-from tests.rollout_server.engines.vllm_cases import START_S, needs_vllm, vllm_config
+from tests.kit.configs import server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.orphans import ROOT, running_in, wait_until
+from tests.kit.engines.replies import generate, request_for
+from tests.kit.engines.vllm import START_S, needs_vllm
 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
 from rollout_server.engines.base import open_engine
-from tests.rollout_server.engines.vllm_cases import vllm_config
+from tests.kit.engines.vllm import server_config
 
 async def main():
-    engine = open_engine(vllm_config(Path(sys.argv[1])), 0, Path(sys.argv[2]))
+    engine = open_engine(server_config("vllm", Path(sys.argv[1])), 0, Path(sys.argv[2]))
     await engine.start()
     print("ready", flush=True)
     await asyncio.sleep(600)
@@ -60,7 +60,7 @@ def test_nothing_of_vllm_is_left_after_sigkill_of_the_parent(vllm_model: Path, t
 def test_a_server_ends_when_its_engine_dies_while_a_push_waits_for_it(vllm_model: Path, tmp_path: Path) -> None:
     """vLLM would wait for the end of the push's request, which never comes, and the run with it."""
     needs_vllm()
-    server = EngineInThread(vllm_config(vllm_model), tmp_path)
+    server = EngineInThread(server_config("vllm", vllm_model), tmp_path)
     try:
         server.run(server.engine.start(), START_S)
         admin = VLLMAdmin(server.config, server.engine.url)

@@ -17,13 +17,10 @@ import torch
 
 from async_rl.config import (
     Config,
-    EvalConfig,
-    LearnerConfig,
     ModelConfig,
     PlacementConfig,
     RolloutConfig,
     RolloutPlacement,
-    TaskConfig,
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
@@ -39,7 +36,9 @@ from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors,
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
 from rollout_server.engines.vllm.share_bucket import share_bucket
 from rollout_server.engines.vllm.vllm_process import server_environment, server_python
-from tests.rollout_server.engines.hf_cases import request_for, save_sharp_model, sharp_model
+from tests.kit.configs import make_config
+from tests.kit.engines.replies import request_for
+from tests.kit.models import save_sharp_model, sharp_model
 
 MODEL = SimpleNamespace(
     max_position_embeddings=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -48,10 +47,10 @@ MODEL = SimpleNamespace(
 
 
 def config(**rollout: Any) -> Config:
-    return Config(
-        model=ModelConfig(path="m"), task=TaskConfig(name="reasoning_gym/x", max_prompt_tokens=100),
-        rollout=RolloutConfig(engine="vllm", group_size=4, **({"max_response_tokens": 50} | rollout)),
-        learner=LearnerConfig(prompts_per_step=8), eval=EvalConfig(size=10, samples=2),
+    return make_config(
+        task={"max_prompt_tokens": 100},
+        rollout={"engine": "vllm", "group_size": 4, "max_response_tokens": 50, **rollout},
+        learner={"prompts_per_step": 8}, eval={"size": 10, "samples": 2},
     )
 
 

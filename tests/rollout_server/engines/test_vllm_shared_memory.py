@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import WeightSyncConfig
-from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for
-from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error
-from tests.rollout_server.engines.vllm_cases import MODELS, push
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.vllm import MODELS, push
 
 
 @pytest.mark.e2e

@@ -17,12 +17,12 @@ from async_rl.seams.engines import UPDATE_POLICIES
 from async_rl.weights import open_publisher
 from rollout_server.engines.base import SampledReply
 from rollout_server.engines.vllm.admin import VLLMAdmin
-from tests.conftest import EngineInThread
-from tests.rollout_server.engines.hf_cases import request_for, sharp_model
-from tests.rollout_server.engines.sglang_cases import TOLERANCE, generate, largest_error
-from tests.rollout_server.engines.tags import check_tags
-from tests.rollout_server.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
-from tests.rollout_server.engines.vllm_cases import MODELS, VERSIONS, connected, new_version, push, pushing
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.tags import check_tags
+from tests.kit.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
+from tests.kit.engines.vllm import MODELS, VERSIONS, connected, new_version, push, pushing
+from tests.kit.models import sharp_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 

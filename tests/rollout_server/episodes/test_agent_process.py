@@ -13,13 +13,13 @@ from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.question import Question
-from tests.rollout_server.episodes import example_agents
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.kit.episodes import example_agents
+from tests.kit.episodes.sessions import scripted, session_of
 
 pytestmark = pytest.mark.processes
 
 TOKENIZER = character_tokenizer()
-PLACE = "tests.rollout_server.episodes.example_agents"
+PLACE = "tests.kit.episodes.example_agents"
 LIMITS = EpisodeLimits(tool_s=5, turn_s=10, episode_s=20)
 
 
@@ -60,7 +60,7 @@ def test_many_episodes_share_the_process_of_an_agent(tmp_path: Path) -> None:
 def test_modules_of_the_agent_win_over_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "faults.py").write_text("from example_agents import solve as work\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(example_agents.__file__).parent))
     (episode,) = played("work", tmp_path, module="faults")
     assert (episode.end, episode.reward) == ("done", 1.0), episode.error
 

@@ -19,8 +19,8 @@ from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyR
 from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.question import Question
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.episodes.sessions import scripted, session_of
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id

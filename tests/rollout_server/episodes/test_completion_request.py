@@ -12,8 +12,9 @@ from rollout_server.episodes.agents.completion_request import CompletionRequest,
 from rollout_server.episodes.conversation.messages import Message, plain_messages, prefix_digests, user
 from rollout_server.episodes.conversation.reply_reader import json_calls
 from rollout_server.episodes.conversation.session import EpisodeOver
-from tests.rollout_server.episodes.fake_engine import completion, session_of
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.engines.fakes import completion
+from tests.kit.episodes.sessions import session_of
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

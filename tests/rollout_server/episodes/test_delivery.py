@@ -14,9 +14,10 @@ from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
-from tests.rollout_server.episodes.endpoint_session import ASK, ENDS, post, with_session
-from tests.rollout_server.episodes.endpoint_session import TOKENIZER as QWEN
-from tests.rollout_server.episodes.fake_engine import completion, session_of
+from tests.kit.engines.fakes import completion
+from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
+from tests.kit.episodes.endpoint import TOKENIZER as QWEN
+from tests.kit.episodes.sessions import session_of
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, SftConfig, TaskConfig
+from async_rl.config import RunConfig, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer, tool_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
@@ -22,6 +22,7 @@ from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
 from rollout_server.episodes.tools.tool import Tool
 from rollout_server.question import Question
+from tests.kit.configs import make_config
 
 HERE = __name__
 GUESS = "rollout_server.episodes.environments.guess"
@@ -82,9 +83,7 @@ def takes_one(messages: Sequence[Message]) -> str:
 def play(env: str = f"{HERE}:Ask", oracle: str = f"{HERE}:echo", count: int = 3, **settings: Any) -> list[Episode]:
     task = TaskConfig(env=env, size=settings.pop("size", 100), name=settings.pop("name", ""))
     run = RunConfig(seed=settings.pop("seed", 0))
-    config = Config(
-        model=ModelConfig(path="m"), task=task, run=run, rollout=RolloutConfig(**settings), sft=SftConfig(oracle=oracle)
-    )
+    config = make_config(task=task, run=run, rollout=settings, sft={"oracle": oracle})
     return Demonstrator(config, TOKENIZER).play(count)
 
 
@@ -158,9 +157,9 @@ SPELL = "reasoning_gym/spell_backward"
     ids=["environment", "tools", "agent"],
 )
 def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskConfig, reward: float) -> None:
-    config = Config(
-        model=ModelConfig(path="m"), task=task, rollout=RolloutConfig(max_response_tokens=200, max_episode_tokens=900),
-        sft=SftConfig(base="tiny-qwen3-tools", oracle=f"{HERE}:calls_once"),
+    config = make_config(
+        task=task, rollout={"max_response_tokens": 200, "max_episode_tokens": 900},
+        sft={"base": "tiny-qwen3-tools", "oracle": f"{HERE}:calls_once"},
     )  # fmt: skip
     tokenizer = tool_tokenizer()
     episodes = Demonstrator(config, tokenizer).play(3)
@@ -174,18 +173,17 @@ def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskCo
 
 @pytest.mark.processes
 def test_an_agent_in_a_process_of_its_own_is_shown_too(tmp_path: Path) -> None:
-    config = Config(
-        model=ModelConfig(path=str(tmp_path)), rollout=RolloutConfig(max_response_tokens=200, max_episode_tokens=900),
-        task=TaskConfig(name=SPELL, size=4, agent=f"{HERE}:asks", agent_python=sys.executable),
-        sft=SftConfig(base="tiny-qwen3-tools", oracle=f"{HERE}:calls_once"),
+    config = make_config(
+        tmp_path, task={"name": SPELL, "size": 4, "agent": f"{HERE}:asks", "agent_python": sys.executable},
+        rollout={"max_response_tokens": 200, "max_episode_tokens": 900},
+        sft={"base": "tiny-qwen3-tools", "oracle": f"{HERE}:calls_once"},
     )  # fmt: skip
     assert summary_of(Demonstrator(config, tool_tokenizer()).play(2)) == "2 episodes of the oracle, mean reward 1.000"
 
 
 def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:
-    config = Config(
-        model=ModelConfig(path="m"), task=TaskConfig(name=SPELL, tools=[f"{HERE}:look"]),
-        sft=SftConfig(oracle=f"{HERE}:calls_once"),
+    config = make_config(
+        task={"name": SPELL, "tools": [f"{HERE}:look"]}, sft={"oracle": f"{HERE}:calls_once"}
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser must be .* knows no tools, set sft.base to"):
         Demonstrator(config, TOKENIZER)
@@ -231,8 +229,6 @@ def test_what_is_wrong_with_an_oracle_or_its_environment_is_an_error(names: dict
 def test_the_base_must_have_a_chat_template_that_only_appends() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
-    config = Config(
-        model=ModelConfig(path="m"), task=TaskConfig(env=f"{HERE}:Ask"), sft=SftConfig(oracle=f"{HERE}:echo")
-    )
+    config = make_config(task=TaskConfig(env=f"{HERE}:Ask"), sft={"oracle": f"{HERE}:echo"})
     with pytest.raises(ConfigError, match="the chat template writes a user message differently"):
         Demonstrator(config, tokenizer)

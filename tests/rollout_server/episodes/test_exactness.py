@@ -28,9 +28,11 @@ from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.engine_sampler import GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.single_turn import SingleTurnPlayer
-from tests.conftest import EngineInThread, sglang_config
-from tests.rollout_server.engines.hf_cases import config_for, save_sharp_model, with_engine
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.configs import server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import with_engine
+from tests.kit.models import save_sharp_model
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOLERANCE = 1e-4
 LIMITS = SessionLimits(max_tokens=400, max_reply_tokens=12, max_turns=20)
@@ -149,7 +151,7 @@ def test_logprobs_of_all_turns_are_those_of_the_hf_engine_version(family: str, t
 
         return await play_group(engine, family, 6, turn_ended)
 
-    episodes = with_engine(config_for(tmp_path / "0"), play)
+    episodes = with_engine(server_config("hf", tmp_path / "0"), play)
     assert check(episodes, models) == {0, 1}
 
 
@@ -157,7 +159,7 @@ def test_logprobs_of_all_turns_are_those_of_the_hf_engine_version(family: str, t
 def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineInThread, list[Any], Path]]:
     folder = tmp_path_factory.mktemp("models")
     models = save_models(folder, "qwen2_5")
-    server = EngineInThread(sglang_config(folder / "0"), tmp_path_factory.mktemp("logs"))
+    server = EngineInThread(server_config("sglang", folder / "0"), tmp_path_factory.mktemp("logs"))
     server.run(server.engine.start())
     yield server, models, folder
     server.close()
@@ -216,7 +218,7 @@ def test_a_group_of_questions_samples_what_it_samples_without_episodes(tmp_path:
             assert row.finish_reason == answer.finish_reason
             assert played.answer == tokenizer.decode(answer.tokens, skip_special_tokens=True)
 
-    with_engine(config_for(save_sharp_model(tmp_path)), play)
+    with_engine(server_config("hf", save_sharp_model(tmp_path)), play)
 
 
 def test_replies_of_other_episodes_and_turns_have_other_random_numbers() -> None:

@@ -28,7 +28,7 @@ from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.demonstrations import OracleSession
 from rollout_server.episodes.players.engine_sampler import GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
-from tests.rollout_server.engines.hf_cases import config_for
+from tests.kit.configs import server_config
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -106,7 +106,7 @@ def test_a_tiny_model_learns_to_follow_chains(tmp_path: Path) -> None:
             step(model, optimizer, rows, [1.0] * len(rows))
         model.save_pretrained(tmp_path)
         TOKENIZER.save_pretrained(tmp_path)
-        config = config_for(tmp_path)
+        config = server_config("hf", tmp_path)
         engine = HFEngine(dataclasses.replace(config), 0)
         await engine.start()
         try:

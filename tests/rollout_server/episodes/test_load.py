@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.config import TaskConfig
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.players.load import load_agent, load_env, load_task_env
 from rollout_server.question import Question
+from tests.kit.configs import make_config
 
 HERE = "tests.rollout_server.episodes.test_load"
 QUESTION = Question(messages=({"role": "user", "content": "2+2?"},), ground_truth="4")
@@ -95,7 +96,7 @@ def test_params_are_those_of_the_task_with_a_name_and_else_of_the_environment() 
 
     def opened(env: str, **task: Any) -> Any:
         task = {"env": f"{HERE}:{env}", **task}
-        return load_task_env(Config(model=ModelConfig(path="m"), task=TaskConfig(**task)))(prompt, 6)
+        return load_task_env(make_config(task=TaskConfig(**task)))(prompt, 6)
 
     assert opened("Asking", path="x.jsonl", params={"level": 3}).values == (QUESTION, 6, 3)
     named = {"name": "reasoning_gym/chain_sum", "params": {"min_terms": 3}}

@@ -13,12 +13,10 @@ from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.messages import user
-from rollout_server.episodes.tools.tool import Tool
-from tests.rollout_server.episodes.endpoint_session import ASK, ENDS, TOKENIZER, client, post, with_session
-from tests.rollout_server.episodes.example_tools import add
-from tests.rollout_server.episodes.fake_engine import completion
+from tests.kit.engines.fakes import completion
+from tests.kit.episodes.endpoint import ADD, ASK, ENDS, TOKENIZER, client, post, with_session
+from tests.kit.episodes.example_tools import add
 
-ADD = Tool.from_function(add).schema
 CALL = 'I add.\n<tool_call>\n{"name":"add",  "arguments":{"a":17,"b":25}}\n</tool_call>'
 TWO_CALLS = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
 

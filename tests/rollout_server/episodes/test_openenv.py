@@ -14,7 +14,7 @@ from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.environments.openenv import OpenEnv
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.env_runner import EnvRunner
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.kit.episodes.sessions import scripted, session_of
 
 TOKENIZER = character_tokenizer()
 LIMITS = EpisodeLimits(tool_s=5, turn_s=5, episode_s=10)

@@ -16,7 +16,7 @@ from async_rl.storage.model_folder import load_tokenizer
 from learner.models.tiny_model import character_tokenizer, tiny_model, tool_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import LARGE_CHARACTERS, TurnRenderer
-from tests.rollout_server.episodes.tokenizers import FAMILIES, end_tokens, tokenizer_of
+from tests.kit.tokenizers import FAMILIES, end_tokens, tokenizer_of
 
 TOOL: Message = {"role": "tool", "content": "42", "tool_call_id": "call_1", "name": "add"}
 ADD = {

@@ -23,9 +23,9 @@ from rollout_server.episodes.conversation.reply_reader import (
     open_parser,
 )
 from rollout_server.episodes.conversation.session import Session, SessionLimits
-from tests.conftest import EngineInThread
-from tests.rollout_server.episodes.fake_engine import completion
-from tests.rollout_server.episodes.tokenizers import end_tokens, template, tokenizer_of
+from tests.kit.engines.fakes import completion
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.tokenizers import end_tokens, template, tokenizer_of
 
 ADD = ("add", '{"a": 1}')
 SCHEMA = {

@@ -12,8 +12,9 @@ from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.rows import num_shared_tokens
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
-from tests.rollout_server.episodes.fake_engine import completion, scripted, session_of
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.engines.fakes import completion
+from tests.kit.episodes.sessions import scripted, session_of
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id

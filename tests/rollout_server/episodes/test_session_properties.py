@@ -17,8 +17,9 @@ from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ReplyReader
 from rollout_server.episodes.conversation.rows import WholeRow, num_shared_tokens
 from rollout_server.episodes.conversation.session import EpisodeOver, Session, SessionLimits
-from tests.rollout_server.episodes.fake_engine import RandomEngine, completion
-from tests.rollout_server.episodes.tokenizers import FAMILIES, end_tokens, tokenizer_of
+from tests.kit.engines.fakes import completion
+from tests.kit.episodes.sessions import RandomEngine
+from tests.kit.tokenizers import FAMILIES, end_tokens, tokenizer_of
 
 WORDS = [
     "fox",

@@ -11,7 +11,7 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.group_rows import question_rows
 from rollout_server.episodes.players.single_turn import SingleTurnPlayer
-from tests.rollout_server.episodes.fake_engine import completion
+from tests.kit.engines.fakes import completion
 
 TOKENIZER = character_tokenizer()
 END = TOKENIZER.eos_token_id

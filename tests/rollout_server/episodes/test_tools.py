@@ -18,11 +18,11 @@ from rollout_server.episodes.players.question_env import QuestionEnv
 from rollout_server.episodes.tools.tool import MAX_CALLS, MAX_RESULT_CHARACTERS, Tool, ToolCaller, load_tools
 from rollout_server.episodes.user_code.time_limits import ForeignCode
 from rollout_server.question import Question
-from tests.rollout_server.episodes import example_tools
-from tests.rollout_server.episodes.fake_engine import LIMITS, scripted
-from tests.rollout_server.episodes.tokenizers import end_tokens, tokenizer_of
+from tests.kit.episodes import example_tools
+from tests.kit.episodes.sessions import LIMITS, scripted
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
-PLACE = "tests.rollout_server.episodes.example_tools"
+PLACE = "tests.kit.episodes.example_tools"
 
 
 def call(name: str, arguments: Any, number: int = 0) -> ToolCall:

@@ -7,20 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, TaskConfig
+from async_rl.config import TaskConfig
 from async_rl.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards import math_checker
 from rollout_server.rewards.base import num_threads, open_reward
 from rollout_server.rewards.rules import gsm8k, math_verify, rule_for_source
+from tests.kit.configs import changed, make_config
 
-CONFIG = Config(model=ModelConfig(path="m"), task=TaskConfig(path="x.parquet"))
+CONFIG = make_config(task=TaskConfig(path="x.parquet"))
 
 
 def about(answer: Any) -> Question:
@@ -179,7 +179,7 @@ def test_there_is_a_math_verify_process_for_each_core_within_bounds(
 
 @pytest.mark.parametrize("name", ["", "gsm8k", "math_verify", "my_rewards:score"])
 def test_no_more_threads_score_by_a_rule_than_there_are_math_verify_processes(name: str) -> None:
-    config = replace(CONFIG, task=replace(CONFIG.task, reward=name))
+    config = changed(CONFIG, task={"reward": name})
     assert num_threads(config) == (32 if ":" in name else math_checker.num_children())
 
 
@@ -193,7 +193,7 @@ def test_the_source_of_a_row_picks_the_rule() -> None:
 
 def test_a_rule_is_named_in_the_config() -> None:
     def reward(name: str) -> float:
-        config = replace(CONFIG, task=replace(CONFIG.task, reward=name))
+        config = changed(CONFIG, task={"reward": name})
         return open_reward(config, None)(about("3"), "It is 3")
 
     assert reward("gsm8k") == 0
@@ -206,7 +206,7 @@ def test_a_custom_function_gets_the_question_and_the_response(
     code = "seen = []\ndef score(*arguments):\n    seen.append(arguments)\n    return 0.25\n"
     (tmp_path / "my_rewards.py").write_text(code)
     monkeypatch.chdir(tmp_path)  # the user's module is found where the command is run
-    config = replace(CONFIG, task=replace(CONFIG.task, reward="my_rewards:score"))
+    config = changed(CONFIG, task={"reward": "my_rewards:score"})
     assert open_reward(config, None)(about("3"), "It is 3") == 0.25
     assert sys.modules["my_rewards"].seen == [(about("3"), "It is 3")]
 
@@ -224,7 +224,7 @@ def test_a_custom_function_gets_the_question_and_the_response(
 )
 def test_a_reward_that_can_not_be_found_is_a_clear_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=name)), None)
+        open_reward(changed(CONFIG, task={"reward": name}), None)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_reward_module_that_raises_is_named_with_file_and_line(
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"task\.reward '{module}:score' can't be imported from .*: {message}"):
-        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)
+        open_reward(changed(CONFIG, task={"reward": f"{module}:score"}), None)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_reward_with_another_number_of_parameters_is_refused_at_the_start(
     monkeypatch.syspath_prepend(tmp_path)
     message = rf"must be a `def score\(question, response\)`, got score{re.escape(takes)}: .*The question has messages"
     with pytest.raises(ConfigError, match=message):
-        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)
+        open_reward(changed(CONFIG, task={"reward": f"{module}:score"}), None)
 
 
 @pytest.mark.parametrize("parameters", ["*arguments", "question, response, scale=2.0"])
@@ -268,7 +268,7 @@ def test_a_reward_that_two_arguments_suit_is_taken(
     module = f"reward_with_{len(parameters)}"
     (tmp_path / f"{module}.py").write_text(f"def score({parameters}): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    config = replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score"))
+    config = changed(CONFIG, task={"reward": f"{module}:score"})
     assert open_reward(config, None)(about("3"), "It is 3") == 1
 
 
@@ -280,4 +280,4 @@ def test_a_reward_that_is_async_is_refused_at_the_start(
     (tmp_path / f"{module}.py").write_text(f"{code} return 1.0\n" + ("score = Score()" if "class" in code else ""))
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"task\.reward '.*:score' must be a `def`, got an `async def`\. It runs in"):
-        open_reward(replace(CONFIG, task=replace(CONFIG.task, reward=f"{module}:score")), None)
+        open_reward(changed(CONFIG, task={"reward": f"{module}:score"}), None)

@@ -8,13 +8,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.config import Config, EvalConfig, ModelConfig, TaskConfig
+from async_rl.config import Config, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.rewards.base import open_reward
 from rollout_server.rewards.rules import gsm8k
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
+from tests.kit.configs import make_config
 
 TOKENIZER = character_tokenizer()
 GSM8K = Path("/work/shared/data/gsm8k")
@@ -42,10 +43,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) -> tuple[Config, Task]:
-    config = Config(
-        model=ModelConfig(path="m"), task=TaskConfig(path=str(path), eval_path=eval_path, **task),
-        eval=EvalConfig(size=eval_size),
-    )
+    config = make_config(task=TaskConfig(path=str(path), eval_path=eval_path, **task), eval={"size": eval_size})
     return config, open_task(config, TOKENIZER)
 
 

@@ -2,26 +2,26 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from async_rl.config import Config, EvalConfig, ModelConfig, RunConfig, TaskConfig
+from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task
+from tests.kit.configs import changed, make_config
 
 TOKENIZER = character_tokenizer()
 
 
 def config_of(name: str = "spell_backward", *, seed: int = 0, eval_size: int = 50, **task: Any) -> Config:
-    return Config(
-        model=ModelConfig(path="m"), task=TaskConfig(name=f"reasoning_gym/{name}", **{"size": 100, **task}),
-        run=RunConfig(seed=seed), eval=EvalConfig(size=eval_size),
+    return make_config(
+        task={"name": f"reasoning_gym/{name}", "size": 100, **task}, run={"seed": seed},
+        eval={"size": eval_size},
     )
 
 
@@ -182,7 +182,7 @@ def test_a_task_without_reference_answers_can_not_warm_start() -> None:
 def test_the_seed_of_the_order_differs_from_epoch_to_epoch_and_run_to_run() -> None:
     config = config_of()
     one = open_task(config, TOKENIZER)
-    again = open_task(replace(config, run=replace(config.run, steps=7)), TOKENIZER)
+    again = open_task(changed(config, run={"steps": 7}), TOKENIZER)
     assert texts(one, range(20)) == texts(again, range(20))
 
 

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from async_rl.config.loading import load_config
-from tests.e2e.assembled import Run, run_assembled
-from tests.rollout_server.engines.vllm_cases import needs_vllm
-from tests.rollout_server.episodes.packages.environment import new_environment
-from tests.tiny_folder import save_tiny_model
+from tests.kit.assembled import Run, run_assembled
+from tests.kit.engines.vllm import needs_vllm
+from tests.kit.models import save_tiny_model
+from tests.kit.virtual_environments import new_environment
 
 HERE = Path(__file__).parent
 STEPS = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout_server.episodes.packages.environment import ROOT, environment_variables, new_environment
+from tests.kit.virtual_environments import ROOT, environment_variables, new_environment
 
 HERE = Path(__file__).parent
 

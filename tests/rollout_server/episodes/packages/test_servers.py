@@ -24,8 +24,8 @@ from rollout_server.episodes.environments.verifiers_server import solve
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.question import Question
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
-from tests.rollout_server.episodes.packages.environment import new_environment
+from tests.kit.episodes.sessions import scripted, session_of
+from tests.kit.virtual_environments import new_environment
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

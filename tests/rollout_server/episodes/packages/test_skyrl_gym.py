@@ -9,7 +9,7 @@ from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.load import load_env
 from rollout_server.question import Question
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.kit.episodes.sessions import scripted, session_of
 
 pytest.importorskip("skyrl_gym")
 

@@ -11,7 +11,7 @@ from rollout_server.episodes.conversation.session import SessionLimits
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.load import MakeEnv, load_env
-from tests.rollout_server.episodes.fake_engine import scripted, session_of
+from tests.kit.episodes.sessions import scripted, session_of
 
 pytest.importorskip("textarena")
 

@@ -1,0 +1,161 @@
+"""How much synchronous training a step is worth: the time-equivalent efficiency e of runs with stale data.
+
+A learning curve is concave: a run that learns at half the speed ends far above half of what was gained, so gains per
+step flatter it. The efficiency compares at equal accuracy instead. It is the number e for which
+
+    accuracy(v) = acc0(e v)
+
+where accuracy(v) is the held-out accuracy after v steps and acc0 that of synchronous training (staleness.max 0) with
+the same other settings. A step is worth e synchronous steps. Steps a minute times e are effective steps a minute: the
+synchronous steps that would have taught as much.
+
+- acc0: the k-th evaluations of the synchronous runs are averaged over seeds, made monotone by isotonic regression, and
+  interpolated by a monotone cubic (PCHIP) over log(1 + v / v1), v1 the version of the first evaluation after the start.
+  Between few evaluations of a concave curve an interpolation over v itself lies too low, and e would be too large.
+  Beyond the last evaluation the curve goes on with its last slope.
+- e: least squares over all evaluations after the start of all seeds of a setting together.
+- Its error: the delete-one jackknife over seeds. A seed is left out of the setting and of the synchronous runs at once,
+  so the error has that of the synchronous curve, and what the runs of a seed share.
+
+Sources: Fritsch and Carlson 1980, "Monotone piecewise cubic interpolation"; Efron and Stein 1981, "The jackknife
+estimate of variance".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.interpolate import PchipInterpolator
+from scipy.optimize import isotonic_regression
+
+from async_rl.sweeps.statistics import estimate
+
+Evaluations = Sequence[tuple[float, float]]
+"""The (version, held-out accuracy) of every evaluation of a run, in ascending order; the first is the start."""
+LARGEST = 3.0
+"""The largest efficiency that is looked for."""
+MIN_EVALUATIONS = 3
+SATURATED = 0.9
+"""The share of all that synchronous training gains, from which on the curve is too flat to tell steps by accuracy."""
+
+
+class SynchronousCurve:
+    """acc0: the held-out accuracy of synchronous training after a number of steps, from one or more seeds."""
+
+    def __init__(self, runs: Sequence[Evaluations]) -> None:
+        versions, means, weights = _averaged(runs)
+        values = isotonic_regression(means, weights=weights).x
+        self._scale, self._end, self._last = float(versions[1]), float(versions[-1]), float(values[-1])
+        self._interpolated = PchipInterpolator(self._warp(versions), values)
+        slope = float(self._interpolated(self._warp(self._end), 1))
+        self._end_slope = slope / (self._scale + self._end)  # the derivative of _warp at the end
+
+    def __call__(self, steps: ArrayLike) -> NDArray[np.float64]:
+        """Return acc0 at `steps`, numbers of steps of any shape."""
+        steps = np.asarray(steps, dtype=float)
+        inside: NDArray[np.float64] = self._interpolated(self._warp(np.minimum(steps, self._end)))
+        return inside + self._end_slope * np.maximum(steps - self._end, 0.0)
+
+    def _warp(self, versions: Any) -> Any:
+        return np.log1p(versions / self._scale)
+
+
+def _averaged(runs: Sequence[Evaluations]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return versions, accuracies and numbers of runs of the k-th evaluations, averaged over runs that have them."""
+    found: dict[float, list[tuple[float, int]]] = {}
+    for k in range(max(map(len, runs))):
+        have = [run[k] for run in runs if len(run) > k]
+        version, accuracy = np.mean(have, axis=0)
+        found.setdefault(float(version), []).append((float(accuracy), len(have)))
+    versions = sorted(found)
+    means = [np.average([a for a, _ in found[v]], weights=[n for _, n in found[v]]) for v in versions]
+    return np.array(versions), np.array(means), np.array([float(sum(n for _, n in found[v])) for v in versions])
+
+
+def why_unknown(synchronous: Sequence[Evaluations]) -> str:
+    """Return why no efficiency can be told from the synchronous runs with these evaluations; "" if it can.
+
+    The reason is the rest of a sentence that says so.
+    """
+    if not synchronous:
+        return "the sweep has no synchronous setting (staleness.max 0) to compare with"
+    counts = [len({version for version, _ in run}) for run in synchronous]
+    if min(counts) < MIN_EVALUATIONS:
+        return (
+            f"a synchronous run has {min(counts)} held-out evaluations, and a curve needs {MIN_EVALUATIONS}: at the "
+            "start, on the way and at the end (eval.every_steps)"
+        )
+    gained = estimate([run[-1][1] - run[0][1] for run in synchronous])
+    if not gained.mean > 2 * (0.0 if math.isnan(gained.error) else gained.error):
+        return f"synchronous training gained no accuracy that its seeds agree on ({gained.text('{:+.3f}')})"
+    versions, means, _ = _averaged(synchronous)
+    share = (means[1] - means[0]) / (means.max() - means[0])
+    if share > SATURATED:
+        return (
+            f"at its first evaluation, after {versions[1]:.0f} steps, synchronous training had made {share:.0%} of its "
+            "way, so accuracy does not tell how many steps it took (eval.every_steps)"
+        )
+    return ""
+
+
+def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve) -> float:
+    """Return the e from 0 to LARGEST for which curve(e v) fits the evaluations of `runs` after the start best.
+
+    The result is nan if there are none, or if they lie above all of the curve, so that no e is the best.
+    """
+    points = [(version, accuracy) for run in runs for version, accuracy in run[1:] if version > 0]
+    if not points:
+        return math.nan
+    versions, accuracies = np.array(points).T
+
+    def best(candidates: NDArray[np.float64]) -> float:
+        errors = ((curve(candidates[:, None] * versions) - accuracies) ** 2).sum(axis=1)
+        return float(candidates[errors.argmin()])
+
+    near = best(np.linspace(0.0, LARGEST, 121))
+    found = best(np.clip(near + np.linspace(-0.025, 0.025, 101), 0.0, LARGEST))
+    return math.nan if found >= LARGEST else found
+
+
+def per_seed(statistic: Callable[[str | None], NDArray[np.float64]], seeds: Sequence[str]) -> NDArray[np.float64]:
+    """Return [seeds, numbers]: for each seed values whose mean is `statistic(None)`, of all seeds together.
+
+    Their standard error over the seeds is that of the delete-one jackknife, so that they may be treated as if each seed
+    had been measured by itself. For a statistic that is a mean they are each seed's own values.
+
+    Args:
+        statistic: returns its numbers without the given seed, or of all seeds if it is None.
+    """
+    whole = statistic(None)
+    if len(seeds) == 1:
+        return whole[None]
+    without = np.stack([statistic(seed) for seed in seeds])
+    return whole + (len(seeds) - 1) * (without.mean(axis=0) - without)
+
+
+def effective_steps(
+    runs: Mapping[str, Evaluations],
+    steps_per_minute: Mapping[str, float],
+    synchronous: Sequence[tuple[str, Evaluations]],
+) -> NDArray[np.float64]:
+    """Return [seeds, 2]: efficiency and effective steps a minute of a setting, per seed as `per_seed` has it.
+
+    Seeds that only the synchronous runs have are never left out, so their part of the error is missing.
+
+    Args:
+        runs: the evaluations of the setting by seed.
+        steps_per_minute: by seed, too.
+        synchronous: (seed, evaluations) of each synchronous run, for which `why_unknown` has found nothing.
+    """
+
+    def statistic(without: str | None) -> NDArray[np.float64]:
+        base = [run for seed, run in synchronous if seed != without] or [run for _, run in synchronous]
+        kept = [seed for seed in runs if seed != without]
+        e = efficiency([runs[seed] for seed in kept], SynchronousCurve(base))
+        return np.array([e, e * float(np.mean([steps_per_minute[seed] for seed in kept]))])
+
+    return per_seed(statistic, list(runs))

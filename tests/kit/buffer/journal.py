@@ -1,0 +1,45 @@
+"""Buffers with a journal, and what is read from the file."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.messages.codec import check_group, encode_group
+from async_rl.messages.limits import Limits
+from async_rl.types import Group
+from buffer.journal.journal import FILE_NAME, Journal
+from buffer.server import BufferServer
+from buffer.stored_group import Arrival, State, StoredGroup
+from tests.kit.configs import buffer_config, changed
+
+
+def journalled(folder: Path, keep_steps: int = 20, **sections: Any) -> Config:
+    """A run whose buffer keeps a journal in folder/run."""
+    return buffer_config(
+        **{"max_staleness": 1, **sections}, run={"name": "run", "dir": folder}, checkpoint={"every_steps": 0},
+        buffer={"journal": True, "journal_keep_steps": keep_steps},
+    )
+
+
+def select(config: Config, query: str) -> list[tuple[Any, ...]]:
+    with contextlib.closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
+        return database.execute(query).fetchall()
+
+
+def same_port(config: Config, server: BufferServer) -> Config:
+    return changed(config, network={"port": int(server.address.rpartition(":")[2])})
+
+
+def record_arrival(journal: Journal, group: Group, state: State, limits: Limits) -> None:
+    """Record a group that arrived, as the buffer does."""
+    payload = encode_group(group)
+    columns = check_group(payload, limits)
+    journal.record_group(columns)
+    journal.record(StoredGroup(
+        group.group_id, group.prompt_index, group.start_version, group.worker, data_row=group.data_row, state=state,
+        arrival=Arrival.of(columns), payload=payload, trained_versions=(0,) if state == "trained" else (),
+    ))  # fmt: skip

@@ -1,0 +1,107 @@
+"""Learners whose buffer and servers are fakes, which record the calls they get."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rl.config import TimeoutsConfig
+from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
+from async_rl.telemetry.timeline import Span
+from async_rl.weights.base import PushReport, Tolerance
+from learner.learner import Learner
+from learner.server_membership import ServerMembership
+from tests.kit.configs import learner_config
+
+
+class FakeClient:
+    """Hands out one random batch per version and writes down every call."""
+
+    calls: list[tuple[str, int]]
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
+        self.calls = []
+
+    def take_raw(self, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
+        if interrupted():
+            return []
+        self.calls.append(("take", version))
+        return [bytes([version])]
+
+    def trained(self, version: int) -> None:
+        self.calls.append(("trained", version))
+
+    def await_push(self, version: int) -> None:
+        self.calls.append(("await_push", version))
+
+    def served(self, version: int) -> None:
+        self.calls.append(("served", version))
+
+    def buffer_checkpoint(self, version: int) -> dict[str, Any]:
+        self.calls.append(("buffer_checkpoint", version))
+        return {}
+
+    def close(self) -> None:
+        self.calls.append(("close", -1))
+
+
+class FakePublisher:
+    """Keeps what was pushed last and joins the client's list of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.weights: dict[str, Tensor] = {}
+        self.verified: list[tuple[list[int], list[float]]] = []
+        self.servers = {"rollout/0": "http://x"}
+        self.rank = 0
+        self.device = torch.device("cpu")
+        self.dies_next = ""
+        """Name of a server that the next push drops."""
+
+    def connect(self) -> None:
+        self.calls.append(("connect", -1))
+
+    def release_server_memory(self) -> None:
+        self.calls.append(("release_server_memory", -1))
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+        self.calls.append(("push", version))
+        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+        if lost := self.dies_next:
+            self.dies_next = ""
+            del self.servers[lost]
+            return PushReport(lost=(lost,))
+        return PushReport(
+            seconds=0.5, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
+        )
+
+    def verify(self, tokens: list[int], logprobs: list[float], tolerance: Tolerance) -> None:
+        self.verified.append((tokens, logprobs))
+
+    def close(self) -> None:
+        pass
+
+
+def until_someone_waits(servers: ServerMembership) -> None:
+    deadline = time.monotonic() + 60
+    while not servers.someone_waits():
+        assert time.monotonic() < deadline, "no server has asked to join within a minute"
+        time.sleep(0.002)
+
+
+def pushed_bytes(report: LearnerReport) -> list[float]:
+    """Bytes of each push that the report tells of."""
+    assert isinstance(report, StepDone | TrainingEnded)
+    return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
+
+
+def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = learner_config(path, **overrides)
+    return Learner(config, 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener)

@@ -1,0 +1,152 @@
+"""The work of a learner rank in a test, in a process of its own or in the test's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from async_rl.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlConfig,
+    LearnerConfig,
+    LearnerPlacement,
+    LoraConfig,
+    MasksConfig,
+    ModelConfig,
+    PlacementConfig,
+    RewardModelConfig,
+    RolloutPlacement,
+)
+from learner.algorithms.diagnostics import MetricAccumulator
+from learner.algorithms.token_advantages import batch_advantages
+from learner.batch_taking import NoBatch, share_taken
+from learner.models.policy import full_parameters, save_policy
+from learner.updater import Updater
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch, make_episode_batch
+
+ALGORITHMS = {
+    "token_mean": AlgorithmConfig(advantage="gae", whiten=True),
+    "sequence_mean": AlgorithmConfig(
+        loss="gspo",
+        aggregation="sequence_mean",
+        correction=CorrectionConfig(kind="geometric_tis", masks=MasksConfig(geometric=(0.5, 1.5))),
+    ),
+    "constant": AlgorithmConfig(
+        advantage="reinforce_pp",
+        kl=KlConfig(kind="k1_reward", coef=0.1),
+        aggregation="constant",
+        correction=CorrectionConfig(kind="sequence_tis", batch_normalised=True, masks=MasksConfig(m2po=0.5, opsm=0.5)),
+        entropy_coef=0.01,
+    ),
+}
+
+
+EPISODE_ALGORITHMS = {
+    "episodes, sequence_mean": AlgorithmConfig(aggregation="sequence_mean"),
+    "episodes, gae": AlgorithmConfig(advantage="gae", whiten=True),
+}
+"""The cases that train on episodes of several turns and rows."""
+
+Case = tuple[str, int, Literal["full", "hybrid"]]
+"""Algorithm, tokens a micro-batch, sharding."""
+
+
+def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Case], out: str) -> None:
+    """Each rank writes to `out` what `measure` gives for each case, what all roles give, what a save to an impossible
+    place ends in, and rank 0's frames after it.
+    """
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
+    results = {case: measure(Path(model), *case) for case in cases}
+    roles = measure_roles(Path(model), 26, cases[-1][2])
+    save = failed_save(Path(model), rank)
+    frames = share_taken([b"header", b"", b"frame two"] if rank == 0 else None, torch.device("cpu"))
+    assert not isinstance(frames, NoBatch)
+    found = {"frames": [bytes(frame).decode() for frame in frames], "results": results, "roles": roles, "save": save}
+    torch.save(found, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def failed_save(model: Path, rank: int) -> str:
+    policy = Updater(learner_config(model), torch.device("cpu")).policy
+    try:
+        save_policy(policy, model, Path("/dev/null/model"), is_writer=rank == 0)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def placed(sharding: str) -> PlacementConfig:
+    """Hybrid: half of the ranks on each of two nodes."""
+    if sharding == "full":
+        return PlacementConfig()
+    learner = LearnerPlacement(nodes=2, ranks=dist.get_world_size())
+    return PlacementConfig(learner=learner, rollout=RolloutPlacement(servers=2))
+
+
+def measure(
+    model: Path, algorithm: str, max_tokens: int, sharding: Literal["full", "hybrid"] = "full"
+) -> dict[str, Any]:
+    """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
+    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens, sharding=sharding)
+    of_case = {**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm]
+    config = learner_config(model, algorithm=of_case, learner=learner, placement=placed(sharding))
+    updater = Updater(config, torch.device("cpu"))
+    networks = {"policy": updater.policy.lm}
+    if updater.critic is not None:
+        networks["critic"] = updater.critic.lm
+        torch.nn.init.constant_(updater.critic.lm.score.weight.to_local(), 0.1)
+    batch = make_episode_batch() if algorithm in EPISODE_ALGORITHMS else make_batch()
+    packed = updater.pack(batch, batch_advantages(config, batch))
+    (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
+    losses, _ = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
+    loss = losses["policy"]
+    dist.all_reduce(loss)
+    result: dict[str, Any] = {"loss": float(loss)}
+    for name, module in networks.items():
+        result[name] = {}
+        for key, parameter in module.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            result[name][key] = parameter.grad.full_tensor()
+            parameter.grad = None
+    result["num_trained"] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        result["num_trained"], [int(micro.response.trained.sum()) for micro in minibatch.micro_batches]
+    )
+    result["metrics"] = {metric.key: metric.value for metric in updater.update(batch)}
+    return result
+
+
+def measure_roles(model: Path, max_tokens: int, sharding: Literal["full", "hybrid"] = "full") -> dict[str, Any]:
+    """All four roles at once, the policy with adapters: metrics of two updates and the weights to push."""
+    config = learner_config(
+        model,
+        model=ModelConfig(path=str(model), lora=LoraConfig(rank=4)),
+        algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
+        reward_model=RewardModelConfig(path=str(model.parent / "reward-model")),
+        learner=LearnerConfig(
+            prompts_per_step=3, lr=1e-2, max_tokens_per_microbatch=max_tokens, gradient_checkpointing=True,
+            sharding=sharding,
+        ),
+        placement=placed(sharding),
+    )
+    updater = Updater(config, torch.device("cpu"))
+    metrics = [{m.key: m.value for m in updater.update(make_batch(seed, seed))} for seed in (0, 1)]
+    return {"metrics": metrics, "weights": dict(full_parameters(updater.policy, torch.float32))}
+
+
+def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dict[str, Any]]:
+    """Results of `rank_main` on each rank."""
+    mp.start_processes(
+        rank_main, (ranks, str(out / "store"), str(model), cases, str(out)), nprocs=ranks, start_method="spawn"
+    )
+    return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(ranks)]

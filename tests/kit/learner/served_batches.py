@@ -1,0 +1,58 @@
+"""Batches of the rows of a server, and the learner's logprobs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from async_rl.config import Config
+from async_rl.types import Batch
+from learner.algorithms.token_advantages import batch_advantages
+from learner.updater import Updater
+from rollout_server.engines.base import GenerationRequest, SampledReply
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import generate, request_for
+from tests.kit.groups import batch_of, make_group, make_row
+
+Note = Callable[..., None]
+OPEN = {"float32": (1e-3, 1e-2), "bfloat16": (0.05, 0.3)}
+"""Largest mean and p99 of |difference of logprobs| between two ways to compute them, by compute type."""
+
+
+def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
+    """Generate `groups` groups of config.rollout.group_size rows at the same time."""
+    requests = [
+        request_for(index, n=config.rollout.group_size, max_tokens=config.rollout.max_response_tokens)
+        for index in range(groups)
+    ]
+    return served_batch(requests, generate(server, *requests, timeout_s=300.0))
+
+
+def served_batch(requests: Sequence[GenerationRequest], replies: Sequence[Sequence[SampledReply]]) -> Batch:
+    """The replies as groups of version 0, with rewards of 0 and 1 by turns."""
+    return batch_of(*(
+        make_group(
+            request.group_id, request.prompt.tokens, temperature=request.temperature, rows=[
+                make_row(reply.tokens, reply.logprobs, float(number % 2), finish_reason=reply.finish_reason)
+                for number, reply in enumerate(of_request)
+            ],
+        )
+        for request, of_request in zip(requests, replies, strict=True)
+    ))
+
+
+def behaviour_logprobs(batch: Batch) -> np.ndarray:
+    return np.concatenate([row.logprobs for group in batch.groups for row in group.rows])
+
+
+def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
+    """Logprobs as the learner computes them in a step, in the order of `behaviour_logprobs`."""
+    (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
+    found = {}
+    for micro in minibatch.micro_batches:
+        with torch.no_grad():
+            parts = updater.policy(micro.inputs)[0].split(micro.response.lengths)
+        found |= {row: part.float().cpu().numpy() for row, part in zip(micro.rows, parts, strict=True)}
+    return np.concatenate([found[row] for row in sorted(found)])

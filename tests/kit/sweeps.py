@@ -1,0 +1,119 @@
+"""Run directories of finished runs, with known numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from async_rl.config.loading import dump_config
+from async_rl.sweeps.cells import (
+    Bound,
+    Cell,
+    all_cells,
+    cell_config,
+    make_record,
+    seed_axis,
+    staleness_axis,
+    write_record,
+)
+from async_rl.sweeps.simulate import Workload, simulate
+from async_rl.telemetry.timeline import STATES
+from buffer.store_state import GroupAccounting
+from buffer.stored_group import Arrival, StoredGroup
+from tests.kit.configs import make_config
+
+WORKLOAD = Workload(
+    concurrency=64, prompts_per_step=16, train_s=0.4, train_cv=0.1, sync_s=0.05, group_mean_s=0.2, load_s=0.02,
+    group_cv=0.3,
+)  # fmt: skip
+EVAL_EVERY = 10
+
+
+def base_yaml(folder: Path) -> Path:
+    config = make_config(
+        rollout={"concurrency": WORKLOAD.concurrency}, logging={"wandb": "disabled"},
+        learner={"prompts_per_step": WORKLOAD.prompts_per_step},
+    )
+    path = folder / "base.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def make_sweep(
+    folder: Path, bounds: Sequence[int | str] = (0, 1, 3), seeds: int = 3, steps: int = 40,
+    workload: Workload = WORKLOAD, overrides: Sequence[str] = (),
+) -> Path:
+    """Cells with the simulator's times for `workload`, in which learning slows with the square of staleness.
+
+    Args:
+        overrides: the workload's rules as overrides of a config.
+    """
+    config = str(base_yaml(folder))
+    sweep = folder / "sweep"
+    axes = [staleness_axis(",".join(map(str, bounds))), seed_axis(seeds, 0)]
+    for cell in all_cells(axes, sweep):
+        write_cell(cell, steps, workload)
+        resolved = cell_config(config, overrides, cell)
+        (cell.folder / "config.yaml").write_text(dump_config(resolved))
+        write_record(cell, make_record(cell, resolved, 60.0, f"async-rl train {config}", "abc1234"))
+    return sweep
+
+
+def buffer_counts(trained: int) -> dict[str, float]:
+    """The buffer's counters. Every dropped group was late, one after it had arrived and the others before."""
+    account, now_s = GroupAccounting(), 100.0
+    row = StoredGroup(group_id=0, prompt_index=0, start_version=0, worker="", granted_s=now_s - 3.0)
+    short, long = (
+        Arrival(newest_version=0, response_tokens=tokens, reward=0.5, equal_rewards=False, duration_s=tokens / 60)
+        for tokens in (60.0, 90.0)
+    )
+    for _ in range(trained):
+        account.train(row._replace(arrival=short))
+    account.drop(row._replace(arrival=long), "late", now_s)
+    for _ in range(3):
+        account.drop(row, "late", now_s)
+    return account.metrics()
+
+
+def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
+    level, seed = Bound.parse(cell.labels["staleness"]), int(cell.labels["seed"])
+    rng = np.random.default_rng((*map(int, re.findall(r"\d+", str(level))), seed))
+    result, bound = simulate(workload, level.max, steps, seed, level.depth), level.depth
+    in_flight = result.in_flight * workload.concurrency / max(result.rollout, 0.1)
+    group_s = workload.group_s(in_flight)
+    cell.folder.mkdir(parents=True)
+    lines = [{"step": 0, "eval/accuracy": 0.3}]
+    for step in range(1, steps + 1):
+        accuracy = 0.3 + 0.01 * step * (1 - 0.05 * bound**2) + rng.normal(0, 0.004)
+        record = {
+            "step": step, "time/since_first_step_s": (step - 1) * result.step_s,
+            "time/step_s": result.step_s, "staleness/max": float(level.max),
+            "staleness/mean": result.mean_staleness, f"staleness/episodes_{level.max}": 128.0, "reward/mean": accuracy,
+            "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
+            "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": workload.train_s,
+            "time/wait_data_s": 0.001, "rollout/groups": workload.prompts_per_step, "rollout/group_s": group_s,
+            "rollout/group_s_squared": group_s**2 * (1 + workload.group_cv**2), "rollout/concurrency": in_flight,
+        }  # fmt: skip
+        if step % workload.every_steps == 0:
+            # time/sync_s also has the turns of the memory, far more here; the prediction must not use it.
+            record |= {"time/push_s": workload.sync_s, "push/pause_s": workload.sync_s, "time/sync_s": 9.0}
+        lines.append(record)
+        if step % EVAL_EVERY == 0:
+            lines.append({"step": step, "eval/accuracy": accuracy})
+    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sync = workload.sync_s / workload.every_steps / result.step_s
+    summary = {
+        "steps": steps, "seconds": (steps - 1) * result.step_s, "staleness_mean": result.mean_staleness,
+        "staleness_max": level.max, "occupancy/rollout": result.in_flight,
+        "buffer": buffer_counts(16 * steps),
+        **{f"utilisation/{kind}/{state}": 0.0 for kind in ("learner", "rollout") for state in STATES[1:]},
+        "utilisation/learner": result.utilisation, "utilisation/rollout": result.rollout,
+        "utilisation/learner/sync": sync, "utilisation/rollout/sync": sync,
+        "utilisation/learner/wait_data": 1 - result.utilisation - sync,
+        "utilisation/rollout/wait_weights": 1 - result.rollout - sync,
+    }  # fmt: skip
+    (cell.folder / "summary.json").write_text(json.dumps(summary))

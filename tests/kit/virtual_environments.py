@@ -1,0 +1,33 @@
+"""Virtual environments with packages of others, which must not go into the project's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def new_environment(folder: Path, requirements: tuple[str, ...], *, sees_ours: bool) -> Path:
+    """Make a virtual environment with packages, and return its Python.
+
+    Args:
+        sees_ours: whether the packages of this environment can be imported there too.
+    """
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    python = folder / "bin" / "python"
+    if sees_ours:
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return python
+
+
+def environment_variables() -> dict[str, str]:
+    """Variables for a process that imports this checkout."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,0 +1,90 @@
+"""A worker beside a buffer and a learner that only counts versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.messages.reports import WorkerReport
+from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.types import Batch
+from buffer.client import LearnerClient
+from buffer.server import BufferServer
+from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.question import Question
+from rollout_server.rewards.base import Reward
+from rollout_server.scored_player import ScoredPlayer
+from rollout_server.tasks.base import open_task
+from rollout_server.worker import Worker
+from tests.kit.buffer.serving import serving
+from tests.kit.engines.fakes import TOKENIZER
+
+SCORED = 0.25
+"""The reward of a right answer."""
+
+
+def rolled_out(
+    config: Config, engine: Any, reward: Reward, steps: int = 1,
+    beside: Callable[[Worker], Awaitable[Any]] | None = None,
+) -> tuple[list[Batch], list[WorkerReport], BufferServer, Any]:
+    """Run a worker beside a learner that only counts versions, for `steps` batches."""
+
+    async def run(server: BufferServer) -> tuple[list[Batch], list[WorkerReport], Any]:
+        await engine.start()
+        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER)
+        worker = Worker(config, player, server.address)
+        reports: list[WorkerReport] = []
+
+        async def collect() -> None:
+            async for report in worker.run():
+                reports.append(report)
+
+        collecting = asyncio.create_task(collect())
+        loop = asyncio.get_running_loop()
+
+        def push(version: int) -> None:
+            if isinstance(engine, HFEngine):
+                asyncio.run_coroutine_threadsafe(engine.load_weights({}, version), loop).result(5)
+
+        learning = asyncio.create_task(asyncio.to_thread(learn, server.address, config, steps, push))
+        try:
+            await asyncio.wait((collecting, learning), return_when=asyncio.FIRST_COMPLETED)
+            if collecting.done():
+                collecting.result()
+            extra = await beside(worker) if beside else None
+            batches = await learning
+        finally:
+            await worker.stop()
+            await asyncio.gather(collecting, return_exceptions=True)
+            await engine.aclose()
+        return batches, reports, extra
+
+    with serving(config) as server:
+        batches, reports, extra = asyncio.run(asyncio.wait_for(run(server), 60))
+    return batches, reports, server, extra
+
+
+def learn(address: str, config: Config, steps: int, push: Callable[[int], None]) -> list[Batch]:
+    client = LearnerClient(address, config.timeouts)
+    try:
+        client.served(0)
+        batches = []
+        for version in range(steps):
+            batches.append(client.take(version))
+            client.trained(version + 1)
+            push(version + 1)
+            client.served(version + 1)
+        return batches
+    finally:
+        client.close()
+
+
+def kind_of(question: Question) -> int:
+    """One of five kinds of questions, 0..4."""
+    return sum(map(ord, question.ground_truth)) % 5
+
+
+def metric_values(reports: list[WorkerReport]) -> dict[str, float]:
+    return reduce_metrics(metric for report in reports for metric in report.metrics)

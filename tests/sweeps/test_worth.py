@@ -1,0 +1,179 @@
+"""The worth of a step in a report: one number in every place, the sentence without it, and committed sweeps."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import html
+import shutil
+from pathlib import Path
+
+import pytest
+
+from async_rl.sweeps.report import TRADE_OFF, WORTH_NOTE, write_report
+from async_rl.sweeps.results import WORTH, Setting, efficiency_unknown, read_results, read_runs, settings_of
+from async_rl.sweeps.significance import best_row
+from async_rl.sweeps.statistics import ratio_text
+from async_rl.sweeps.tables import tables_in
+from async_rl.view.sweep_files import SweepFiles
+from tests.kit.view.client import Client
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+WORTH_COLUMNS = {key: TRADE_OFF[key] for key in WORTH}
+FITTED = {
+    "sweep_cpu": {
+        "": ((1, 0.81, 0.03), (2, 0.78, 0.03), (3, 0.73, 0.08), (5, 0.59, 0.12), (8, 0.70, 0.09), (10, 0.58, 0.10)),
+    },
+    "exact": {
+        "coupled": ((1, 0.87, 0.05), (2, 0.74, 0.03), (4, 0.61, 0.03), (8, 0.56, 0.03), (10, 0.54, 0.02)),
+        "decoupled_tis": ((1, 0.88, 0.04), (2, 0.84, 0.04), (4, 0.65, 0.07), (8, 0.64, 0.06), (10, 0.73, 0.05)),
+        "none": ((1, 0.92, 0.05), (2, 0.65, 0.04), (4, 0.47, 0.02), (8, 0.35, 0.05), (10, 0.33, 0.07)),
+    },
+}  # fmt: skip
+"""(staleness, e, error) by sweep and correction, found in another way: run by run, acc0 a - b (1 + v / tau)^-p."""
+
+
+@pytest.fixture(scope="module")
+def printed(sweep: Path) -> str:
+    return write_report(sweep)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
+
+
+def test_a_report_shows_what_a_step_is_worth_wherever_it_shows_it(sweep: Path, printed: str) -> None:
+    """The runs gain .01 a step at 0, and .0095 and .0055 at 1 and 3: their steps are worth 0.95 and 0.55."""
+    rows = settings_of(read_runs(sweep))
+    assert [row.estimate("efficiency").mean for row in rows] == pytest.approx([1.0, 0.95, 0.55], abs=0.02)
+    table = [line.replace("*", "") for line in (sweep / "table.md").read_text().splitlines() if line.startswith("|")]
+    titles = [text.strip() for text in table[0].split("|")]
+    with (sweep / "table.csv").open() as file:
+        means = list(csv.DictReader(file))
+    page, live = (sweep / "report.html").read_text(), SweepFiles(sweep)
+    for key, (title, form) in WORTH_COLUMNS.items():
+        (line,) = live.points(key, "staleness")
+        for number, row in enumerate(rows):
+            found = row.estimate(key)
+            text = [part.strip() for part in table[2 + number].split("|")][titles.index(title)]
+            assert text == found.text(form) and f"<td>{text}</td>" in page
+            assert float(means[number][key]) == pytest.approx(found.mean, rel=1e-5)
+            assert float(means[number][f"{key}_error"]) == pytest.approx(found.error, rel=1e-5)
+            assert (line["mean"][number], line["error"][number]) == pytest.approx((found.mean, found.error))
+    speeds = [row.estimate("effective_steps_per_minute") for row in rows]
+    assert speeds[1].mean == pytest.approx(
+        rows[1].estimate("efficiency").mean * rows[1].estimate("steps_per_minute").mean
+    )
+    assert f"the most effective steps per minute: {speeds[1].text('{:.1f}')}." in printed
+    for text in (WORTH_NOTE, "effective steps per minute"):
+        assert text in html.unescape(page) and text in html.unescape(Client(sweep).get("/sweep").text)
+    assert "improvement" not in "".join(titles)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_without_synchronous_training_a_report_says_so_and_shows_the_improvement(sweep: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sweep, copy)
+    for cell in copy.glob("cells/staleness-0.*"):
+        shutil.rmtree(cell)
+    printed = write_report(copy)
+    told = "How many synchronous steps a step is worth can't be told: the sweep has no synchronous setting"
+    assert told in printed and told in html.unescape(Client(copy).get("/sweep").text)
+    assert "| improvement |" in printed and "a step is worth, synchronous steps" not in printed
+    assert best_row(settings_of(read_runs(copy))).startswith(
+        "On this hardware staleness 1 has the most improvement per minute: +"
+    )
+
+
+def test_only_axes_beside_staleness_have_synchronous_runs_of_their_own(sweep: Path) -> None:
+    def labelled(axis: str, label_of: dict[int, str]) -> list[Setting]:
+        return settings_of(
+            dataclasses.replace(run, labels={**run.labels, axis: label_of[run.staleness.max]})
+            for run in read_runs(sweep)
+        )
+
+    plain = [row.values["efficiency"] for row in settings_of(read_runs(sweep))]
+    late = labelled("staleness.late", {0: "wait", 1: "drop", 3: "mask"})
+    assert {row.staleness.max: row.values["efficiency"] for row in late} == dict(zip((0, 1, 3), plain, strict=True))
+    rates = labelled("learner.lr", {0: "1e-4", 1: "1e-4", 3: "3e-4"})
+    (unknown,) = efficiency_unknown(rates)
+    assert " is worth at staleness 3 (learner.lr 3e-4) can't be told: the sweep has no synchronous setting" in unknown
+    assert [row.has("efficiency") for row in rates] == [True, True, False]
+
+
+def test_a_report_can_be_made_again_from_its_own_csv_files(sweep: Path, printed: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sweep, copy)
+    shutil.rmtree(copy / "cells")
+    for plot in ("trade_off", "accuracy_by_step"):
+        (copy / "plots" / f"{plot}.png").unlink()
+    kept = (copy / "plots" / "utilisation.png").read_bytes()
+    write_report(copy)
+    for name, digits in (("runs.csv", 1e-4), ("table.csv", 1e-3)):  # errors are small differences of rounded numbers
+        header, *lines = csv.reader((copy / name).read_text().splitlines())
+        before, *others = csv.reader((sweep / name).read_text().splitlines())
+        assert header == before
+        for line, other in zip(lines, others, strict=True):
+            assert list(map(float, line)) == pytest.approx(list(map(float, other)), rel=digits, abs=1e-6, nan_ok=True)
+    assert (copy / "evals.csv").read_text() == (sweep / "evals.csv").read_text()
+    tables, before_tables = (
+        {table.title: table for table in tables_in((folder / "table.md").read_text())} for folder in (copy, sweep)
+    )
+    assert tables.keys() == before_tables.keys()
+    for title in ("Utilisation: measured, predicted, possible", "Dropped groups"):
+        assert tables[title] == before_tables[title]
+    assert tables["The trade-off"].header == before_tables["The trade-off"].header
+    assert tables["The trade-off"].best == before_tables["The trade-off"].best == 1
+    kept_note = "Kept from a report made of the runs' steps: Utilisation: measured, predicted, possible; Dropped"
+    assert kept_note in (copy / "table.md").read_text()
+    assert sorted(path.name for path in (copy / "plots").iterdir()) == sorted(
+        path.name for path in (sweep / "plots").iterdir()
+    )
+    assert (copy / "plots" / "utilisation.png").read_bytes() == kept
+    assert (copy / "report.html").read_text().count("<figure>") == len(list((copy / "plots").iterdir()))
+    assert "reasoning_gym/chain_sum" in (copy / "report.html").read_text()  # the config of the first run
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: str) -> None:
+    rows = settings_of(read_results(RESULTS / name))
+    found = {(dict(row.series).get("correction", ""), row.staleness.max): row.estimate("efficiency") for row in rows}
+    for correction, expected in FITTED[name].items():
+        assert (found[correction, 0].mean, found[correction, 0].error) == (1.0, 0.0)
+        for staleness, e, error in expected:
+            assert found[correction, staleness].mean == pytest.approx(e, abs=error)
+            assert 0.3 * error < found[correction, staleness].error < 2.0 * error
+
+
+@pytest.mark.parametrize("name", ["exact", "sweep_cpu", "sweep_agent_cpu", "sweep_agent_late"])
+def test_the_tables_of_committed_sweeps_are_those_of_their_runs(name: str) -> None:
+    rows = settings_of(read_results(RESULTS / name))
+    text = (RESULTS / name / "table.md").read_text()
+    with (RESULTS / name / "table.csv").open() as file:
+        means = list(csv.DictReader(file))
+    assert all(sentence in text for sentence in efficiency_unknown(rows))
+    for row, line in zip(rows, means, strict=True):
+        for key in WORTH:
+            assert float(line[key]) == pytest.approx(row.estimate(key).mean, rel=1e-5, nan_ok=True)
+
+
+def test_the_documents_quote_what_the_committed_sweeps_say() -> None:
+    readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
+    rows = {row.staleness.max: row for row in settings_of(read_results(RESULTS / "sweep_cpu"))}
+    speeds = {bound: row.values["effective_steps_per_minute"] for bound, row in rows.items()}
+    times, _, interval = ratio_text(speeds[1], speeds[0]).partition(" ")
+    assert f"a minute teaches {times} times as much (95 % interval {interval[1:-1]})" in readme
+    assert f"{times} times as many effective steps a minute as staleness 0 (95 % interval {interval[1:-1]}" in results
+    for row in rows.values():
+        worth, speed = (row.estimate(key).text(form) for key, (_, form) in WORTH_COLUMNS.items())
+        assert f"| {worth} |" in results.replace("*", "") and f"| {speed} |" in results.replace("*", "")
+    exact = {
+        (dict(row.series)["correction"], row.staleness.max): row.estimate("efficiency").text("{:.2f}")
+        for row in settings_of(read_results(RESULTS / "exact"))
+    }
+    names = {"no correction": "none", "coupled": "coupled", "decoupled, token TIS": "decoupled_tis"}
+    for name, correction in names.items():
+        line = " | ".join(exact[correction, staleness] for staleness in (1, 2, 4, 8, 10))
+        assert f"| {name} | {line} |" in results

@@ -22,7 +22,7 @@ def write_run(folder: Path, depth: float, steps: list[dict[int, tuple[float, flo
     return folder
 
 
-def test_the_share_of_old_tokens_in_a_spike_is_told_beside_what_it_would_be_without_them(tmp_path: Path) -> None:
+def test_the_share_of_old_tokens_in_a_spike_is_told(tmp_path: Path) -> None:
     """Depth 1.25: tokens of 3 versions and more are old. Step 2 is calm."""
     steps = [{1: (80.0, 0.1), 2: (10.0, 0.2), 5: (10.0, 3.0)}, {1: (100.0, 0.01)}, {2: (100.0, 0.5)}]
     first, second = spikes_of(write_run(tmp_path / "one", 1.25, steps), count=2)

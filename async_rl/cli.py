@@ -203,7 +203,7 @@ def _sft(args: argparse.Namespace) -> int:
             f"model.path {target} exists and was not written by `async-rl sft`; it will not be overwritten. "
             "Set model.path to a new folder for the result, and sft.base to the model to start from"
         )
-    from learner.sft import Example, answer_example, base_tokenizer, train_sft
+    from learner.sft import Demonstration, answer_demonstration, base_tokenizer, train_sft
     from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
     from rollout_server.tasks.base import Task, open_task
 
@@ -216,9 +216,9 @@ def _sft(args: argparse.Namespace) -> int:
             episodes = source.play(count)
             print(summary_of(episodes), flush=True)
             rows = [row for episode in episodes for row in episode.rows]
-            examples = [Example(row.tokens.tolist(), row.mask.tolist()) for row in rows]
+            examples = [Demonstration(row.tokens.tolist(), row.mask.tolist()) for row in rows]
         else:
-            examples = [answer_example(*pair) for pair in source.sft_pairs(min(source.num_prompts, count))]
+            examples = [answer_demonstration(*pair) for pair in source.sft_pairs(min(source.num_prompts, count))]
         for report in train_sft(config, examples, folder):
             values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
             print(f"sft step {report.version}/{config.sft.steps}  {values}", flush=True)

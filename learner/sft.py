@@ -31,16 +31,16 @@ _IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """One example to learn: a prompt with its answer, or the conversation of an episode, as tokens and a mask."""
+class Demonstration:
+    """One thing to learn: a prompt with its answer, or the conversation of an episode, as tokens and a mask."""
 
     tokens: Sequence[int]  # [S]
     mask: Sequence[bool]  # [S] True where the token is learned: the answer, or the replies, each with the final eos
 
 
-def answer_example(prompt: Sequence[int], answer: Sequence[int]) -> Example:
-    """Return the example of an answer, which ends with the eos token, to a prompt."""
-    return Example([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+def answer_demonstration(prompt: Sequence[int], answer: Sequence[int]) -> Demonstration:
+    """Return the demonstration of an answer, which ends with the eos token, to a prompt."""
+    return Demonstration([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
 def base_tokenizer(config: Config) -> Any:
@@ -64,7 +64,7 @@ def base_tokenizer(config: Config) -> Any:
     return load_tokenizer(base)
 
 
-def train_sft(config: Config, examples: Sequence[Example], out_dir: Path) -> Iterator[StepDone]:
+def train_sft(config: Config, examples: Sequence[Demonstration], out_dir: Path) -> Iterator[StepDone]:
     """Train `sft.base` on the examples, and save model and tokenizer in `out_dir` as a Hugging Face folder.
 
     The loss is the mean cross-entropy of a batch's learned tokens. Training ends early once its mean over the last 10
@@ -139,7 +139,7 @@ def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int
         del waiting[:batch_size]
 
 
-def _backward(model: PreTrainedModel, batch: Sequence[Example], max_tokens: int) -> float:
+def _backward(model: PreTrainedModel, batch: Sequence[Demonstration], max_tokens: int) -> float:
     """Compute the gradients of the mean loss over the batch's learned tokens, by micro-batches, and return that loss.
 
     It needs no attention mask: the padding is on the right, where a causal model does not see it.

@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,17 @@ def imported_names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_no_two_classes_of_the_product_have_one_name() -> None:
+    names = Counter(
+        node.name
+        for file in python_files() if file.relative_to(ROOT).parts[0] in PACKAGES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert len(names) > 100
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_top_of_async_rl_holds_few_files() -> None:

@@ -18,7 +18,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FigureKind:
     """The way in which the values of a metric at several steps become one number."""
 
     how: Literal["mean", "sum", "max", "last", "median"]
@@ -26,57 +26,60 @@ class Kind:
     """For `mean`, the metric by which a step is weighted; if it is empty, all steps count the same."""
 
     @property
-    def of_one_step(self) -> Kind:
+    def of_one_step(self) -> FigureKind:
         """The kind of a point that stands for several steps in a chart, whose scale is that of one step."""
-        return Kind("mean") if self.how == "sum" else self
+        return FigureKind("mean") if self.how == "sum" else self
 
 
-BY_TIME = Kind("mean", "time/step_s")
-BY_EPISODES = Kind("mean", "batch/episodes")
-BY_TOKENS = Kind("mean", "batch/response_tokens")
-BY_GROUPS = Kind("mean", "rollout/groups")
-BY_ENDED_EPISODES = Kind("mean", "episode/ended")
-BY_STEPS = Kind("mean")
+BY_TIME = FigureKind("mean", "time/step_s")
+BY_EPISODES = FigureKind("mean", "batch/episodes")
+BY_TOKENS = FigureKind("mean", "batch/response_tokens")
+BY_GROUPS = FigureKind("mean", "rollout/groups")
+BY_ENDED_EPISODES = FigureKind("mean", "episode/ended")
+BY_STEPS = FigureKind("mean")
 
-KINDS: tuple[tuple[str, Kind], ...] = (
+KINDS: tuple[tuple[str, FigureKind], ...] = (
     # shares of time, samples of it, and rates
     (r"(utilisation|occupancy|gpu|throughput)/.+", BY_TIME),
     (r"rollout/in_flight", BY_TIME),
     # the seconds that a step takes, the parts of a step, and what happens once in a step
-    (r"time/(written_at_s|since_first_step_s)", Kind("last")),
+    (r"time/(written_at_s|since_first_step_s)", FigureKind("last")),
     (r"(time|push|checkpoint)/.+_s|buffer/waited_for_late_s", BY_STEPS),
     # values by staleness and by length, which have sizes of their own
-    (r"by_(staleness|length)/\d+/tokens|staleness/episodes_\d+|by_length/\d+/episodes", Kind("sum")),
-    (r"by_length/(\d+)/reward", Kind("mean", r"by_length/\1/episodes")),
-    (r"by_staleness/(\d+)/(reward|response_length)", Kind("mean", r"staleness/episodes_\1")),
+    (r"by_(staleness|length)/\d+/tokens|staleness/episodes_\d+|by_length/\d+/episodes", FigureKind("sum")),
+    (r"by_length/(\d+)/reward", FigureKind("mean", r"by_length/\1/episodes")),
+    (r"by_staleness/(\d+)/(reward|response_length)", FigureKind("mean", r"staleness/episodes_\1")),
     # largest values
-    (r".+[/_]max|alarm/.+|guard/.+|buffer/unaccounted", Kind("max")),
-    (r"by_(staleness|length)/(\d+)/.+", Kind("mean", r"by_\1/\2/tokens")),
+    (r".+[/_]max|alarm/.+|guard/.+|buffer/unaccounted", FigureKind("max")),
+    (r"by_(staleness|length)/(\d+)/.+", FigureKind("mean", r"by_\1/\2/tokens")),
     # values of tokens and of episodes
-    (r"offpolicy/is_weight_var", Kind("median")),  # a few steps with very large weights would dominate a mean
+    (r"offpolicy/is_weight_var", FigureKind("median")),  # a few steps with very large weights would dominate a mean
     (r"offpolicy/(ess|chi2)_sequence", BY_EPISODES),
     (r"offpolicy/.+|policy/entropy|mismatch/.+|kl/reference|vtrace/.+|staleness/masked_fraction", BY_TOKENS),
     (r"(reward|response|staleness)/.+|episode/rows", BY_EPISODES),
     # groups and episodes that ended meanwhile, in the batch or not
     (r"rollout/(group_s|group_s_squared|concurrency)", BY_GROUPS),
-    (r"rollout/skipped_long_prompts", Kind("last")),
-    (r"episode/(ended|timeouts|failed|rewritten|leaked_tasks|given_up_calls|dropped_rows|masked_turns)", Kind("sum")),
+    (r"rollout/skipped_long_prompts", FigureKind("last")),
+    (
+        r"episode/(ended|timeouts|failed|rewritten|leaked_tasks|given_up_calls|dropped_rows|masked_turns)",
+        FigureKind("sum"),
+    ),
     (r"episode/.+", BY_ENDED_EPISODES),
     # counts of one step
-    (r"(batch|rollout|endpoint)/.+|push/bytes|.+/(skipped_steps|skipped_batches|early_stops)", Kind("sum")),
+    (r"(batch|rollout|endpoint)/.+|push/bytes|.+/(skipped_steps|skipped_batches|early_stops)", FigureKind("sum")),
     # states and counts since the start of the run
     (r"buffer/(depth|running|held|used|slots_held)", BY_STEPS),
-    (r"(buffer|eval|late|version)/.+|.+/lr|kl/coef", Kind("last")),
+    (r"(buffer|eval|late|version)/.+|.+/lr|kl/coef", FigureKind("last")),
 )
 """The kind of each metric by a regular expression of its key; the first one that fits counts, and else BY_STEPS."""
 
 
 @lru_cache(maxsize=4096)
-def kind_of(key: str) -> Kind:
+def kind_of(key: str) -> FigureKind:
     """Return the kind of a metric. One that KINDS does not declare, such as a user's own, is a mean over steps."""
     for pattern, kind in KINDS:
         if found := re.fullmatch(pattern, key):
-            return Kind(kind.how, found.expand(kind.weight)) if "\\" in kind.weight else kind
+            return FigureKind(kind.how, found.expand(kind.weight)) if "\\" in kind.weight else kind
     return BY_STEPS
 
 
@@ -85,7 +88,7 @@ class Figure:
 
     __slots__ = ("_how", "_number", "_total", "_values", "_weight", "_weighted")
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: FigureKind) -> None:
         self._how = kind.how
         self._total = self._weighted = self._weight = 0.0
         self._number = 0

@@ -21,7 +21,7 @@ TITLES = {key: title for key, (title, _) in {**TRADE_OFF, **LEARNING}.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ListedCell:
     """One run of a sweep as the page lists it: its settings, its state, its progress and, once finished, its values."""
 
     name: str
@@ -83,7 +83,7 @@ class SweepFiles:
     def runs(self) -> list[Run]:
         return [run for row in self.rows() for run in row.runs]
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[ListedCell]:
         """Return the finished cells with their values, those begun, and one entry for all that have to wait."""
         finished = {run.folder.name: _finished(row, run) for row in self.rows() for run in row.runs}
         begun = [folder for folder in sorted((self.folder / "cells").glob("*")) if is_run(folder)]
@@ -91,10 +91,10 @@ class SweepFiles:
         waiting = self._planned() - len(found)
         names = sorted(found, key=lambda cell: [_sort_key(cell.labels.get(axis, "")) for axis in self.axes(found)])
         if waiting > 0 and finished:
-            names.append(Cell(f"{waiting} more", {}, "waiting", "", {}, False))
+            names.append(ListedCell(f"{waiting} more", {}, "waiting", "", {}, False))
         return names
 
-    def axes(self, cells: Iterable[Cell]) -> list[str]:
+    def axes(self, cells: Iterable[ListedCell]) -> list[str]:
         """Return the settings that the sweep varies, staleness first; it and the seed, the last, are never left out."""
         levels: dict[str, set[str]] = {}
         for cell in cells:
@@ -149,20 +149,20 @@ def is_sweep(folder: Path) -> bool:
     return (folder / "sweep.json").is_file() or (folder / "cells").is_dir()
 
 
-def _finished(row: Setting, run: Run) -> Cell:
+def _finished(row: Setting, run: Run) -> ListedCell:
     number = row.runs.index(run)
     values = {key: of_runs[number] for key, of_runs in row.values.items() if math.isfinite(of_runs[number])}
     progress = f"{len(run.steps)} steps" if run.steps else ""
-    return Cell(run.folder.name, run.labels, "finished", progress, values, run.folder.is_dir())
+    return ListedCell(run.folder.name, run.labels, "finished", progress, values, run.folder.is_dir())
 
 
-def _unfinished(folder: Path) -> Cell:
+def _unfinished(folder: Path) -> ListedCell:
     run = RunFiles(folder)
     steps = run.steps
     progress = f"step {run.metrics.refresh().last_step}" + (f" of {steps}" if steps else "")
     labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.bound or "")}
     state = "running" if run.state.name == "running" else "stopped"
-    return Cell(folder.name, labels, state, progress, {}, True)
+    return ListedCell(folder.name, labels, state, progress, {}, True)
 
 
 def _sort_key(label: str) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from learner.models.tiny_model import character_tokenizer, tiny_model
-from learner.sft import Example, _backward, _lr_factor, answer_example, base_tokenizer, train_sft
+from learner.sft import Demonstration, _backward, _lr_factor, answer_demonstration, base_tokenizer, train_sft
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 
@@ -27,8 +27,8 @@ def copy_pairs() -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def copy_examples() -> list[Example]:
-    return [answer_example(*pair) for pair in copy_pairs()]
+def copy_examples() -> list[Demonstration]:
+    return [answer_demonstration(*pair) for pair in copy_pairs()]
 
 
 def test_a_tiny_model_learns_its_pairs_and_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_a_folder_can_be_the_base(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_mean_over_learned_tokens_for_any_micro_batches() -> None:
-    two_turns = Example([5, 6, 8, 2, 9, 10, 7, 2], [False, False, True, True, False, False, True, True])
+    two_turns = Demonstration([5, 6, 8, 2, 9, 10, 7, 2], [False, False, True, True, False, False, True, True])
     pairs = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([5, 6, 7, 8, 9, 10], [2])]
-    examples = [*(answer_example(*pair) for pair in pairs), two_turns]
+    examples = [*(answer_demonstration(*pair) for pair in pairs), two_turns]
     model = tiny_model("tiny-qwen2", 0)
     total = torch.zeros(())
     for example in examples:  # by hand: one sequence at a time, no padding
@@ -105,7 +105,7 @@ def test_large_batches_are_split_by_the_learners_token_budget(tmp_path: Path) ->
     config = config_of(steps=2)
     small = changed(config, learner={"max_tokens_per_microbatch": 768})
     for name, variant in (("whole", config), ("split", small)):
-        list(train_sft(variant, [answer_example(list(range(5, 95)), [7, 8, 2])] * 16, tmp_path / name))
+        list(train_sft(variant, [answer_demonstration(list(range(5, 95)), [7, 8, 2])] * 16, tmp_path / name))
     whole, split = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "split"))
     for a, b in zip(whole.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)

@@ -69,6 +69,13 @@ def test_without_a_tokenizer_ids_are_shown_and_the_page_says_why(run_dir: Path) 
     assert "Token ids are shown without text" in client.get("/run/groups/1").text
 
 
+def test_a_depth_below_the_bound_is_told_beside_the_staleness(run_dir: Path) -> None:
+    assert "depth 1.25" not in Client(run_dir).get("/run/overview").text
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("depth: max", "depth: 1.25"))
+    assert "at most 2, depth 1.25 of 2" in Client(run_dir).get("/run/overview").text
+
+
 def test_series_can_be_asked_for_from_a_step_on(run_dir: Path) -> None:
     client = Client(run_dir)
     found = client.get("/run/data/series?key=reward/mean&after=10").json()

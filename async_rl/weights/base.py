@@ -130,14 +130,21 @@ class WeightPublisher(ABC):
         """After a failed push, end the update at each server: it keeps its old weights and, if paused, stays paused."""
         self.tell_servers(lambda admin: admin.end_update(), self.servers)
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+    def push(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False
+    ) -> PushReport:
         """Pause every server, send the weights, resume, and return when all servers serve `version`.
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
-        again on all ranks. The tensors have Hugging Face names, and may be gathered from all ranks one by one.
+        again on all ranks. The tensors have the names of model folders, and may be gathered from all ranks one by one.
+
+        Args:
+            erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
+                tensors must be finite.
 
         Raises:
-            WeightSyncError: a live server refused the weights; it stays paused and must not be used.
+            WeightSyncError: a live server refused the weights, or did not load some; it stays paused and must not be
+                used.
             WaitTimeoutError: after `timeouts.push_s`, with every server alive.
         """
         tensors = iter(named_tensors)
@@ -149,9 +156,9 @@ class WeightPublisher(ABC):
                 start_s = time.monotonic()
                 staged = self.stage(tensors, version)
                 paused_s = time.monotonic()
-                self._begin_update()
+                self._begin_update(erases)
                 num_bytes = self.send(staged, version)
-                self._end_update()
+                self._end_update(erases)
                 end_s = time.monotonic()
                 return PushReport(
                     seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
@@ -246,20 +253,36 @@ class WeightPublisher(ABC):
                     "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
                 )
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, erases: bool) -> None:
         """Pause each server and begin the update there, after allocating its weights again if they were released."""
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.shares_gpus:
             self._call_all(lambda admin: admin.resume_memory("weights"))
+        if erases:
+            self.call_servers(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
-    def _end_update(self) -> None:
+    def _end_update(self, was_erased: bool) -> None:
         """End the update at each server, allocate its KV cache again if that was released, then resume all servers."""
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
+        if was_erased:
+            self._check_loaded()
         if self.config.shares_gpus:
             self._call_all(lambda admin: admin.resume_memory("kv_cache"))
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
+
+    def _check_loaded(self) -> None:
+        """Check that each server has loaded all of its weights, which were NaN before the push."""
+        unloaded = self.call_servers(lambda admin: admin.unloaded_weights(), "weight verification")
+        for name, weights in unloaded.items():
+            if weights:
+                raise WeightSyncError(
+                    f"weight verification: the push did not reach {len(weights)} weights of {name}, which would stay "
+                    f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
+                    "weights under the names of its folder. Set another rollout.engine; if you know that training "
+                    "never changes these weights, set weight_sync.verify: false"
+                )
 
 
 def serving_dtype(config: Config, device_type: str) -> torch.dtype:

@@ -89,7 +89,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> S
         """
         admin = SGLangAdmin(config, url)
         with suppress(WeightSyncError, WaitTimeoutError):
-            if admin.is_ready() and admin.serves_model(identity):
+            if admin.has_started() and admin.serves_model(identity):
                 admin.freeze_garbage_collection()
                 return True
         return False

@@ -137,6 +137,21 @@ class WorkerExtension:
         self._weight_update_active = False
         self.weight_transfer_engine.drop_update()  # type: ignore[attr-defined]
 
+    @torch.no_grad()
+    def erase_weights(self) -> None:
+        """Fill the weights with NaN, before a push that is verified."""
+        for parameter in self.get_model().parameters():  # type: ignore[attr-defined]
+            if parameter.is_floating_point():
+                parameter.fill_(torch.nan)
+
+    @torch.no_grad()
+    def unloaded_weights(self) -> list[str]:
+        """Return the names of the weights that hold a NaN."""
+        return [
+            name for name, parameter in self.get_model().named_parameters()  # type: ignore[attr-defined]
+            if parameter.is_floating_point() and parameter.numel() and bool(parameter.amax().isnan())
+        ]
+
 
 class FullLogprobs(TopKTopPSampler):
     """Makes vLLM report each token's logprob as log_softmax(logits / temperature), also if top_p excludes tokens."""

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +36,8 @@ class PushReport:
     """The pause as a span of state `sync` for each server's pool `rollout/<index>`."""
     lost: tuple[str, ...] = ()
     """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
+    cause: str = ""
+    """The error with which the push failed, if servers were lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,13 @@ class WeightPublisher(ABC):
             self._admins[key] = config.rollout.engine_entry.load_admin()(config, self.servers[name])
         return self._admins[key]
 
-    def give_up(self) -> None:
-        """After a failed push, end the update at each server: it keeps its old weights and, if paused, stays paused."""
-        self.tell_servers(lambda admin: admin.end_update(), self.servers)
+    def give_up(self) -> tuple[str, ...]:
+        """After a failed push, end the update at each server, which stays paused if it is.
+
+        Returns:
+            The names of servers that did not answer within timeouts.push_s: they hang in the failed push.
+        """
+        return self.tell_servers(lambda admin: admin.end_update(), self.servers)
 
     def push(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False
@@ -136,7 +141,8 @@ class WeightPublisher(ABC):
         """Pause every server, send the weights, resume, and return when all servers serve `version`.
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
-        again on all ranks. The tensors have the names of model folders, and may be gathered from all ranks one by one.
+        again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
+        The tensors have the names of model folders, and may be gathered from all ranks one by one.
 
         Args:
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
@@ -164,14 +170,14 @@ class WeightPublisher(ABC):
                     seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
                     spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
                 )
-        except (WeightSyncError, WaitTimeoutError):
+        except (WeightSyncError, WaitTimeoutError) as error:
             lost = self._find_lost()
             if not lost:
                 raise
-            for name in lost:
-                del self.servers[name]
-            self.give_up()
-            return PushReport(lost=lost)
+            self._remove(lost)
+            hanging = self.give_up()
+            self._remove(hanging)
+            return PushReport(lost=(*lost, *hanging), cause=str(error))
         finally:
             for _ in tensors:  # the other ranks still gather, which needs every rank
                 pass
@@ -200,14 +206,28 @@ class WeightPublisher(ABC):
         """Make `call` for all servers in parallel and return {name: result}. The first error is raised at once."""
         return start_together(self.calls(call), self.push_limit, what)()
 
-    def tell_servers(self, call: Callable[[ServerAdmin], None], names: Iterable[str]) -> None:
-        """Make `call` for the named servers in parallel. Returns when all calls have ended; errors are ignored."""
+    def tell_servers(self, call: Callable[[ServerAdmin], None], names: Iterable[str]) -> tuple[str, ...]:
+        """Make `call` for the named servers in parallel, and return when all calls have ended; refusals are ignored.
 
-        def tell(admin: ServerAdmin) -> None:
-            with suppress(WeightSyncError, WaitTimeoutError):
+        Returns:
+            The names of the servers that did not answer within timeouts.push_s.
+        """
+
+        def has_answered(admin: ServerAdmin) -> bool:
+            try:
                 call(admin)
+            except WeightSyncError:
+                return True
+            except WaitTimeoutError:
+                return False
+            return True
 
-        self._call_all(tell, names)
+        names = tuple(names)
+        return tuple(name for name, done in zip(names, self._call_all(has_answered, names), strict=True) if not done)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            del self.servers[name]
 
     def _call_all(self, call: Callable[[ServerAdmin], Any], names: Iterable[str] | None = None) -> list[Any]:
         """Make `call` for the named servers, or all, in parallel; return the results when all calls have ended."""

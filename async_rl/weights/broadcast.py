@@ -80,9 +80,9 @@ class BroadcastPublisher(BucketPublisher):
         if data.is_cuda:
             torch.cuda.synchronize(data.device)
 
-    def give_up(self) -> None:
+    def give_up(self) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast
-        super().give_up()
+        return super().give_up()
 
     def _abort(self) -> None:
         if self.group is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from async_rl.weights.bucket import Bucket
 
 ERASE, UNLOADED = "erase", "unloaded"
-"""Two actions of /weights_checker that our own servers have besides SGLang's: see erased_weights.py."""
+"""Two actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
 _PROBE = Limit(3.0, "of a probe")

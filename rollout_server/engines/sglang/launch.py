@@ -37,10 +37,10 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler, which owns the model, with this project's changes to it."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from rollout_server.engines.sglang import cpu_backend, erased_weights
+    from rollout_server.engines.sglang import cpu_backend, weight_updates
 
     cpu_backend.install()
-    erased_weights.install()
+    weight_updates.install()
     run_scheduler_process(*args, **kwargs)
 
 

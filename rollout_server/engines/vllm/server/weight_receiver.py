@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_tensors import check_tensors, checkpoint_shapes, weight_files
+from group_abort import abort_when_told
 from safetensors.torch import load_file
 from shared_bucket import map_memory
 from torch import Tensor
@@ -77,6 +78,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
             group_name=GroupName(info.name), timeout=timedelta(seconds=info.timeout_s),
         )
         _world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
+        abort_when_told(self._group, info.name, info.host, info.port)
 
     def start_weight_update(self) -> None:
         self.drop_update()

@@ -1,7 +1,8 @@
-"""Adds two actions to SGLang's weight checker, by which a verified push shows that the server loads every weight.
+"""Two changes to SGLang's weight updates: they show which weights were not loaded, and free a server that hangs.
 
-SGLang's loaders skip tensors whose names they don't know, and the request for the update still succeeds. So the weights
-are filled with NaN before the push, and what still holds a NaN after it was not loaded.
+SGLang's loaders skip tensors whose names they don't know, and the request for the update still succeeds. So the first
+push of a run begins with NaN in all weights, and what still holds a NaN after it was not loaded. And a server whose
+scheduler hangs in a broadcast with a dead peer can't be asked to leave the group, so a thread does it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.utils.weight_checker import WeightChecker
 from torch import nn
 
+from async_rl.weights.group_abort import abort_when_told
 from rollout_server.engines.sglang.admin import ERASE, UNLOADED
 
 _handle: Callable[..., Any] = WeightChecker.handle
+_join: Callable[..., tuple[bool, str]] = WeightUpdater.init_weights_update_group
 
 
 def install() -> None:
-    """Add the actions. Call this in the process of SGLang's scheduler before the scheduler starts."""
+    """Make both changes. Call this in the process of SGLang's scheduler before the scheduler starts."""
     WeightChecker.handle = _erase_or_handle
+    WeightUpdater.init_weights_update_group = _join_and_listen
+
+
+def _join_and_listen(
+    updater: WeightUpdater, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
+    backend: str = "nccl",
+) -> tuple[bool, str]:
+    has_joined, message = _join(
+        updater, master_address, master_port, rank_offset, world_size, group_name, backend
+    )
+    if has_joined:
+        abort_when_told(updater._model_update_group[group_name], group_name, master_address, master_port)
+    return has_joined, message
 
 
 def _erase_or_handle(checker: WeightChecker, action: str, *args: Any, role: str, **options: Any) -> Any:

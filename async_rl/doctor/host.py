@@ -22,6 +22,7 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.cores import usable_cores
+from async_rl.driver.gpu_driver import check_gpu_driver
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
@@ -159,8 +160,11 @@ def _gpu(engines: Collection[EngineEntry]) -> Check:
         if uses_sglang and (missing := _missing_gpu_tools()):
             return Check("GPU", "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
         return Check("GPU", "ok", found)
-    if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
-        return Check("GPU", "warn", "an NVIDIA driver is here, but this torch finds no GPU", REINSTALL)
+    try:
+        check_gpu_driver()
+    except ConfigError as error:
+        found, mend = str(error).split(". ", 1)
+        return Check("GPU", "broken", found, mend)
     return Check("GPU", "ok", "none: everything runs on the CPU")
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
 from async_rl.cores import usable_cores
+from async_rl.driver.gpu_driver import check_gpu_driver
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
@@ -202,6 +203,7 @@ def _check_reward(config: Config, task: Task) -> None:
 
 
 def _check_placement(config: Config) -> list[str]:
+    check_gpu_driver()
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
     wanted = learner.ranks + rollout.servers * rollout.tp
     check(

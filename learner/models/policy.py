@@ -128,10 +128,11 @@ def layout_of(lms: Sequence[Any]) -> Layout:
     """Return the Layout of rows that the attention of every one of these models can compute."""
     names = {lm.config._attn_implementation for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
+    flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
     slides = any(key == "sliding_window" or key.startswith(_RECURRENT) for key in keys)
     return Layout(
         masked=names <= {*_MASKED, "flex_attention"} and not slides,
-        sparse=names <= {"flash_attention_2"} or (names <= {"flash_attention_2", "flex_attention"} and not slides),
+        sparse=flash == names or (names <= {*flash, "flex_attention"} and not slides),
         pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )
 

@@ -289,6 +289,8 @@ class WeightPublisher(ABC):
         if was_erased:
             self._check_loaded()
         if self.config.shares_gpus:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what the push took, before the servers allocate their KV cache
             self._call_all(lambda admin: admin.resume_memory("kv_cache"))
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import TimeoutsConfig
+from async_rl.config import PlacementConfig, TimeoutsConfig
 from async_rl.errors import WeightSyncError
 from async_rl.weights import base as publisher_module
 from tests.weights.test_lost_servers import CONFIG, CPU, AcceptingHandler, PausingPublisher
@@ -86,3 +86,25 @@ def test_a_weight_that_no_push_reaches_fails_the_first_push_only_if_it_is_verifi
     assert publisher.push([("w", torch.zeros(1))], 1).num_bytes == 1
     with pytest.raises(WeightSyncError, match=r"did not reach 1 weights of rollout/0, .*: experts\.w13_weight\. Its"):
         publisher.push([("w", torch.zeros(1))], 1, erases=True)
+
+
+def test_the_learner_frees_its_memory_before_servers_of_its_gpu_allocate_theirs(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's allocator keeps what a push took; a server that gets no memory for its KV cache ends."""
+    calls: list[str] = []
+
+    class Admin:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: calls.append(" ".join([name, *arguments]))
+
+    monkeypatch.setattr(OneWayPublisher, "admin", lambda self, name: Admin())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    placement, sync = PlacementConfig(colocated=True), replace(CONFIG.weight_sync, on_update="retract")
+    config = replace(CONFIG, placement=placement, weight_sync=sync)
+    publisher = OneWayPublisher(config, ["http://x"], 0, torch.device("cuda"))
+    publisher.push([("w", torch.zeros(1))], 1)
+    assert calls == [
+        "empty_cache", "pause retract", "resume_memory weights", "begin_update", "end_update", "empty_cache",
+        "resume_memory kv_cache", "resume",
+    ]

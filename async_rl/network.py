@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": ""}
 """Variables with the name of an interface, and what comes before it: without `=` NCCL also takes eth10 for eth1."""
 _NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What SGLang sets in its servers. NCCL itself has both on, and the ranks of a group on one host must agree."""
+"""SGLang sets these in its servers. NCCL itself has both on, and the ranks of a group on one host must agree."""
 
 
 def use_interface(host: str) -> None:

@@ -12,7 +12,7 @@ from tests.driver.test_placement import config
 EACH_HAS_ONE = config(LearnerPlacement(nodes=1), RolloutPlacement(nodes=1, servers=2))
 
 
-def test_hosts_with_too_few_gpus_are_refused_rather_than_used_without_being_asked_for() -> None:
+def test_several_hosts_with_too_few_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be what 2 GPU\(s\) have room for") as caught:
         host_demands(EACH_HAS_ONE, 2)
     assert "CUDA_VISIBLE_DEVICES= runs all on the CPU" in str(caught.value)

@@ -15,7 +15,7 @@ from torch import Tensor
 from async_rl.config import PlacementConfig, TimeoutsConfig
 from async_rl.errors import WeightSyncError
 from async_rl.weights import base as publisher_module
-from tests.weights.test_lost_servers import CONFIG, CPU, AcceptingHandler, PausingPublisher
+from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
 
 DEAD = "http://127.0.0.1:9"
 HANGING = threading.Event()

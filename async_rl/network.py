@@ -18,7 +18,10 @@ from async_rl.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": ""}
+"""Variables with the name of an interface, and what comes before it: without `=` NCCL also takes eth10 for eth1."""
+_NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang sets these in its servers. NCCL itself has both on, and the ranks of a group on one host must agree."""
 
 
 def use_interface(host: str) -> None:
@@ -26,8 +29,17 @@ def use_interface(host: str) -> None:
 
     By default they take the interface to which the host's name resolves. Environment variables already set are kept.
     """
-    for variable in _INTERFACE_VARIABLES:
-        os.environ.setdefault(variable, interface_of(host))
+    for variable, before in _INTERFACE_VARIABLES.items():
+        os.environ.setdefault(variable, before + interface_of(host))
+
+
+def agree_on_nccl() -> None:
+    """Make NCCL, here and in child processes, share memory in the way in which SGLang's servers do.
+
+    Call it before torch opens a group. Environment variables already set are kept, by SGLang too.
+    """
+    for variable, value in _NCCL_SETTINGS.items():
+        os.environ.setdefault(variable, value)
 
 
 def open_store(

@@ -33,7 +33,14 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
-from async_rl.driver.placement import explain, open_ray, ray_messages_in, reserve, resolve_placement
+from async_rl.driver.placement import (
+    explain,
+    open_ray,
+    ray_messages_in,
+    reserve,
+    resolve_placement,
+    servers_per_gpu,
+)
 from async_rl.driver.preflight import check_inputs
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
@@ -106,7 +113,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[
         processes = ActorGroup(run_dir, reservation, signals)
         supervisor = Supervisor(config, processes, log)
         try:
-            buffer_address = _start(config, processes, log)
+            buffer_address = _start(config, processes, log, one_by_one=servers_per_gpu(reservation.bundles) > 1)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume:
                 _evaluate(config, processes, log, "rollout/0", version=0)
@@ -127,8 +134,12 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[
     return summary
 
 
-def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
-    """Start the buffer, every rollout server and every learner rank, and connect them; returns the buffer's address."""
+def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bool) -> str:
+    """Start the buffer, every rollout server and every learner rank, and connect them; returns the buffer's address.
+
+    Args:
+        one_by_one: start each server when the one before it is up: they share a GPU, and each measures what is free.
+    """
     from async_rl.driver.actors import BufferActor, LearnerActor, RolloutActor, learner_threads
 
     limit = config.timeouts.limit("startup_s")
@@ -143,7 +154,9 @@ def _start(config: Config, processes: ActorGroup, log: RunLog) -> str:
     }
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
-    urls = processes.gather({name: each.start.remote() for name, each in servers_by_name.items()}, limit, "the start")
+    urls: dict[str, Any] = {}
+    for names in [[name] for name in servers_by_name] if one_by_one else [list(servers_by_name)]:
+        urls |= processes.gather({name: servers_by_name[name].start.remote() for name in names}, limit, "the start")
     listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, limit, "the address")
     connecting = {name: each.connect.remote(address) for name, each in servers_by_name.items()}
     processes.gather(connecting, limit, "connecting")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone, TrainingEnded
+from async_rl.messages.reports import EvaluationDue, LearnerReport, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.storage.unlogged_steps import RecentSteps
 from async_rl.telemetry.examples import choose_examples
@@ -217,7 +217,7 @@ class Learner:
             Metric("push/pause_s", report.pause_s),
             *(Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers),
         ]
-        return [ServersLost(servers=lost)] if lost else []
+        return [*lost]
 
     def _release(self) -> None:
         """Tell the buffer that every server serves the current version, which frees the slots of trained groups."""

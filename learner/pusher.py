@@ -1,4 +1,8 @@
-"""Pushes the learner's weights to every live server, and verifies the first push."""
+"""Pushes the learner's weights to every live server, and verifies the first push.
+
+Two things are verified: that the server loads every weight that it has, and that its logprobs are the learner's. The
+second would not show weights that one step has hardly moved, or experts to which no token was sent.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
+from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher
 from async_rl.weights.base import PushReport, Tolerance
@@ -30,26 +35,31 @@ class Pusher:
         self._publisher = publisher
         self._servers = servers
         self._is_verified = not config.weight_sync.verify
+        self._may_erase = not config.rollout.server_url
+        """A server that the run did not start may have others' requests to answer, and can't be asked."""
 
-    def push(self, version: int) -> tuple[PushReport, tuple[tuple[str, str], ...]]:
-        """Push the policy as `version`, and return the report and (name, URL) of each server that died. Collective.
+    def push(self, version: int) -> tuple[PushReport, list[ServersLost]]:
+        """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
 
         If servers die during the push, it is repeated without them, even if none is left: the driver restarts them.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
         """
-        lost: list[tuple[str, str]] = []
+        lost: list[ServersLost] = []
         while True:
             self._servers.apply(self._publisher.servers)
             urls = dict(self._publisher.servers)
-            report = self._publisher.push(full_parameters(self._updater.policy, self._updater.dtype), version)
+            weights = full_parameters(self._updater.policy, self._updater.dtype)
+            report = self._publisher.push(weights, version, erases=self._may_erase and not self._is_verified)
             self._servers.pushed(self._publisher.servers, report.lost)
-            lost += [(name, urls[name]) for name in report.lost]
+            if report.lost:
+                died = tuple((name, urls[name]) for name in report.lost)
+                lost.append(ServersLost(servers=died, cause=report.cause))
             failed = torch.tensor(bool(report.lost), device=self._publisher.device)
             dist.broadcast(failed, 0)
             if not failed:
-                return report, tuple(lost)
+                return report, lost
 
     def verify_once(self, batch: Batch) -> None:
         """Compare every server's logprobs of a row with the learner's after the first push. Collective.

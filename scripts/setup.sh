@@ -38,6 +38,20 @@ if [ ! -x "$venv/bin/python" ] || ! is_new_enough "$venv/bin/python"; then
     fi
 fi
 
+if [ "$set" = cuda ]; then  # before gigabytes are fetched that could not run
+    glibc=$(ldd --version 2>/dev/null | sed -n '1s/.* //p')
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    is_older() { [ "$(printf '%s\n' "$1" "$2" | sort -V | head -n 1)" != "$2" ]; }
+    if [ -n "$glibc" ] && is_older "$glibc" 2.34; then
+        echo "setup: the CUDA set needs glibc 2.34 or newer (Ubuntu 22.04, Debian 12, RHEL 9), here is $glibc" >&2
+        exit 1
+    fi
+    if [ -n "$driver" ] && is_older "$driver" 580; then
+        echo "setup: the CUDA set needs an NVIDIA driver 580 or newer, here is $driver; ASYNC_RL_SET=cpu does not" >&2
+        exit 1
+    fi
+fi
+
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() { pip install --quiet --constraint "$constraints" "$@"; }
 torch=$(sed -n 's/^torch==//p' "$constraints")

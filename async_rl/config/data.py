@@ -127,7 +127,7 @@ class RolloutConfig(OnePart):
     """Groups that one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
-    --gpu-memory-utilization of vLLM."""
+    --gpu-memory-utilization of vLLM. Servers that share a GPU start one after the other, and divide it."""
     server_url: str = ""
     """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not end it.
     With weight_sync.on_update in_place it must run with --disable-overlap-schedule. A run that is killed or fails

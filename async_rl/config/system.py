@@ -53,7 +53,8 @@ class WeightSyncConfig(OnePart):
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at once."""
     verify: bool = True
-    """Compare the server's logprobs of a probe text with the learner's after the first push."""
+    """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
+    server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that `transport`, one of your own, declares."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.cores import usable_cores
+from async_rl.driver.gpu_driver import check_gpu_driver
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
@@ -157,19 +159,40 @@ def _gpu(engines: Collection[EngineEntry]) -> Check:
         found = f"{len(names)} x {names[0]}"
         uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
         if uses_sglang and (missing := _missing_gpu_tools()):
-            return Check("GPU", "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
+            return Check("GPU", "broken" if engines else "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
         return Check("GPU", "ok", found)
-    if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
-        return Check("GPU", "warn", "an NVIDIA driver is here, but this torch finds no GPU", REINSTALL)
+    try:
+        check_gpu_driver()
+    except ConfigError as error:
+        found, mend = str(error).split(". ", 1)
+        return Check("GPU", "broken", found, mend)
     return Check("GPU", "ok", "none: everything runs on the CPU")
 
 
 def _missing_gpu_tools() -> list[str]:
     """Return the names of the programs and packages that SGLang's server needs on a GPU and that are missing here."""
+    import torch
+
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{cuda}/bin"])
-    missing = [name for name in ("nvcc", "ninja") if not shutil.which(name, path=path)]
+    missing = [] if shutil.which("ninja", path=path) else ["ninja"]
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    nvcc = shutil.which("nvcc", path=f"{cuda}/bin" + os.pathsep + path)  # SGLang looks at CUDA_HOME first
+    if nvcc is None:
+        missing.append("nvcc")
+    elif (release := _nvcc_release(nvcc)).partition(".")[0] != wanted:
+        missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {release})")
     return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
+
+
+def _nvcc_release(nvcc: str) -> str:
+    """Return the version of CUDA to which the compiler `nvcc` belongs, such as 13.0."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return "an unknown version"
+    found = re.search(r"release ([0-9.]+)", done.stdout)
+    return found[1] if found else "an unknown version"
 
 
 def _loopback() -> Check:

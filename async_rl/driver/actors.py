@@ -23,7 +23,7 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import limit_spinning, threads_per_process
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
-from async_rl.network import use_interface
+from async_rl.network import agree_on_nccl, use_interface
 from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
@@ -228,6 +228,7 @@ def enter(folder: str, config: Config, name: str) -> Config:
         network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
         config = dataclasses.replace(config, network=network)
     use_interface(config.network.host)
+    agree_on_nccl()
     use_huge_pages()
     limit_spinning()
     return config

@@ -105,8 +105,12 @@ def ray_bundles(
 
 
 def resolve_placement(config: Config, reservation: Reservation) -> Config:
-    """Return the config with the setting that depends on the placement: the weight transport in place of `auto`."""
+    """Return the config with what depends on the placement: the weight transport in place of `auto`, and for servers of
+    one GPU their part of rollout.mem_fraction.
+    """
     parts = reservation.bundles
+    if (servers := servers_per_gpu(parts)) > 1:
+        config = replace(config, rollout=replace(config.rollout, mem_fraction=config.rollout.mem_fraction / servers))
     if config.weight_sync.transport == "auto":
         shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
         is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
@@ -118,6 +122,12 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
     check_ipc(config, parts)
     return config
+
+
+def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
+    """Return how many of the servers that the run starts share a GPU; 1: none does."""
+    shared = [part.gpus_of for part in parts if part.gpus <= 1]
+    return max((sum(n.startswith("rollout") and gpus > 0 for n, gpus in of.items()) for of in shared), default=1) or 1
 
 
 def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:

@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, NoReturn
 from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
 from async_rl.cores import usable_cores
+from async_rl.driver.gpu_driver import check_gpu_driver
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network import interface_of
 from async_rl.storage.free_space import check_disk
-from async_rl.storage.model_folder import ROLES, check_model_folder, check_role_folder, check_trainable, load_tokenizer
+from async_rl.storage.model_folder import (
+    ROLES,
+    check_model_folder,
+    check_role_folder,
+    check_trainable,
+    load_tokenizer,
+    weight_shapes,
+)
 
 if TYPE_CHECKING:
     from async_rl.seams import EngineEntry
@@ -114,13 +122,17 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 
 def _check_loading(key: str, path: str, settings: ModelConfig) -> None:
     """Check that the model in `path`, the value of `key`, loads with the configured attention, is of a kind that the
-    learner can train (policy and reference), and takes the LoRA adapters (policy).
+    learner can train (policy and reference), can be pushed to servers whole, and takes the LoRA adapters (policy).
     """
     from async_rl.storage.model_loading import load_without_weights
 
     if key in ("model.path", "reference.path"):
         check_trainable(path, key)
     model = load_without_weights(key, path, settings.attn_implementation)
+    if key == "model.path":
+        from async_rl.weights.checkpoint_names import check_names
+
+        check_names(model, weight_shapes(Path(path)), path)
     if key == "model.path" and settings.lora.rank:
         from learner.models.lora import add_adapters
 
@@ -148,7 +160,7 @@ def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
         raise ConfigError(
             f"rollout.engine {name}: {admin.__module__}.{admin.__qualname__} must define {calls}: the calls of "
             "ServerAdmin in async_rl/weights/server_admin.py. Write them, or let the engine's entry declare less"
-            + (", or set weight_sync.verify: false" if "score_tokens" in lacking else "")
+            + (", or set weight_sync.verify: false" if "score_tokens" in lacking or "erase_weights" in lacking else "")
         )
 
 
@@ -191,6 +203,7 @@ def _check_reward(config: Config, task: Task) -> None:
 
 
 def _check_placement(config: Config) -> list[str]:
+    check_gpu_driver()
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
     wanted = learner.ranks + rollout.servers * rollout.tp
     check(

@@ -103,14 +103,15 @@ def _gpus_per_rank(config: Config, gpus_there: float) -> float:
         wanted, per_rank = learner.ranks + _gpus_of_servers(config), 1.0
     if learner.gpus_per_node or gpus_there >= wanted:
         return per_rank
-    if gpus_there == 0 or placement.num_nodes > 1:
+    if gpus_there == 0:
         return 0.0
     check(
-        gpus_there == learner.ranks == rollout.tp == 1, "placement",
+        gpus_there == learner.ranks == rollout.tp == placement.num_nodes == 1, "placement",
         f"{learner.ranks} learner rank(s) and {rollout.servers} server(s) of {rollout.tp} GPU(s)",
         f"what {gpus_there:g} GPU(s) have room for",
-        "One GPU may be shared by one rank and all servers, several only by pairs: set placement.colocated: true. Or "
-        "lower placement.learner.ranks, placement.rollout.servers or tp; CUDA_VISIBLE_DEVICES= runs all on the CPU.",
+        "The GPU of a single host may be shared by one rank and all servers, several only by pairs: set "
+        "placement.colocated: true. Or lower placement.learner.ranks, placement.rollout.servers or tp; "
+        "CUDA_VISIBLE_DEVICES= runs all on the CPU.",
     )
     return int(100 / wanted) / 100
 

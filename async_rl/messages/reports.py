@@ -49,6 +49,8 @@ class ServersLost:
 
     servers: tuple[tuple[str, str], ...]
     """(name, URL) of each dropped server."""
+    cause: str = ""
+    """The error with which the push failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

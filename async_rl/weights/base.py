@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +36,8 @@ class PushReport:
     """The pause as a span of state `sync` for each server's pool `rollout/<index>`."""
     lost: tuple[str, ...] = ()
     """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
+    cause: str = ""
+    """The error with which the push failed, if servers were lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +127,30 @@ class WeightPublisher(ABC):
             self._admins[key] = config.rollout.engine_entry.load_admin()(config, self.servers[name])
         return self._admins[key]
 
-    def give_up(self) -> None:
-        """After a failed push, end the update at each server: it keeps its old weights and, if paused, stays paused."""
-        self.tell_servers(lambda admin: admin.end_update(), self.servers)
+    def give_up(self) -> tuple[str, ...]:
+        """After a failed push, end the update at each server, which stays paused if it is.
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+        Returns:
+            The names of servers that did not answer within timeouts.push_s: they hang in the failed push.
+        """
+        return self.tell_servers(lambda admin: admin.end_update(), self.servers)
+
+    def push(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False
+    ) -> PushReport:
         """Pause every server, send the weights, resume, and return when all servers serve `version`.
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
-        again on all ranks. The tensors have Hugging Face names, and may be gathered from all ranks one by one.
+        again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
+        The tensors have the names of model folders, and may be gathered from all ranks one by one.
+
+        Args:
+            erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
+                tensors must be finite.
 
         Raises:
-            WeightSyncError: a live server refused the weights; it stays paused and must not be used.
+            WeightSyncError: a live server refused the weights, or did not load some; it stays paused and must not be
+                used.
             WaitTimeoutError: after `timeouts.push_s`, with every server alive.
         """
         tensors = iter(named_tensors)
@@ -149,22 +162,22 @@ class WeightPublisher(ABC):
                 start_s = time.monotonic()
                 staged = self.stage(tensors, version)
                 paused_s = time.monotonic()
-                self._begin_update()
+                self._begin_update(erases)
                 num_bytes = self.send(staged, version)
-                self._end_update()
+                self._end_update(erases)
                 end_s = time.monotonic()
                 return PushReport(
                     seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
                     spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
                 )
-        except (WeightSyncError, WaitTimeoutError):
+        except (WeightSyncError, WaitTimeoutError) as error:
             lost = self._find_lost()
             if not lost:
                 raise
-            for name in lost:
-                del self.servers[name]
-            self.give_up()
-            return PushReport(lost=lost)
+            self._remove(lost)
+            hanging = self.give_up()
+            self._remove(hanging)
+            return PushReport(lost=(*lost, *hanging), cause=str(error))
         finally:
             for _ in tensors:  # the other ranks still gather, which needs every rank
                 pass
@@ -193,14 +206,28 @@ class WeightPublisher(ABC):
         """Make `call` for all servers in parallel and return {name: result}. The first error is raised at once."""
         return start_together(self.calls(call), self.push_limit, what)()
 
-    def tell_servers(self, call: Callable[[ServerAdmin], None], names: Iterable[str]) -> None:
-        """Make `call` for the named servers in parallel. Returns when all calls have ended; errors are ignored."""
+    def tell_servers(self, call: Callable[[ServerAdmin], None], names: Iterable[str]) -> tuple[str, ...]:
+        """Make `call` for the named servers in parallel, and return when all calls have ended; refusals are ignored.
 
-        def tell(admin: ServerAdmin) -> None:
-            with suppress(WeightSyncError, WaitTimeoutError):
+        Returns:
+            The names of the servers that did not answer within timeouts.push_s.
+        """
+
+        def has_answered(admin: ServerAdmin) -> bool:
+            try:
                 call(admin)
+            except WeightSyncError:
+                return True
+            except WaitTimeoutError:
+                return False
+            return True
 
-        self._call_all(tell, names)
+        names = tuple(names)
+        return tuple(name for name, done in zip(names, self._call_all(has_answered, names), strict=True) if not done)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            del self.servers[name]
 
     def _call_all(self, call: Callable[[ServerAdmin], Any], names: Iterable[str] | None = None) -> list[Any]:
         """Make `call` for the named servers, or all, in parallel; return the results when all calls have ended."""
@@ -246,20 +273,38 @@ class WeightPublisher(ABC):
                     "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
                 )
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, erases: bool) -> None:
         """Pause each server and begin the update there, after allocating its weights again if they were released."""
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.shares_gpus:
             self._call_all(lambda admin: admin.resume_memory("weights"))
+        if erases:
+            self.call_servers(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
-    def _end_update(self) -> None:
+    def _end_update(self, was_erased: bool) -> None:
         """End the update at each server, allocate its KV cache again if that was released, then resume all servers."""
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
+        if was_erased:
+            self._check_loaded()
         if self.config.shares_gpus:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what the push took, before the servers allocate their KV cache
             self._call_all(lambda admin: admin.resume_memory("kv_cache"))
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
+
+    def _check_loaded(self) -> None:
+        """Check that each server has loaded all of its weights, which were NaN before the push."""
+        unloaded = self.call_servers(lambda admin: admin.unloaded_weights(), "weight verification")
+        for name, weights in unloaded.items():
+            if weights:
+                raise WeightSyncError(
+                    f"weight verification: the push did not reach {len(weights)} weights of {name}, which would stay "
+                    f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
+                    "weights under the names of its folder. Set another rollout.engine; if you know that training "
+                    "never changes these weights, set weight_sync.verify: false"
+                )
 
 
 def serving_dtype(config: Config, device_type: str) -> torch.dtype:

@@ -28,6 +28,7 @@ from async_rl.network import open_store
 from async_rl.weights.base import start_together
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
 from async_rl.weights.bucket_publisher import BucketPublisher
+from async_rl.weights.group_abort import abort_when_told, tell_to_abort
 
 
 class BroadcastPublisher(BucketPublisher):
@@ -40,6 +41,8 @@ class BroadcastPublisher(BucketPublisher):
         self.backend = backend
         self.group_name = ""
         self.group: dist.ProcessGroup | None = None
+        self._store: Store | None = None
+        """The store of the group, by which its servers hear that it is aborted."""
         self._members: dict[str, str] = {}
         """URLs of the servers that joined `group`, by name."""
 
@@ -54,7 +57,7 @@ class BroadcastPublisher(BucketPublisher):
         world_size = 1 + len(self.servers) * tp
         limit = self.config.timeouts.limit("push_s")
         # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
-        store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds))
+        self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds))
         calls: dict[str, Callable[[], Any]] = {
             name: partial(
                 self.admin(name).join_group, name=self.group_name, host=host, port=store.port,
@@ -80,11 +83,14 @@ class BroadcastPublisher(BucketPublisher):
         if data.is_cuda:
             torch.cuda.synchronize(data.device)
 
-    def give_up(self) -> None:
+    def give_up(self) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast
-        super().give_up()
+        return super().give_up()
 
     def _abort(self) -> None:
+        if self._store is not None:
+            tell_to_abort(self._store, self.group_name)
+            self._store = None
         if self.group is not None:
             self.group.abort()
             dist.destroy_process_group(self.group)
@@ -131,7 +137,9 @@ class Receiver:
         backend: str, timeout_s: float,
     ) -> None:
         store = open_store(master_address, master_port, rank_offset, world_size, timedelta(seconds=timeout_s))
-        self.groups[group_name] = join_group(store, rank_offset, world_size, group_name, backend, timeout_s)
+        group = join_group(store, rank_offset, world_size, group_name, backend, timeout_s)
+        self.groups[group_name] = group
+        abort_when_told(group, group_name, master_address, master_port)
 
     def receive(
         self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from async_rl.weights.bucket import Bucket
 
 _IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
+_OF_VERIFICATION = ("erase_weights", "unloaded_weights", "score_tokens")
 _FOR_BROADCASTS = ("join_group", "receive_bucket", "leave_group")
 _OF_A_WAY = {
     "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket",), "folder": ("load_folder",),
@@ -76,6 +77,15 @@ class ServerAdmin(Protocol):
     def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
         """Allocate the memory of weights or KV cache again, with undefined contents; nothing if it was not released."""
 
+    def erase_weights(self) -> None:
+        """Fill all weights with NaN, while the server is paused and before `begin_update`: the first push is verified.
+
+        A weight that the push does not bring, or that the server does not load, then stays NaN.
+        """
+
+    def unloaded_weights(self) -> list[str]:
+        """Return the names, as the server has them, of all weights that hold a NaN."""
+
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
         """Return the len(tokens) - 1 values log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, as served."""
 
@@ -92,7 +102,7 @@ def lacking_calls(entry: EngineEntry, admin: object, *, verifies: bool) -> dict[
     if entry.releases_memory:
         needed |= dict.fromkeys(("release_memory", "resume_memory"), "`releases_memory`")
     if verifies:
-        needed["score_tokens"] = "weight_sync.verify"
+        needed |= dict.fromkeys(_OF_VERIFICATION, "weight_sync.verify")
     return {
         call: why for call, why in needed.items()
         if getattr(admin, call, None) in (None, getattr(ServerAdmin, call))  # a subclass of the Protocol inherits stubs

@@ -12,6 +12,7 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from async_rl.storage.model_folder import writing
+from async_rl.weights.checkpoint_names import to_checkpoint
 from learner.models.lora import merged_parameters
 from learner.models.policy import load_policy, write_folder
 
@@ -38,5 +39,5 @@ def export(source: str | Path, target: Path) -> Path:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     with writing(target):
-        write_folder(merged_parameters(policy.lm), Path(config.model.path), target)
+        write_folder(to_checkpoint(policy.lm, merged_parameters(policy.lm)), Path(config.model.path), target)
     return checkpoint

@@ -72,7 +72,7 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
 
 
 def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of each parameter, with W + alpha / rank * B A in place of an adapted W.
+    """Yield (transformers' name, whole tensor) of each parameter, with W + alpha / rank * B A in place of an adapted W.
 
     Collective: all ranks gather one layer at a time. Tied parameters come once, under their first name.
     """

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.storage.model_folder import SFT_MARKER, check_trainable
+from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.lora import add_adapters, dropouts, merged_parameters
 from learner.models.token_scores import score_tokens
@@ -127,20 +128,21 @@ def layout_of(lms: Sequence[Any]) -> Layout:
     """Return the Layout of rows that the attention of every one of these models can compute."""
     names = {lm.config._attn_implementation for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
+    flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
     slides = any(key == "sliding_window" or key.startswith(_RECURRENT) for key in keys)
     return Layout(
         masked=names <= {*_MASKED, "flex_attention"} and not slides,
-        sparse=names <= {"flash_attention_2"} or (names <= {"flash_attention_2", "flex_attention"} and not slides),
+        sparse=flash == names or (names <= {*flash, "flex_attention"} and not slides),
         pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )
 
 
 def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of each parameter, see merged_parameters. Collective."""
+    """Yield (name, whole tensor) of all weights as model folders have them, see merged_parameters. Collective."""
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
-    for name, tensor in merged_parameters(policy.lm):
-        yield name, tensor.to(dtype)
+    merged = merged_parameters(policy.lm)
+    return to_checkpoint(policy.lm, ((name, tensor.to(dtype)) for name, tensor in merged))
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:

@@ -151,7 +151,9 @@ def test_the_tools_that_build_kernels_are_checked_where_there_is_a_gpu(
     monkeypatch.syspath_prepend(tmp_path)
     assert doctor._gpu([ENGINES["hf"]]) == Check("GPU", "ok", "1 x NVIDIA H200")
     check = doctor._gpu([ENGINES["sglang"]])
-    assert (check.state, check.found) == ("warn", "1 x NVIDIA H200, but no nvcc, ninja, torch_memory_saver")
+    assert (check.state, check.found) == ("broken", "1 x NVIDIA H200, but no ninja, nvcc, torch_memory_saver")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor, "_nvcc_release", lambda nvcc: "13.0")
     for program in ("environment/ninja", "cuda/bin/nvcc", "torch_memory_saver.py"):
         (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / program).touch(mode=0o755)

@@ -11,7 +11,6 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import (
-    Config,
     LearnerPlacement,
     NetworkConfig,
     RolloutConfig,
@@ -27,19 +26,10 @@ from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from async_rl.pipeline import dry_run
 from buffer.protocol.keys import new_keys
-from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
+from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
 ROOT = Path(__file__).parents[2]
-
-
-def config(
-    learner: LearnerPlacement | None = None, rollout: RolloutPlacement | None = None, colocated: bool = False
-) -> Config:
-    return make_config(placement={"learner": learner, "rollout": rollout, "colocated": colocated})
-
-
-TWO_NODES = config(LearnerPlacement(gpus_per_node=8), RolloutPlacement(nodes=1, servers=2, tp=4))
 
 
 def test_learner_and_servers_get_nodes_of_their_own() -> None:
@@ -51,7 +41,7 @@ def test_learner_and_servers_get_nodes_of_their_own() -> None:
 
 
 def test_many_nodes_share_ranks_and_servers_evenly() -> None:
-    parts = host_demands(config(LearnerPlacement(nodes=2, ranks=4), RolloutPlacement(servers=2)))
+    parts = host_demands(placed_on(LearnerPlacement(nodes=2, ranks=4), RolloutPlacement(servers=2)))
     assert [list(p.gpus_of) for p in parts] == [
         ["buffer", "rollout/0", "learner/0", "learner/1"], ["rollout/1", "learner/2", "learner/3"],
     ]
@@ -61,17 +51,14 @@ def test_many_nodes_share_ranks_and_servers_evenly() -> None:
     ("gpus", "each", "total"), [(0, 0.0, 0.0), (1, 0.5, 1.0), (2, 1.0, 2.0), (8, 1.0, 2.0)]
 )
 def test_available_gpus_are_used_or_shared_by_default(gpus: int, each: float, total: float) -> None:
-    (demand,) = host_demands(config(), gpus)
+    (demand,) = host_demands(placed_on(), gpus)
     assert (demand.gpus_of["learner/0"], demand.gpus_of["rollout/0"], demand.gpus) == (each, each, total)
 
 
 def test_colocated_ranks_and_servers_pair_up_on_gpus() -> None:
-    (demand,) = host_demands(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True))
+    (demand,) = host_demands(placed_on(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True))
     assert demand.gpus == 2
     assert demand.gpus_of["learner/1"] == demand.gpus_of["rollout/1"] == 0.5
-
-
-TWO_PAIRS = config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=2), colocated=True)
 
 
 def test_each_pair_that_shares_a_gpu_is_a_bundle_of_its_own() -> None:
@@ -79,14 +66,14 @@ def test_each_pair_that_shares_a_gpu_is_a_bundle_of_its_own() -> None:
     assert [list(part.gpus_of) for part in demand.per_gpu()] == [
         ["buffer", "rollout/0", "learner/0"], ["rollout/1", "learner/1"],
     ]
-    (alone,) = host_demands(config(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=1), colocated=True))
+    (alone,) = host_demands(placed_on(LearnerPlacement(gpus_per_node=2), RolloutPlacement(servers=1), colocated=True))
     assert [list(part.gpus_of) for part in alone.per_gpu()][1] == ["learner/1"]
-    for whole in (*host_demands(TWO_NODES), *host_demands(config(colocated=True)), *host_demands(config(), 1)):
+    for whole in (*host_demands(TWO_NODES), *host_demands(placed_on(colocated=True)), *host_demands(placed_on(), 1)):
         assert whole.per_gpu() == [whole]
 
 
 def test_pairs_on_several_hosts_are_tied_to_theirs() -> None:
-    asked = config(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
+    asked = placed_on(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
     wanted = host_demands(asked)
     hosts = [Host(name="10.0.0.1", cpus=8, gpus=2), Host(name="10.0.0.2", cpus=8, gpus=2)]
     parts, resources, strategy = ray_bundles(wanted, hosts)
@@ -134,15 +121,15 @@ def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
 def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(placement: Any, gpus: int) -> None:
     """Three processes would get 0.66 of two GPUs each, and the third would never be placed."""
     with pytest.raises(ConfigError, match=rf"what {gpus} GPU\(s\) have room for.*placement\.colocated: true"):
-        host_demands(config(**placement), gpus)
-    assert host_demands(config(**placement), 0)[0].gpus == 0
+        host_demands(placed_on(**placement), gpus)
+    assert host_demands(placed_on(**placement), 0)[0].gpus == 0
 
 
 @pytest.mark.parametrize(
     ("gpus", "colocated", "fits"), [(0, False, True), (1, False, True), (2, False, False), (2, True, True)]
 )
 def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool) -> None:
-    asked = dataclasses.replace(config(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
+    asked = dataclasses.replace(placed_on(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
     reservation = Reservation(None, host_demands(asked, gpus), ["127.0.0.1"])
     if fits:
         assert resolve_placement(asked, reservation).weight_sync.transport == "cuda_ipc"
@@ -171,7 +158,7 @@ def test_hosts_are_chosen_so_that_all_fit() -> None:
 
 def test_a_resource_tells_kinds_of_hosts_apart() -> None:
     hosts = [Host(name="x", cpus=8, gpus=0), Host(name="y", cpus=8, gpus=0, resources=frozenset({"CPU", "fast"}))]
-    wanted = host_demands(config(LearnerPlacement(resource="fast"), RolloutPlacement(nodes=1)))
+    wanted = host_demands(placed_on(LearnerPlacement(resource="fast"), RolloutPlacement(nodes=1)))
     assert [host.name for host in assign(wanted, hosts)] == ["y", "x"]
     with pytest.raises(ConfigError, match="resource fast"):
         assign(wanted, [hosts[0], dataclasses.replace(hosts[0], name="z")])
@@ -190,25 +177,25 @@ def test_counts_that_do_not_divide_are_refused(
     learner: dict[str, int], rollout: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        config(LearnerPlacement(**learner), RolloutPlacement(**rollout))
+        placed_on(LearnerPlacement(**learner), RolloutPlacement(**rollout))
 
 
 @pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "cuda_ipc"), (2, "nccl")])
 def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) -> None:
-    parts = host_demands(config(), gpus)
-    assert resolve_placement(config(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
+    parts = host_demands(placed_on(), gpus)
+    assert resolve_placement(placed_on(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
 
 
 def test_a_shared_gpu_uses_files_unless_for_one_sglang_server_and_one_rank() -> None:
-    two_pairs = config(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
-    hf = dataclasses.replace(config(), rollout=RolloutConfig(engine="hf"))
+    two_pairs = placed_on(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
+    hf = dataclasses.replace(placed_on(), rollout=RolloutConfig(engine="hf"))
     for asked, gpus in ((two_pairs, 2), (hf, 1)):
         resolved = resolve_placement(asked, Reservation(None, host_demands(asked, gpus), ["127.0.0.1"]))
         assert resolved.weight_sync.transport == "disk"
 
 
 def test_a_server_at_a_url_gets_no_gpu_and_its_weights_through_files() -> None:
-    asked = config(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
+    asked = placed_on(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
     asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
     parts = host_demands(asked, 2)
     assert parts[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}

@@ -129,6 +129,7 @@ def test_a_live_server_that_a_push_dropped_is_started_again_once(start_run: Any)
     thread.join(5)
     lost = [note for note in run.notes if "is lost, and started again: rollout/0 on 10.0.0.9 did not answer" in note]
     assert len(lost) == run.notes.count(back) == 1
+    assert "after a weight push that failed (the network was cut), and gets no more weights" in lost[0]
     assert "rollout/0: the prompts of its 3 running groups wait until a server is back: no other one runs" in run.notes
 
 

@@ -57,7 +57,7 @@ def test_strangers_on_the_host_reach_neither_buffer_nor_engine(
     run_dir = tmp_path / "closed"
     wait_until(lambda: len(logged(run_dir)) > 2, 180, "two steps")
     engine, buffer = (ports_of(command.wait_for(words)[0]) for words in ("RolloutActor", "BufferActor"))
-    paused = [port for port in engine if status_or_0(f"http://127.0.0.1:{port}/ready") == 200]
+    paused = [port for port in engine if status_or_0(f"http://127.0.0.1:{port}/model_info") == 200]
     heard = [port for port in buffer if FREE_PORTS[0] <= port and is_heard(port)]
     assert (len(paused), len(heard)) == (insecure, insecure)
     assert (run_dir / "keys").exists() != insecure

@@ -91,7 +91,7 @@ MADE_BY_A_FUNCTION = dataclasses.replace(COUNTING, open_admin=lambda config, url
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ("UNFINISHED", r"must define load_folder \(for `receives` folder\), score_tokens \(for weight_sync\.verify\):"),
+        ("UNFINISHED", r"must define load_folder \(for `receives` folder\), erase_weights \(for weight_sync\.ver"),
         ("INHERITING", r"must define is_ready \(for every push\), pause .*, score_tokens"),
         ("MADE_BY_A_FUNCTION", "open_admin of its entry must be a class"),
     ],

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config import Config
+from async_rl.network import agree_on_nccl
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.learner.served_batches import Note
@@ -36,6 +37,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def one_rank(device: torch.device) -> Iterator[None]:
+    agree_on_nccl()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield

@@ -32,10 +32,23 @@ TEMPERATURE = 0.3
 """Low, so that answers rarely end early."""
 
 
-def transports(device: torch.device) -> list[tuple[str, bool]]:
+OWN_GPU = pytest.mark.parametrize("own_gpu", [False, True])
+"""Whether the server has a GPU of its own, the second one: NCCL refuses two ranks on one."""
+
+
+def transports(device: torch.device, own_gpu: bool) -> list[tuple[str, bool]]:
     """(name, whether learner and server take turns)"""
-    further = "gloo" if device.type == "cpu" else "nccl" if torch.cuda.device_count() > 1 else ""
-    return [("cuda_ipc", False), ("cuda_ipc", True), ("disk", False), *([(further, False)] if further else [])]
+    if own_gpu:
+        return [("nccl", False)]
+    further = [("gloo", False)] if device.type == "cpu" else []
+    return [("cuda_ipc", False), ("cuda_ipc", True), ("disk", False), *further]
+
+
+def placed(config: Config, own_gpu: bool) -> Config:
+    if own_gpu and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    server_args = config.rollout.server_args | ({"base-gpu-id": 1} if own_gpu else {})
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server_args=server_args))
 
 
 def change(updater: Updater) -> None:
@@ -79,20 +92,21 @@ class Memory:
         assert free_bytes(self._device) - self._before_bytes <= 0.2 * self._of_server_bytes
 
 
+@OWN_GPU
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
-    config: Config, device: torch.device, one_rank: None, note: Note, tmp_path: Path, dtype: str
+    config: Config, device: torch.device, one_rank: None, note: Note, tmp_path: Path, dtype: str, own_gpu: bool
 ) -> None:
     if (device.type, dtype) == ("cpu", "bfloat16"):
         pytest.skip("bfloat16 on a CPU says nothing about a GPU")
-    config = changed(config, model={"dtype": dtype})
+    config = placed(changed(config, model={"dtype": dtype}), own_gpu)
     updater = Updater(config, device)
     at_start_bytes = free_bytes(device)
     server = EngineInThread(dataclasses.replace(config, placement=PlacementConfig(colocated=True)), tmp_path / "logs")
     try:
         server.run(server.engine.start(), timeout_s=600.0)
         check("start", dtype, updater, server, config, note)
-        for version, (transport, in_turns) in enumerate(transports(device), start=1):
+        for version, (transport, in_turns) in enumerate(transports(device, own_gpu), start=1):
             change(updater)
             pushing = dataclasses.replace(
                 config, placement=PlacementConfig(colocated=in_turns),
@@ -122,11 +136,14 @@ def perturbed(folder: Path, version: int) -> PreTrainedModel:
     return model
 
 
+@OWN_GPU
 @pytest.mark.parametrize("on_update", ["in_place", "retract"])
 def test_every_token_has_the_version_that_sampled_it_across_a_push(
-    config: Config, device: torch.device, one_rank: None, model_path: Path, tmp_path: Path, on_update: str
+    config: Config, device: torch.device, one_rank: None, model_path: Path, tmp_path: Path, on_update: str,
+    own_gpu: bool,
 ) -> None:
     """Computed in float32, where versions differ visibly. SGLang's overlap schedule is on where it is allowed."""
+    config = placed(config, own_gpu)
     server_args = config.rollout.server_args | {"disable-overlap-schedule": on_update == "in_place"}
     config = dataclasses.replace(
         changed(config, model={"dtype": "float32"}), weight_sync=WeightSyncConfig(on_update=on_update),  # type: ignore[arg-type]
@@ -158,7 +175,7 @@ def test_every_token_has_the_version_that_sampled_it_across_a_push(
     try:
         server.run(server.engine.start(), timeout_s=600.0)
         push("disk", False)
-        for index, (transport, in_turns) in enumerate(transports(device), start=1):
+        for index, (transport, in_turns) in enumerate(transports(device, own_gpu), start=1):
             request = request_for(index, n=32, max_tokens=800, temperature=TEMPERATURE)
             answers = server.run(answers_over_a_push(request, transport, in_turns), timeout_s=300.0)
             both = {version: models[version] for version in list(models)[-2:]}

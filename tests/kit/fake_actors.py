@@ -119,7 +119,7 @@ class Learner(FakeProcess):
             spans = (Span(f"learner/{self._index}", "busy", start_s, time.monotonic()),)
             yield StepDone(version=step, metrics=(Metric("reward/mean", 1.0),), spans=spans)
             if self.told("drops a server"):
-                yield ServersLost(servers=(("rollout/0", "http://old"),))
+                yield ServersLost(servers=(("rollout/0", "http://old"),), cause="the network was cut")
             if step == 3:
                 yield EvaluationDue(version=step)
             if self.told("ends"):

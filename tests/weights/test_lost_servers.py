@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,43 +21,9 @@ from async_rl.config import (
 from async_rl.errors import WeightSyncError
 from async_rl.network import authorization
 from async_rl.weights import base as publisher_module
-from async_rl.weights.base import WeightPublisher
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
-from tests.kit.configs import make_config
-
-CPU = torch.device("cpu")
-CONFIG = make_config(weight_sync={"bucket_bytes": 2**20}, timeouts={"push_s": 20.0})
-
-
-class PausingPublisher(WeightPublisher):
-    """A publisher that pauses and resumes servers and sends nothing."""
-
-    def connect(self) -> None:
-        pass
-
-    def send(self, staged: Iterator[tuple[str, Tensor]], version: int) -> int:
-        next(staged)
-        return 1
-
-
-class AcceptingHandler(BaseHTTPRequestHandler):
-    status = 200
-    key = ""
-    """The value that `Authorization` must have; empty: any."""
-
-    def do_GET(self) -> None:
-        self.send_response(401 if self.key and self.headers["Authorization"] != self.key else 200)
-        self.end_headers()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(self.status)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
 
 
 class RefusingHandler(AcceptingHandler):

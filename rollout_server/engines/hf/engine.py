@@ -122,6 +122,20 @@ class HFEngine:
 
         await self.between_tokens(load)
 
+    async def erase_weights(self) -> None:
+        """Fill the weights with NaN, before a push that is verified."""
+
+        def erase() -> None:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(torch.nan)
+
+        await self.between_tokens(erase)
+
+    async def unloaded_weights(self) -> list[str]:
+        """Return the names of the weights that hold a NaN."""
+        named = list(self.model.named_parameters())
+        return await self.between_tokens(lambda: [name for name, p in named if bool(p.amax().isnan())])
+
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Return log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1 for each i, len(tokens) - 1 numbers."""
 

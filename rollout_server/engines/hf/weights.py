@@ -22,6 +22,8 @@ from async_rl.config import NetworkConfig, TimeoutsConfig
 from async_rl.network import authorization
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.broadcast import Receiver
+from async_rl.weights.checkpoint_names import from_checkpoint, to_checkpoint
+from rollout_server.engines.sglang.admin import ERASE
 
 _MAX_BODY_BYTES = 64 * 2**20
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
@@ -40,7 +42,14 @@ class ServedModel(Protocol):
         """Go on sampling."""
 
     async def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the weights by `tensors` between two tokens; what is sampled after has `version`."""
+        """Replace the weights of `model` by `tensors` between two tokens; what is sampled after has `version`."""
+
+    async def erase_weights(self) -> None:
+        """Fill the weights with NaN."""
+
+    async def unloaded_weights(self) -> list[str]:
+        """Return the names of the weights that hold a NaN."""
+        ...
 
     async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Return log p(tokens[i + 1] | tokens[: i + 1]) for each i, len(tokens) - 1 numbers."""
@@ -67,7 +76,7 @@ class WeightEndpoints:
     async def start(self) -> str:
         """Start to serve on a free port, in the running event loop, and return the base URL."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_sender])
-        app.router.add_get("/ready", _as_endpoint(self._accept))
+        app.router.add_get("/model_info", _as_endpoint(self._accept))
         for path, handler in {
             "/init_weights_update_group": self._join,
             "/destroy_weights_update_group": self._leave,
@@ -79,6 +88,7 @@ class WeightEndpoints:
             "/end_weight_update": self._end,
             "/continue_generation": self._resume,
             "/generate": self._score,
+            "/weights_checker": self._check_weights,
         }.items():
             app.router.add_post(path, _as_endpoint(handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -103,7 +113,7 @@ class WeightEndpoints:
         return await handler(request)
 
     async def _accept(self, body: dict[str, Any]) -> None:
-        """Do nothing: /ready and /flush_cache are only answered with `success: true`."""
+        """Do nothing: /model_info and /flush_cache are only answered with `success: true`."""
 
     async def _join(self, body: dict[str, Any]) -> None:
         names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
@@ -142,7 +152,7 @@ class WeightEndpoints:
     def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
         if self._staged is None:
             raise ValueError("weights must be sent after /begin_weight_update and before /end_weight_update")
-        expected = self._engine.model.state_dict()
+        expected = _checkpoint_state(self._engine.model)
         for name, tensor in tensors:
             if name not in expected:
                 raise ValueError(f"the update brings the tensor {name!r}, which the model does not have")
@@ -160,8 +170,16 @@ class WeightEndpoints:
         self._staged = self._staged_version = None  # a learner that gives up the push sends /end_weight_update again
         if version is not None:  # the version comes with the last bucket: without it the push has broken off
             _check_complete(self._engine.model, staged)
-            await self._engine.load_weights(staged, version)
+            tensors = await asyncio.to_thread(from_checkpoint, self._engine.model, staged)
+            await self._engine.load_weights(tensors, version)
             self._receiver.end_push()
+
+    async def _check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Do one of the two actions that verify a push, in the form of SGLang's weight checker."""
+        if body["action"] == ERASE:
+            await self._engine.erase_weights()
+            return {}
+        return {"ranks": [{"checksums": dict.fromkeys(await self._engine.unloaded_weights(), "nan")}]}
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer /generate with the logprob of each token in `input_ids` after the first, in SGLang's format.
@@ -206,9 +224,14 @@ def _read_folder(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]
     ]
 
 
+def _checkpoint_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the model's weights by the names that model folders and updates have; they are views of the weights."""
+    return dict(to_checkpoint(model, model.state_dict().items()))
+
+
 def _check_complete(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     """Raise ValueError unless `tensors` has every weight of the model. For tied weights one of the names is enough."""
-    state = model.state_dict()
+    state = _checkpoint_state(model)
     covered = {state[name].data_ptr() for name in tensors}
     missing = [name for name, tensor in state.items() if tensor.data_ptr() not in covered]
     if missing:

@@ -19,6 +19,8 @@ from rollout_server.engines.http_json import ask
 if TYPE_CHECKING:
     from async_rl.weights.bucket import Bucket
 
+ERASE, UNLOADED = "erase", "unloaded"
+"""Two actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
 _PROBE = Limit(3.0, "of a probe")
@@ -38,8 +40,15 @@ class SGLangAdmin:
         self._released: tuple[str, ...] = ()
 
     def is_ready(self) -> bool:
+        return self._answers("/model_info")  # SGLang's /ready answers 503 while the server is paused
+
+    def has_started(self) -> bool:
+        """Return whether the server takes requests, which it does once it has warmed up, unless it is paused."""
+        return self._answers("/ready")
+
+    def _answers(self, path: str) -> bool:
         with suppress(WeightSyncError, WaitTimeoutError):
-            self.ask("GET", "/ready", limit=_PROBE)
+            self.ask("GET", path, limit=_PROBE)
             return True
         return False
 
@@ -127,6 +136,13 @@ class SGLangAdmin:
         if part in self._released:  # a server dies if it is asked to resume memory that it has not released
             self.ask("POST", "/resume_memory_occupation", {"tags": [part]})
             self._released = tuple(tag for tag in self._released if tag != part)
+
+    def erase_weights(self) -> None:
+        self.ask("POST", "/weights_checker", {"action": ERASE})
+
+    def unloaded_weights(self) -> list[str]:
+        ranks = self.ask("POST", "/weights_checker", {"action": UNLOADED})["ranks"]
+        return sorted({name for rank in ranks for name in rank["checksums"]})
 
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
         body = {

@@ -34,12 +34,13 @@ def die_with_parent() -> None:
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler, which owns the model, with this project's changes for CPUs (cpu_backend)."""
+    """Run SGLang's scheduler, which owns the model, with this project's changes to it."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from rollout_server.engines.sglang import cpu_backend
+    from rollout_server.engines.sglang import cpu_backend, weight_updates
 
     cpu_backend.install()
+    weight_updates.install()
     run_scheduler_process(*args, **kwargs)
 
 

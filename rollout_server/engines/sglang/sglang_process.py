@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import uuid
 from contextlib import suppress
@@ -21,6 +22,7 @@ from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIAB
 
 _RESERVED_TOKENS = 8
 """The number of positions of a context that SGLang keeps for itself."""
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HINTS = (
     ("out of memory", "Lower rollout.mem_fraction."),
     ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),
@@ -89,7 +91,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> S
         """
         admin = SGLangAdmin(config, url)
         with suppress(WeightSyncError, WaitTimeoutError):
-            if admin.is_ready() and admin.serves_model(identity):
+            if admin.has_started() and admin.serves_model(identity):
                 admin.freeze_garbage_collection()
                 return True
         return False
@@ -120,4 +122,7 @@ def server_environment(config: Config, flags: Flags) -> dict[str, str]:
         # The memory saver is loaded before Python, and only Python finds a CUDA runtime that came in wheels.
         folders = [os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders()]
         environment["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
+        for name in _ALLOCATOR_SETTINGS:  # the memory saver ends a server that has expandable segments
+            if name in environment:
+                environment[name] = re.sub(r"(^|,)expandable_segments:\w+", "", environment[name]).strip(",")
     return environment

@@ -113,6 +113,13 @@ class VLLMAdmin:
     def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
         """Do nothing, because no memory was released."""
 
+    def erase_weights(self) -> None:
+        self.ask("POST", "/collective_rpc", {"method": "erase_weights"})
+
+    def unloaded_weights(self) -> list[str]:
+        workers = self.ask("POST", "/collective_rpc", {"method": "unloaded_weights"})["results"]
+        return sorted({name for names in workers for name in names})
+
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
         body = {
             "token_ids": list(tokens), "cache_salt": f"score-{time.time_ns()}",  # a new salt: no KV of older weights

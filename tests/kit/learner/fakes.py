@@ -70,7 +70,7 @@ class FakePublisher:
     def release_server_memory(self) -> None:
         self.calls.append(("release_server_memory", -1))
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> PushReport:
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool) -> PushReport:
         self.calls.append(("push", version))
         self.weights = {name: tensor.clone() for name, tensor in named_tensors}
         if lost := self.dies_next:

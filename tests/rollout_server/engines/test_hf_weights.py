@@ -167,7 +167,7 @@ def test_strangers_get_no_answer_from_the_engine(folder: Path, tmp_path: Path, h
         rebound = key | {"Host": f"evil.example:{engine.url.rpartition(':')[2]}"}
         statuses = {await asyncio.to_thread(status_of, *_to(engine, route), rebound) for route in routes}
         assert statuses == {403}
-        assert await asyncio.to_thread(status_of, "GET", engine.url + "/ready", key) == 200
+        assert await asyncio.to_thread(status_of, "GET", engine.url + "/model_info", key) == 200
         assert len(await engine.generate(request_for(4))) == 4  # nobody has paused it
 
     with_engine(config, ask)
@@ -181,7 +181,7 @@ def test_a_key_that_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
     async def ask(engine: HFEngine) -> bytes:
         reader, writer = await asyncio.open_connection(*engine.url.removeprefix("http://").split(":"))
         host = engine.url.removeprefix("http://").encode()
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: " + host + b"\r\nAuthorization: Bearer \xff\xe4\r\n\r\n")
+        writer.write(b"GET /model_info HTTP/1.1\r\nHost: " + host + b"\r\nAuthorization: Bearer \xff\xe4\r\n\r\n")
         reply = await reader.readline()
         writer.close()
         return reply

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_tensors import check_tensors, checkpoint_shapes, weight_files
+from group_abort import abort_when_told
 from safetensors.torch import load_file
 from shared_bucket import map_memory
 from torch import Tensor
@@ -77,6 +78,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
             group_name=GroupName(info.name), timeout=timedelta(seconds=info.timeout_s),
         )
         _world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
+        abort_when_told(self._group, info.name, info.host, info.port)
 
     def start_weight_update(self) -> None:
         self.drop_update()
@@ -136,6 +138,21 @@ class WorkerExtension:
         """Forget an unfinished update, if there is one; otherwise vLLM would refuse to start the next one."""
         self._weight_update_active = False
         self.weight_transfer_engine.drop_update()  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def erase_weights(self) -> None:
+        """Fill the weights with NaN, before a push that is verified."""
+        for parameter in self.get_model().parameters():  # type: ignore[attr-defined]
+            if parameter.is_floating_point():
+                parameter.fill_(torch.nan)
+
+    @torch.no_grad()
+    def unloaded_weights(self) -> list[str]:
+        """Return the names of the weights that hold a NaN."""
+        return [
+            name for name, parameter in self.get_model().named_parameters()  # type: ignore[attr-defined]
+            if parameter.is_floating_point() and parameter.numel() and bool(parameter.amax().isnan())
+        ]
 
 
 class FullLogprobs(TopKTopPSampler):

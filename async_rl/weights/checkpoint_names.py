@@ -1,0 +1,107 @@
+"""Translates a model's weights between transformers' names for them and those of model folders, which servers load.
+
+Transformers keeps some weights in another form than model folders do: all experts of a mixture-of-experts layer, for
+example, are one tensor `mlp.experts.gate_up_proj`, while folders have `mlp.experts.0.gate_proj.weight` and so on.
+Servers know the names of folders only; SGLang skips others in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from async_rl.errors import ConfigError
+
+_LAYER = re.compile(r".*?\.\d+\.")
+_SHOWN = 3
+
+
+def to_checkpoint(lm: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights of `lm`, a transformers model, by the names and in the shapes that its model folder has.
+
+    They are converted as `save_pretrained` does it, one by one, or layer by layer if a folder's tensor is made of
+    several of the model's. The results may be views of the tensors given.
+    """
+    loaded_by = getattr(lm, "_weight_conversions", None)  # None: the model was not loaded from a folder
+    joins = loaded_by is None or any(len(c.target_patterns) > 1 for c in loaded_by if isinstance(c, WeightConverter))
+    if not joins:
+        for name, tensor in named_tensors:
+            yield from revert_weight_conversion(lm, {name: tensor}).items()
+        return
+    for _, tensors in groupby(named_tensors, lambda item: _layer_of(item[0])):
+        yield from revert_weight_conversion(lm, dict(tensors)).items()
+
+
+def _layer_of(name: str) -> str:
+    layer = _LAYER.match(name)
+    return layer[0] if layer else name
+
+
+def from_checkpoint(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a model folder by the names and in the shapes that `lm`, a transformers model, has."""
+    conversions: list[Any] | None = getattr(lm, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(lm, add_legacy=False)
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    renamings: list[Any] = [c for c in conversions if not isinstance(c, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    result: dict[str, Tensor] = {}
+    joined: dict[str, Any] = {}
+    for name in sorted(tensors, key=dot_natural_key):  # experts are stacked in the order of their numbers
+        new_name, pattern = rename_source_key(name, renamings, converters)
+        if pattern is None:
+            result[new_name] = tensors[name]
+        else:
+            joined.setdefault(new_name, deepcopy(by_pattern[pattern])).add_tensor(
+                new_name, name, pattern, tensors[name]
+            )
+    for new_name, converter in joined.items():
+        for full_name, value in converter.convert(new_name, model=lm, config=lm.config).items():
+            result[full_name] = value[0] if isinstance(value, list) else value
+    return result
+
+
+def check_names(lm: Any, checkpoint: Mapping[str, list[int]], path: str) -> None:
+    """Check that a push of the weights of `lm` has the names and shapes of the checkpoint that servers start from.
+
+    Args:
+        lm: the model in the folder `path`, loaded without its weights.
+        checkpoint: {name: shape} of the tensors in the folder. It may have a tied output layer, which is not sent, and
+            tensors that transformers knows to be of no use for the model.
+
+    Raises:
+        ConfigError: they differ, so some weights of the servers would never be updated.
+    """
+    sent = {name: list(tensor.shape) for name, tensor in to_checkpoint(lm, lm.named_parameters())}
+    tied = {name for name, _ in lm.named_parameters(remove_duplicate=False)} - dict(lm.named_parameters()).keys()
+    unused = [re.compile(pattern) for pattern in lm._keys_to_ignore_on_load_unexpected or ()]
+    kept = {
+        name for name in checkpoint.keys() - sent.keys()
+        if name in tied or any(pattern.search(name) for pattern in unused)
+    }
+    wrong = sorted(
+        name for name in sent.keys() | (checkpoint.keys() - kept) if sent.get(name) != checkpoint.get(name)
+    )
+    if wrong:
+        name = wrong[0]
+        raise ConfigError(
+            f"model.path {path}: weight pushes would not fit the checkpoint that servers start from in {len(wrong)} "
+            f"tensors ({', '.join(wrong[:_SHOWN])}): of {name} the checkpoint has {_shape(checkpoint, name)}, a push "
+            f"{_shape(sent, name)}. Servers would keep old weights: take another model"
+        )
+
+
+def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
+    return f"the shape {shapes[name]}" if name in shapes else "nothing"

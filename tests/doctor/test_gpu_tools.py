@@ -1,0 +1,49 @@
+"""The compiler of SGLang's kernels against the CUDA that torch is built for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.doctor import host
+from async_rl.seams import ENGINES
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def cuda_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host with one GPU, ninja and torch_memory_saver."""
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin" / "ninja", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda _: True)
+    return tmp_path
+
+
+def program(file: Path, says: str) -> None:
+    file.write_text(f"#!/bin/sh\necho '{says}'\n")
+    file.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("release", "found"),
+    [
+        ("13.0", "1 x H100"), ("13.2", "1 x H100"), ("", "1 x H100, but no nvcc"),
+        ("12.4", "1 x H100, but no nvcc of CUDA 13 ({nvcc} is of 12.4)"),
+    ],
+)
+def test_nvcc_must_be_there_and_of_torchs_cuda_for_sglang(cuda_home: Path, release: str, found: str) -> None:
+    nvcc = cuda_home / "bin" / "nvcc"
+    if release:
+        program(nvcc, f"Cuda compilation tools, release {release}, V{release}.1")
+    check = host._gpu([ENGINES["sglang"]])
+    assert check.found == found.format(nvcc=nvcc)
+    assert check.state == ("broken" if "but" in found else "ok")
+    assert host._gpu([ENGINES["hf"]]).state == "ok"

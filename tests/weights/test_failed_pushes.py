@@ -1,0 +1,110 @@
+"""Reports of failed pushes: the servers that are lost or hang, and the cause; weights that no push reaches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_rl.config import PlacementConfig, TimeoutsConfig
+from async_rl.errors import WeightSyncError
+from async_rl.weights import base as publisher_module
+from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
+
+DEAD = "http://127.0.0.1:9"
+HANGING = threading.Event()
+"""Set: requests that hang are let go."""
+
+
+class HangingHandler(AcceptingHandler):
+    """A server whose HTTP process answers while its scheduler hangs in a collective of the failed push."""
+
+    def do_POST(self) -> None:
+        if self.path == "/end_weight_update":
+            HANGING.wait(60)
+        super().do_POST()
+
+
+@pytest.fixture
+def url_of() -> Iterator[Any]:
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(handler: type[AcceptingHandler]) -> str:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    HANGING.clear()
+    yield start
+    HANGING.set()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_cause_of_a_lost_push_is_reported_and_survivors_that_hang_are_lost_too(url_of: Any) -> None:
+    config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=1.0))
+    urls = [url_of(AcceptingHandler), DEAD, url_of(HangingHandler)]
+    publisher = PausingPublisher(config, urls, 0, CPU)
+    report = publisher.push([("w", torch.zeros(1))], 1)
+    assert report.lost == ("rollout/1", "rollout/2")
+    assert "pause before a weight push: rollout/1 failed" in report.cause and "Connection refused" in report.cause
+    assert publisher.servers == {"rollout/0": urls[0]}
+    assert publisher.push([("w", torch.zeros(1))], 1).lost == ()
+
+
+class UnloadedAdmin:
+    """A server that does not know one of its weights by the name that is pushed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: True
+
+    def unloaded_weights(self) -> list[str]:
+        return ["experts.w13_weight"]
+
+
+class OneWayPublisher(PausingPublisher):
+    def admin(self, name: str) -> Any:
+        return UnloadedAdmin()
+
+    def send(self, staged: Iterator[tuple[str, Tensor]], version: int) -> int:
+        return len(list(staged))
+
+
+def test_a_weight_that_no_push_reaches_fails_the_first_push_only_if_it_is_verified(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
+    publisher = OneWayPublisher(CONFIG, ["http://x"], 0, CPU)
+    assert publisher.push([("w", torch.zeros(1))], 1).num_bytes == 1
+    with pytest.raises(WeightSyncError, match=r"did not reach 1 weights of rollout/0, .*: experts\.w13_weight\. Its"):
+        publisher.push([("w", torch.zeros(1))], 1, erases=True)
+
+
+def test_the_learner_frees_its_memory_before_servers_of_its_gpu_allocate_theirs(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's allocator keeps what a push took; a server that gets no memory for its KV cache ends."""
+    calls: list[str] = []
+
+    class Admin:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: calls.append(" ".join([name, *arguments]))
+
+    monkeypatch.setattr(OneWayPublisher, "admin", lambda self, name: Admin())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    placement, sync = PlacementConfig(colocated=True), replace(CONFIG.weight_sync, on_update="retract")
+    config = replace(CONFIG, placement=placement, weight_sync=sync)
+    publisher = OneWayPublisher(config, ["http://x"], 0, torch.device("cuda"))
+    publisher.push([("w", torch.zeros(1))], 1)
+    assert calls == [
+        "empty_cache", "pause retract", "resume_memory weights", "begin_update", "end_update", "empty_cache",
+        "resume_memory kv_cache", "resume",
+    ]

@@ -1,6 +1,6 @@
 """Encodes a Group to msgpack bytes and decodes it, after checking all that comes from the network.
 
-    group     {schema, each field of GroupFacts, lengths [N], each field of Rollout for all N rows,
+    group     {schema, each field of GroupFacts, lengths [N], each field of Row for all N rows,
                episodes: None if each of the N rows is the answer to a question, else see episode_columns.py}
     array     [dtype, number of elements, little-endian bytes]
 
@@ -48,7 +48,7 @@ _TOKEN_ARRAYS = kinds_of(Row, PerToken)
 _ROW = kinds_of(Row, Scalar)
 _MESSAGE_FIELDS = ("schema", *_GROUP, "lengths", *_TOKEN_ARRAYS, *_ROW, "episodes")
 _GROUP_FIELDS = frozenset(_MESSAGE_FIELDS)
-assert len(_GROUP_FIELDS) == len(_MESSAGE_FIELDS), "a field of GroupFacts has the name of one of Rollout"
+assert len(_GROUP_FIELDS) == len(_MESSAGE_FIELDS), "a field of GroupFacts has the name of one of Row"
 
 _DECLARED = [kinds_of(declared, Kind) for declared in (GroupFacts, Row, EpisodeFacts)]
 SCHEMA_VERSION = zlib.crc32(repr(_DECLARED).encode())
@@ -93,7 +93,7 @@ class GroupColumns(NamedTuple):
     lengths: list[int]  # [N] T of each row
     ends: list[int]  # [N] the sums of these
     rows: dict[str, Any]
-    """The column of each field of Rollout: an array [sum of T] of one that has a number for each token, else a list
+    """The column of each field of Row: an array [sum of T] of one that has a number for each token, else a list
     [N]. Of answers to a question there are no turns."""
     episodes: dict[str, list[Any]] | None
     """The column [G] of each field of EpisodeFacts; None if each row is an episode of one turn."""

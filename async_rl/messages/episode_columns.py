@@ -1,7 +1,7 @@
 """Encodes the episodes of a group as columns, and checks such columns.
 
     episodes  {each field of EpisodeFacts [G], row_turns [rows],
-               each field of Rollout that has a number for each turn [sum of row_turns]}
+               each field of Row that has a number for each turn [sum of row_turns]}
 
 `row_turns` is the number of turns that each row trains. A group whose rows are answers to a question has none
 of these columns.

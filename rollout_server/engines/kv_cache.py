@@ -10,20 +10,20 @@ _KV_SHARE = 0.25
 """The share of the host's free memory that all KV caches may take; the learner needs the rest."""
 
 
-def kv_tokens(config: Config, token_bytes: int, rollout_tokens: int, free_memory_bytes: int) -> int:
+def kv_tokens(config: Config, token_bytes: int, row_tokens: int, free_memory_bytes: int) -> int:
     """Return for how many tokens a server's KV cache has room: all rows in flight if memory allows, else fewer.
 
-    There is room for one rollout at least.
+    There is room for one row at least.
 
     Args:
         token_bytes: memory for one token; see kv_token_bytes.
-        rollout_tokens: tokens that are set aside for one rollout, its prompt included.
+        row_tokens: tokens that are set aside for one row, its prompt included.
     """
     affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
-    return max(rollout_tokens, min(max_running_rollouts(config) * rollout_tokens, affordable))
+    return max(row_tokens, min(max_running_replies(config) * row_tokens, affordable))
 
 
-def max_running_rollouts(config: Config) -> int:
+def max_running_replies(config: Config) -> int:
     """Return the largest number of replies that one server can be asked for at once, evaluations included."""
     groups = min(config.rollout.concurrency, config.slots)
     return groups * config.rollout.group_size + config.eval.size * config.eval.samples

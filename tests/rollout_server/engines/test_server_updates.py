@@ -24,7 +24,7 @@ from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
-from tests.kit.engines.sglang import update_in_place
+from tests.kit.engines.pushes import update_in_place
 from tests.kit.engines.tags import check_tags
 from tests.kit.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
 from tests.kit.learner.exported import train_and_export

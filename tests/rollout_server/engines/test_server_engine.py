@@ -21,7 +21,7 @@ from rollout_server.engines.sglang.admin import SGLangAdmin
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.replies import TOLERANCE, from_scratch, generate, largest_error, request_for
-from tests.kit.engines.sglang import update_in_place
+from tests.kit.engines.pushes import update_in_place
 from tests.kit.engines.strangers import answered, listed_routes
 from tests.kit.models import load_model, save_sharp_model
 

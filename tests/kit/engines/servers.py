@@ -64,6 +64,8 @@ class Server(EngineInThread, ABC):
 
 
 class SGLangServer(Server):
+    """A server that names what it found in its cache in each response."""
+
     control_routes = ("/pause_generation", "/generate", "/update_weights_from_disk")
     open_routes = ("/health", "/ready", "/metrics")
     cache_block_tokens = 1
@@ -95,6 +97,8 @@ class SGLangServer(Server):
 
 
 class VLLMServer(Server):
+    """A server that counts its requests and what it found in its cache at /metrics."""
+
     control_routes = ("/pause", "/collective_rpc", "/update_weights", GENERATE)
     open_routes = ()
     cache_block_tokens = 32

@@ -1,4 +1,4 @@
-"""What tests with a vLLM server need to know: where it is skipped, when it runs, and how long its start takes."""
+"""Tests with a vLLM server: where they are skipped, when they run, and how long the server may take to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engines with a server read from its responses; no server is needed."""
+"""Replies that the engines with a server read from its responses; no server is needed."""
 
 from __future__ import annotations
 

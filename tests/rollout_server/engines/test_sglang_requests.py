@@ -1,4 +1,4 @@
-"""The parts of the SGLang engine that need no SGLang: flags, requests, responses, the start of a process."""
+"""The parts of the SGLang engine that need no SGLang: flags, requests, failed responses, the start of a process."""
 
 from __future__ import annotations
 

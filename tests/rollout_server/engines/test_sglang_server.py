@@ -1,4 +1,4 @@
-"""What a real SGLang server has alone: runs attach to it, its requests have a primer, and it freezes garbage."""
+"""A real SGLang server where no other is like it: a run may attach, a primer comes first, garbage is frozen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: flags, the environment, requests and responses."""
+"""The parts of the vLLM engine that need no vLLM: flags, the environment and requests."""
 
 from __future__ import annotations
 

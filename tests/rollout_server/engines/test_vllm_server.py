@@ -1,4 +1,4 @@
-"""What a real vLLM server does alone: it refuses wrong updates, drops half ones, and ends with its engine."""
+"""A real vLLM server where no other is like it: it refuses wrong updates, drops half ones, ends with its engine."""
 
 from __future__ import annotations
 

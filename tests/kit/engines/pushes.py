@@ -24,7 +24,7 @@ MODELS: dict[int, PreTrainedModel] = {}
 
 def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str, **sections: Any) -> Config:
     """The configuration of pushes in several buckets."""
-    sync = WeightSyncConfig(on_update=on_update, transport=transport, bucket_bytes=100_000)
+    sync = WeightSyncConfig(on_update=on_update, transport=transport, bucket_bytes=300_000)
     return changed(server.config, run={"dir": folder}, weight_sync=sync, **sections)
 
 

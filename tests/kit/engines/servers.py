@@ -6,6 +6,7 @@ The fixture `server` takes the name of an engine, and is a server that the tests
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -28,7 +29,7 @@ class Server(EngineInThread, ABC):
     cache_block_tokens: ClassVar[int]
     """The prefix cache finds whole blocks of so many tokens."""
 
-    @property
+    @cached_property
     def admin(self) -> Any:
         return ENGINES[self.config.rollout.engine].load_admin()(self.config, self.engine.url)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.kit.configs import server_config
@@ -44,6 +46,21 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     (replies,) = generate(server, request)
     assert {v for a in replies for v in a.versions.tolist()} == {first + 1}
     assert largest_error(MODELS[first + 1], [request], [replies]) < TOLERANCE
+
+
+def test_a_paused_server_uses_almost_no_cpu(sglang_server: SGLangServer) -> None:
+    served_on = int(sglang_server.engine.url.rpartition(":")[2])
+    pid = next(c.pid for c in psutil.net_connections("tcp") if c.laddr.port == served_on and c.status == "LISTEN")
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+    def cpu_s() -> float:
+        return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
+
+    sglang_server.admin.pause("in_place")
+    before_s = cpu_s()
+    time.sleep(1.0)
+    assert cpu_s() - before_s < 0.5  # a scheduler that polls for messages uses a whole core
+    sglang_server.admin.resume()
 
 
 @pytest.mark.nightly

@@ -87,6 +87,17 @@ def test_an_update_that_breaks_off_changes_nothing_and_the_next_one_works(
     assert push(config, url) == version + 1
 
 
+def test_weights_in_shared_memory_arrive_whole(vllm_server: VLLMServer, tmp_path: Path) -> None:
+    """The code path of cuda_ipc, with host memory."""
+    config = pushing(vllm_server, tmp_path, "retract", "cuda_ipc")
+    request = request_for(3)
+    for _ in range(2):
+        version = push(config, vllm_server.engine.url)
+        (replies,) = generate(vllm_server, request)
+        assert {v for a in replies for v in a.versions.tolist()} == {version}
+        assert largest_error(MODELS[version], [request], [replies]) < TOLERANCE
+
+
 def test_a_server_ends_when_its_engine_dies_while_a_push_waits_for_it(vllm_model: Path, tmp_path: Path) -> None:
     """vLLM would wait for the end of the push's request, which never comes, and the run with it."""
     needs_vllm()

@@ -89,7 +89,7 @@ def test_an_update_that_breaks_off_changes_nothing_and_the_next_one_works(
 
 def test_weights_in_shared_memory_arrive_whole(vllm_server: VLLMServer, tmp_path: Path) -> None:
     """The code path of cuda_ipc, with host memory."""
-    config = pushing(vllm_server, tmp_path, "retract", "cuda_ipc")
+    config = pushing(vllm_server, tmp_path, "in_place", "cuda_ipc")
     request = request_for(3)
     for _ in range(2):
         version = push(config, vllm_server.engine.url)

@@ -18,7 +18,7 @@ from async_rl.cores import usable_cores
 from benchmarks.marked_command import MarkedCommand
 
 if TYPE_CHECKING:
-    from tests.kit.engines.in_thread import EngineInThread
+    from tests.kit.engines.servers import SGLangServer
 
 pytest.register_assert_rewrite("tests.kit")  # before its first import: its asserts show values as a test file's do
 # Transformers reads these at its import. They keep its bars and tables of loaded weights out of the tests' output.
@@ -115,24 +115,23 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def running_sglang(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
+def running_sglang(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     from tests.kit.configs import server_config, with_keys
-    from tests.kit.engines.in_thread import EngineInThread
+    from tests.kit.engines.servers import SGLangServer
 
     folder = tmp_path_factory.mktemp("logs")
-    server = EngineInThread(with_keys(server_config("sglang", model_folder), folder / "keys"), folder)
+    server = SGLangServer(with_keys(server_config("sglang", model_folder), folder / "keys"), folder)
     server.run(server.engine.start())
     yield server
     server.close()
 
 
 @pytest.fixture(scope="module")
-def sglang_server(running_sglang: EngineInThread) -> EngineInThread:
+def sglang_server(running_sglang: SGLangServer) -> SGLangServer:
     """Serves `model_folder` at version 0 or, after a test of the module that updates weights, at a later one."""
-    from rollout_server.engines.sglang.admin import SGLangAdmin
     from rollout_server.engines.sglang.engine import attach_server
 
-    attach_server(SGLangAdmin(running_sglang.config, running_sglang.engine.url), running_sglang.config)
+    attach_server(running_sglang.admin, running_sglang.config)
     return running_sglang
 
 

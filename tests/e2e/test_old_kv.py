@@ -29,7 +29,7 @@ def vowels(question: Question, response: str) -> float:
 @pytest.mark.e2e
 @pytest.mark.nightly
 def test_only_old_kv_separates_in_place_tokens_from_a_recompute(smoke_yaml: Path, tmp_path: Path) -> None:
-    """On the hf engine. SGLang's logprobs over mixed KV are the same to 1e-4: test_sglang_updates.py."""
+    """On the hf engine. SGLang's logprobs over mixed KV are the same to 1e-4: test_server_updates.py."""
     old, fresh, moved = ({rate: [math.nan] * STEPS for rate in RATES} for _ in range(3))
     for rate in RATES:
         config = load_config(smoke_yaml, [

@@ -211,6 +211,8 @@ def test_two_runs_with_one_seed_give_the_same_weights(
     for name in ("a", "b"):
         list(open_learner(tiny_model_path, run=RunConfig(name=name, steps=2, dir=str(tmp_path))).run())
         weights.append(publisher.weights)
+    assert publisher.calls.count(("push", 2)) == 2
+    assert weights[0].keys() == weights[1].keys() and weights[0] is not weights[1]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

@@ -67,5 +67,5 @@ def test_a_run_without_a_journal_keeps_no_ratios(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     learner: Learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)))
-    list(learner.run())
+    assert len(list(learner.run())) == 1
     assert not (tmp_path / "run" / FOLDER).exists()

@@ -221,6 +221,6 @@ def test_mutated_bytes_decode_or_are_refused_and_nothing_else_happens() -> None:
 def test_the_reward_of_a_greedy_baseline_or_none_is_sent(baseline: float | None) -> None:
     group = dataclasses.replace(make_group(SLOT), baseline_reward=baseline)
     assert decode_group(encode_group(group), LIMITS).baseline_reward == baseline
+    message = {**msgpack.unpackb(encode_group(group)), "baseline_reward": "1"}
     with pytest.raises(WireError, match="baseline_reward"):
-        message = {**msgpack.unpackb(encode_group(group)), "baseline_reward": "1"}
         decode_group(msgpack.packb(message), LIMITS)

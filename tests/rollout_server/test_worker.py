@@ -13,11 +13,13 @@ from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
+from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+from tests.kit.engines.replies import request_for
 from tests.kit.models import save_tiny_model
 from tests.kit.worker import SCORED, kind_of, metric_values, rolled_out
 
@@ -183,11 +185,14 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
 
 
 def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_pruned(tmp_path: Path) -> None:
-    config = worker_config()
-    config = changed(config, run={"resume": tmp_path / "removed"})
+    config = changed(worker_config(), run={"resume": tmp_path / "removed"})
 
-    async def make() -> None:
+    async def play() -> list[Episode]:
         task = open_task(config, TOKENIZER)
-        await ScoredPlayer(config, 0, EchoEngine(), task, lambda *_: 0.0, TOKENIZER).aclose()
+        player = ScoredPlayer(config, 0, EchoEngine(), task, lambda *_: SCORED, TOKENIZER)
+        try:
+            return await player.play(request_for(0, prompt=task.prompt(0), n=3))
+        finally:
+            await player.aclose()
 
-    asyncio.run(make())
+    assert [episode.reward for episode in asyncio.run(play())] == [SCORED] * 3

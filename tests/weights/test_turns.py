@@ -1,6 +1,6 @@
 """The requests by which servers release and resume GPU memory, sent over real HTTP to servers that record them.
 
-tests/rollout_server/engines/test_sglang_updates.py and tests/e2e/test_pipeline.py do the same with SGLang on a CPU,
+tests/rollout_server/engines/test_server_updates.py and tests/e2e/test_pipeline.py do the same with SGLang on a CPU,
 where no memory is released.
 """
 

@@ -94,6 +94,7 @@ def test_a_learner_with_foreign_keys_gets_an_error_instead_of_waiting(
 def test_a_client_with_keys_does_not_talk_to_a_buffer_without(keys: Path) -> None:
     with serving(buffer_config()) as server:
         assert not is_answered(server.address, keys / "server.key", keys / "client.key_secret")
+        assert is_answered(server.address, None, None)
 
 
 def test_secret_keys_are_for_their_owner_only(keys: Path) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM server that the tests of this folder share. They are skipped where `make vllm` was not run."""
+"""The servers that the tests of this folder share. Those with vLLM are skipped where `make vllm` was not run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from tests.kit.configs import server_config, with_keys
-from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.pushes import MODELS, push, pushing
+from tests.kit.engines.servers import Server, VLLMServer
 from tests.kit.engines.vllm import START_S, needs_vllm
 from tests.kit.models import save_sharp_model
 
@@ -20,11 +22,32 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThread]:
+def vllm_server(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     """Serves `vllm_model` at version 0 or, after a test that updates weights, at a later one."""
     needs_vllm()
     folder = tmp_path_factory.mktemp("vllm-logs")
-    server = EngineInThread(with_keys(server_config("vllm", vllm_model), folder / "keys"), folder)
+    server = VLLMServer(with_keys(server_config("vllm", vllm_model), folder / "keys"), folder)
     server.run(server.engine.start(), START_S)
     yield server
     server.close()
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> str:
+    """The name of an engine, whose servers the test starts itself."""
+    if request.param == "vllm":
+        needs_vllm()
+    return str(request.param)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Server:
+    """The running server of the engine that is the fixture's parameter; see `on_both`."""
+    running: Server = request.getfixturevalue(f"{request.param}_server")
+    return running
+
+
+@pytest.fixture
+def served(server: Server, tmp_path: Path) -> PreTrainedModel:
+    """New weights, which the server serves from now on. Its prefix cache is empty."""
+    return MODELS[push(pushing(server, tmp_path, "retract", "disk"), server.engine.url)]

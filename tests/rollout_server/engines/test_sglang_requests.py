@@ -1,18 +1,16 @@
-"""The parts of the SGLang engine that need no SGLang: flags, requests, responses, the start of a process."""
+"""The parts of the SGLang engine that need no SGLang: flags, requests, failed responses, the start of a process."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
 from async_rl.config import (
@@ -46,15 +44,6 @@ def config(**rollout: Any) -> Config:
 
 def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**33) -> dict[str, Any]:
     return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes)
-
-
-def server_json(**meta: Any) -> dict[str, Any]:
-    whole = {
-        "finish_reason": {"type": "length", "length": 2},
-        "output_token_logprobs": [[-1.5, 7, None], [-2.0, 8, None]],
-        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
-    }
-    return {"output_ids": [7, 8], "meta_info": whole | meta}
 
 
 def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
@@ -147,12 +136,6 @@ def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
     assert not isinstance(caught.value, AsyncRLError)
 
 
-def extended(response: dict[str, Any], before: OpenReply | None = None, max_tokens: int = 2) -> OpenReply:
-    reply = before or OpenReply()
-    extend_reply(reply, response, max_tokens, end_tokens=[2, 5], may_abort=True)
-    return reply
-
-
 def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
     body = request_body(request_for(0, temperature=0.7, max_tokens=9), [OpenReply()] * 3, [2, 5], "0.1.")
     expected = {"temperature": 0.7, "max_new_tokens": 9, "stop_token_ids": [2, 5]}
@@ -182,52 +165,18 @@ def test_no_request_id_begins_with_another() -> None:
     assert [(a, b) for a in ids for b in ids if a != b and b.startswith(a)] == []
 
 
-def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
-    reply = extended(server_json()).reply()
-    assert reply.tokens.tolist() == [7, 8] and reply.tokens.dtype == np.int32
-    assert reply.logprobs.tolist() == [-1.5, -2.0] and reply.logprobs.dtype == np.float32
-    assert reply.versions.tolist() == [3, 4] and reply.finish_reason == "length"
-
-
-def test_an_aborted_answer_is_continued_by_a_new_request() -> None:
+def test_the_rest_of_an_aborted_answer_is_requested_anew() -> None:
     request = request_for(0, max_tokens=4)
-    begun = extended(server_json(finish_reason={"type": "abort", "message": "Aborted"}), max_tokens=4)
-    assert begun.finish_reason == ""
-    body = request_body(request, [begun], [2, 5], "k")
+    body = request_body(request, [OpenReply(tokens=[7, 8])], [2, 5], "k")
     assert body["input_ids"] == [[*request.prompt.tokens.tolist(), 7, 8]]
     assert body["sampling_params"][0]["max_new_tokens"] == 2
-    newer = [{"version": "6", "start": 0, "end": 2}]
-    whole = extended(server_json(weight_versions=newer), begun, max_tokens=4)
-    assert (whole.tokens, whole.versions) == ([7, 8, 7, 8], [3, 4, 6, 6])
-    assert whole.logprobs == [-1.5, -2.0, -1.5, -2.0] and whole.finish_reason == "length"
-
-
-@pytest.mark.parametrize(("last", "max_tokens", "reason"), [(5, 9, "stop"), (8, 2, "length"), (8, 3, "")])
-def test_an_abort_together_with_the_last_token_ends_the_answer(last: int, max_tokens: int, reason: str) -> None:
-    response = server_json(finish_reason={"type": "abort"}) | {"output_ids": [7, last]}
-    assert extended(response, max_tokens=max_tokens).finish_reason == reason
-
-
-def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was() -> None:
-    meta = {"finish_reason": {"type": "abort"}, "weight_versions": [{"version": "3", "start": 0, "end": 0}]}
-    assert extended({"output_ids": [], "meta_info": meta}) == OpenReply()
 
 
 @pytest.mark.parametrize(
     "finish", [{"type": "abort", "status_code": 503}, {"type": "stop", "matched": "NaN happened"}]
 )
 def test_an_answer_that_ended_for_another_reason_is_an_error(finish: dict[str, Any]) -> None:
+    versions = [{"version": "3", "start": 0, "end": 1}]
+    meta = {"finish_reason": finish, "output_token_logprobs": [[-1.5, 7, None]], "weight_versions": versions}
     with pytest.raises(AsyncRLError, match=str(list(finish.values())[-1])):
-        extended(server_json(finish_reason=finish))
-
-
-@pytest.mark.parametrize("logprobs", [[[-1.0, 7, None]], [[-1.0, 7, None], [None, 8, None]]])
-def test_a_reply_without_a_logprob_for_each_token_is_an_error(logprobs: list[Any]) -> None:
-    with pytest.raises(AsyncRLError, match="one logprob for each token, got 2 tokens"):
-        extended(server_json(output_token_logprobs=logprobs))
-
-
-@pytest.mark.processes
-def test_importing_the_engine_imports_no_sglang() -> None:
-    code = "import sys, rollout_server.engines.sglang.engine; assert not {'torch', 'sglang'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+        extend_reply(OpenReply(), {"output_ids": [7], "meta_info": meta}, 2, [2, 5], may_abort=True)

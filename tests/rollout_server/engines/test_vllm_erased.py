@@ -8,8 +8,8 @@ import pytest
 
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.pushes import MODELS, connected, new_version, push, pushing
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
-from tests.kit.engines.vllm import MODELS, connected, new_version, push, pushing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 def test_a_push_loads_every_weight_of_the_server(vllm_server: EngineInThread, transport: str, tmp_path: Path) -> None:
     config, url = pushing(vllm_server, tmp_path, "retract", transport), vllm_server.engine.url
     config.run_dir.mkdir(parents=True)
-    publisher, version = connected(config, url), new_version()
+    publisher, version = connected(config, url), new_version(config)
     report = publisher.push(MODELS[version].named_parameters(), version, erases=True)
     publisher.close()
     assert report.lost == ()

@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: flags, the environment, requests and responses."""
+"""The parts of the vLLM engine that need no vLLM: flags, the environment and requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from async_rl.config import (
     RolloutPlacement,
     WeightSyncConfig,
 )
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import ConfigError
 from async_rl.weights.bucket import Bucket
 from async_rl.weights.safetensors_io import write_weights
 from rollout_server.engines.base import Purpose
@@ -31,7 +30,7 @@ from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.vllm.engine import VLLMEngine
 from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
-from rollout_server.engines.vllm.requests import extend_reply, group_replies, request_body
+from rollout_server.engines.vllm.requests import group_replies, request_body
 from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
 from rollout_server.engines.vllm.share_bucket import share_bucket
@@ -56,15 +55,6 @@ def config(**rollout: Any) -> Config:
 
 def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**33) -> dict[str, Any]:
     return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes)
-
-
-def choice(**changes: Any) -> dict[str, Any]:
-    whole = {
-        "token_ids": [7, 8], "finish_reason": "length",
-        "logprobs": {"content": [{"logprob": -1.5}, {"logprob": -2.0}]},
-        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
-    }
-    return whole | changes
 
 
 def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:
@@ -167,42 +157,6 @@ def test_after_an_abort_each_answer_that_has_begun_gets_a_request_of_its_own() -
     assert (body["sampling_params"]["max_tokens"], body["sampling_params"]["n"]) == (7, 1)
 
 
-def extended(response: dict[str, Any], before: OpenReply | None = None, max_tokens: int = 2) -> OpenReply:
-    reply = before or OpenReply()
-    extend_reply(reply, response, max_tokens, end_tokens=[2, 5], may_abort=True)
-    return reply
-
-
-def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
-    reply = extended(choice()).reply()
-    assert reply.tokens.tolist() == [7, 8] and reply.tokens.dtype == np.int32
-    assert reply.logprobs.tolist() == [-1.5, -2.0] and reply.logprobs.dtype == np.float32
-    assert reply.versions.tolist() == [3, 4] and reply.finish_reason == "length"
-
-
-def test_an_aborted_answer_goes_on_unless_its_last_token_ended_it() -> None:
-    assert extended(choice(finish_reason="abort"), max_tokens=5).finish_reason == ""
-    assert extended(choice(finish_reason="abort"), max_tokens=2).finish_reason == "length"
-    assert extended(choice(finish_reason="abort", token_ids=[7, 5]), max_tokens=5).finish_reason == "stop"
-    nothing = {"token_ids": [], "logprobs": None, "weight_versions": None, "finish_reason": "abort"}
-    before = OpenReply(tokens=[9], logprobs=[-1.0], versions=[2])
-    assert extended(nothing, before, max_tokens=5) == OpenReply(tokens=[9], logprobs=[-1.0], versions=[2])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logprobs": {"content": [{"logprob": -1.5}]}}, r"one logprob for each token, got 2 tokens"),
-        ({"token_ids": [], "logprobs": None}, r"one logprob for each token, got 0 tokens"),
-        ({"finish_reason": "error"}, r"did not finish a reply: finish_reason error"),
-        ({"weight_versions": None}, r"must cover 2 tokens with whole-number versions, got None"),
-    ],
-)
-def test_an_incomplete_reply_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(AsyncRLError, match=message):
-        extended(choice(**changes))
-
-
 def test_an_update_must_have_the_tensors_of_the_checkpoint(tmp_path: Path) -> None:
     model = sharp_model("tiny-qwen3", 0)
     write_weights(model.named_parameters(), tmp_path, torch.float32, shard_bytes=100_000)  # shards, with an index
@@ -241,8 +195,11 @@ def test_baselines_queue_with_their_groups_and_evaluations_last(tmp_path: Path) 
 
     async def post(path: str, body: dict[str, Any], ids: list[str], key: str) -> dict[str, Any]:
         priorities.append(body["priority"])
-        versions = [{"version": "9", "start": 0, "end": 2}]
-        return {"choices": [choice(weight_versions=versions)] * body["sampling_params"]["n"]}
+        choice = {
+            "token_ids": [7], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.5}]},
+            "weight_versions": [{"version": "9", "start": 0, "end": 1}],
+        }
+        return {"choices": [choice] * body["sampling_params"]["n"]}
 
     async def generate() -> None:
         for purpose, start_version in (

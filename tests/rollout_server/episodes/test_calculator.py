@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from rollout_server.episodes.tools.calculator import calculate
@@ -61,12 +59,12 @@ def test_arithmetic_errors_are_errors_and_not_crashes(expression: str) -> None:
 
 
 @pytest.mark.timeout(20)  # without limits one of them would never end
-@pytest.mark.parametrize(
-    "expression", ["*".join(["9**600"] * 40), "**".join(["2"] * 60), "-" * 290 + "1", "9" * 300]
-)
-def test_every_expression_ends(expression: str) -> None:
-    with contextlib.suppress(ArithmeticError, ValueError):
-        calculate(expression)
+def test_every_expression_ends() -> None:
+    assert calculate("-" * 290 + "1") == "1"
+    assert calculate("9" * 300) == "9" * 300
+    for expression in ("*".join(["9**600"] * 40), "**".join(["2"] * 60)):
+        with pytest.raises(ValueError, match="the power is too large"):
+            calculate(expression)
 
 
 def test_the_model_is_told_what_it_may_write() -> None:

@@ -48,6 +48,7 @@ def test_any_body_is_read_or_refused_with_a_reason(body: Any) -> None:
         assert refused.status == 400 and str(refused)
         return
     json.dumps(request.messages)
+    assert len(request.messages) == len(body["messages"])
     assert all(isinstance(message["content"], str) for message in request.messages)
 
 
@@ -59,17 +60,16 @@ def test_any_body_gets_a_reply_or_a_refusal_from_the_session(body: Any) -> None:
     except RequestRefusedError:
         return
 
-    async def ask() -> None:
-        async def generate(tokens: list[int], max_tokens: int) -> Any:
-            return completion([5])
+    async def generate(tokens: list[int], max_tokens: int) -> Any:
+        return completion([5])
 
-        session = session_of(generate, tokenizer_of("qwen2_5"), end_tokens("qwen2_5"))
-        try:
-            await session.reply(request.messages, request.tools, stop=request.stop)
-        except (ValueError, EpisodeOver):
-            return
-
-    asyncio.run(ask())
+    session = session_of(generate, tokenizer_of("qwen2_5"), end_tokens("qwen2_5"))
+    try:
+        reply = asyncio.run(session.reply(request.messages, request.tools, stop=request.stop))
+    except (ValueError, EpisodeOver) as refused:
+        assert str(refused) and session.num_turns == 0
+    else:
+        assert reply.text and session.num_turns == 1
 
 
 @settings(max_examples=300, deadline=None)

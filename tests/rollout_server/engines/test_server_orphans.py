@@ -1,4 +1,4 @@
-"""SIGKILL of the parent at any time leaves no process of the SGLang server."""
+"""SIGKILL of the parent at any time leaves no process of a server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.kit.engines.orphans import ROOT, running_in, wait_until
+from tests.kit.engines.vllm import vllm
 
 PARENT = """
 import asyncio, sys
@@ -20,7 +21,7 @@ from rollout_server.engines.base import open_engine
 from tests.kit.configs import server_config
 
 async def main():
-    engine = open_engine(server_config("sglang", Path(sys.argv[1])), 0, Path(sys.argv[2]))
+    engine = open_engine(server_config(sys.argv[1], Path(sys.argv[2])), 0, Path(sys.argv[3]))
     await engine.start()
     print("ready", flush=True)
     await asyncio.sleep(600)
@@ -31,23 +32,28 @@ asyncio.run(main())
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "moment",
-    ["while SGLang imports", pytest.param("while its children import", marks=pytest.mark.nightly), "while it serves"],
+    ("engine", "moment", "num_children"),
+    [
+        ("sglang", "while it imports", 1),
+        # The server, its scheduler, its detokenizer and Python's resource tracker.
+        pytest.param("sglang", "while its children import", 4, marks=pytest.mark.nightly),
+        ("sglang", "while it serves", 4),
+        vllm("while it serves", 2),
+    ],
+    indirect=["engine"],
 )
 def test_nothing_is_left_after_sigkill_of_the_parent(
-    moment: str, model_folder: Path, tmp_path: Path
+    engine: str, moment: str, num_children: int, vllm_model: Path, tmp_path: Path
 ) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(model_folder), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
+        [sys.executable, "-c", PARENT, engine, str(vllm_model), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
         text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     family = psutil.Process(parent.pid)
     try:
         if moment == "while it serves":
             assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        # The server or, later, also its scheduler, its detokenizer and Python's resource tracker.
-        count = 1 if moment == "while SGLang imports" else 4
-        assert wait_until(lambda: len(family.children(recursive=True)) >= count, 60)
+        assert wait_until(lambda: len(family.children(recursive=True)) >= num_children, 60)
         sessions = {os.getsid(child.pid) for child in family.children(recursive=True)}
     finally:
         parent.send_signal(signal.SIGKILL)

@@ -1,0 +1,198 @@
+"""The engines with a server, on CPU: what they sample, what they refuse, and whom the server answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from async_rl.errors import AsyncRLError, ProcessDiedError
+from async_rl.network import authorization
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.engines.base import SampledReply
+from tests.kit.configs import server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.servers import Server, on_both
+from tests.kit.engines.strangers import answered, listed_routes
+from tests.kit.engines.vllm import START_S, vllm
+from tests.kit.models import load_model, save_sharp_model
+
+pytestmark = pytest.mark.e2e
+
+
+@on_both
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.8)])
+def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
+    server: Server, served: PreTrainedModel, temperature: float, top_p: float
+) -> None:
+    """As with the hf engine, they are those of all tokens also where top_p excludes some."""
+    groups = [request_for(i, temperature=temperature, top_p=top_p, max_tokens=3 + 7 * i) for i in range(12)]
+    assert largest_error(served, groups, generate(server, *groups)) < TOLERANCE
+
+
+@on_both
+def test_a_temperature_near_zero_takes_the_most_probable_token(server: Server, served: PreTrainedModel) -> None:
+    request = request_for(1, n=2, temperature=1e-4)
+    (replies,) = generate(server, request)
+    assert largest_error(served, [request], [replies]) < 1e-3
+    assert replies[0].tokens.tolist() == replies[1].tokens.tolist()
+    assert abs(replies[0].logprobs).max() < 1e-3
+
+
+@on_both
+def test_a_group_is_n_different_samples_of_one_prompt(server: Server, served: PreTrainedModel) -> None:
+    (replies,) = generate(server, request_for(1, n=16, max_tokens=40))
+    assert len({a.tokens.tobytes() for a in replies}) == 16
+
+
+@on_both
+def test_answers_end_with_the_end_token_or_at_the_limit(server: Server, served: PreTrainedModel) -> None:
+    eos = character_tokenizer().eos_token_id
+    groups = [request_for(i, n=8, max_tokens=150, temperature=2.0) for i in range(4)]
+    replies = [a for group in generate(server, *groups) for a in group]
+    for reply in replies:
+        assert (reply.tokens[:-1] != eos).all()
+        assert reply.finish_reason == ("stop" if reply.tokens[-1] == eos else "length")
+        assert len(reply.tokens) == 150 or reply.finish_reason == "stop"
+    assert {a.finish_reason for a in replies} == {"stop", "length"}
+
+
+@on_both
+def test_the_longest_prompt_gets_the_longest_answer(server: Server, served: PreTrainedModel) -> None:
+    prompt = dataclasses.replace(request_for(0).prompt, tokens=np.full(512, 7, dtype=np.int32))
+    group = request_for(0, n=4, prompt=prompt, max_tokens=512, temperature=0.1)  # it repeats itself
+    (replies,) = generate(server, group)
+    assert any(len(a.tokens) == 512 for a in replies)
+    assert largest_error(served, [group], [replies]) < 10 * TOLERANCE  # errors grow by 1 / T
+
+
+@on_both
+def test_the_server_keeps_idle_connections_longer_than_its_clients(server: Server) -> None:
+    # Otherwise it may close a connection just when a client sends the next request, and the group would be lost.
+    host, port = server.engine.url.removeprefix("http://").split(":")
+    headers = {"Host": host, **authorization(server.config.network)}
+    lines = ["GET /v1/models HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.settimeout(5.5)  # uvicorn's default is 5
+        with pytest.raises(TimeoutError):  # there is nothing to read, so it is not closed
+            while connection.recv(65536):
+                pass
+
+
+@on_both
+def test_a_token_the_model_does_not_have_is_refused_and_the_server_lives(server: Server) -> None:
+    size = server.engine.vocab_size
+    for tokens in ([5, size], [-1, 5], []):
+        prompt = dataclasses.replace(request_for(3).prompt, tokens=np.array(tokens, dtype=np.int32))
+        with pytest.raises(ValueError, match=rf"prompt 3 must be one or more tokens in 0\.\.{size - 1}"):
+            generate(server, request_for(3, prompt=prompt))
+    assert len(generate(server, request_for(3))[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("server", "num_tokens", "max_tokens", "reason"),
+    [("sglang", 10, 2000, "maximum context"), ("sglang", 1024, 12, "1024"), vllm(1024, 12, "1024")],
+    indirect=["server"],
+)
+def test_a_refusal_names_the_group_and_the_servers_reason(
+    server: Server, num_tokens: int, max_tokens: int, reason: str
+) -> None:
+    prompt = dataclasses.replace(request_for(5).prompt, tokens=np.full(num_tokens, 7, dtype=np.int32))
+    with pytest.raises(AsyncRLError, match=rf"refused request training-5 \(HTTP 400\).*{reason}"):
+        generate(server, request_for(5, prompt=prompt, max_tokens=max_tokens))
+
+
+@on_both
+def test_strangers_learn_only_that_the_server_lives(server: Server) -> None:
+    url, key = server.engine.url, authorization(server.config.network)
+    routes = listed_routes(url, key)
+    assert {("POST", path) for path in server.control_routes} <= routes
+    assert answered(url, [route for route in routes if not route[1].startswith(server.open_routes)]) == set()
+    assert len(generate(server, request_for(3))[0]) == 4  # nobody has paused it
+
+
+@on_both
+def test_a_cancelled_group_ends_on_the_server_and_no_other_does(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = server.engine
+    server.let_replies_go_on(monkeypatch)
+
+    async def unfinished() -> int:
+        return await asyncio.to_thread(server.num_unfinished)
+
+    async def cancel_one() -> list[SampledReply]:
+        requests = (request_for(i, n=9, max_tokens=900) for i in (0, 1))
+        kept, cancelled = (asyncio.create_task(engine.generate(request)) for request in requests)
+        while await unfinished() <= 9:
+            assert not (kept.done() or cancelled.done())
+        load = await engine.load()
+        assert load is not None and 0 < load.running <= 18 and load.slots == 256
+        await asyncio.to_thread(server.admin.pause, "retract")  # from now on nothing ends by itself
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await engine._cancelled.join()
+        await asyncio.to_thread(server.admin.resume)
+        while await unfinished() > 9:  # it updates its counts with the first tokens after the pause
+            assert not kept.done()
+        return await kept
+
+    assert [len(reply.tokens) for reply in server.run(cancel_one())] == [900] * 9
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """Save a tiny Llama; or a model with an untied output: a Qwen3 with wide heads, or a Qwen2, which has biases."""
+    if family == "tiny-llama":
+        return save_sharp_model(folder, family)
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": len(character_tokenizer()), "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "tie_word_embeddings": False, "initializer_range": 0.2, "eos_token_id": 2, "pad_token_id": 0,
+    }
+    model: PreTrainedModel = (
+        Qwen3ForCausalLM(Qwen3Config(hidden_size=64, head_dim=32, **sizes)) if family == "qwen3"
+        else Qwen2ForCausalLM(Qwen2Config(hidden_size=128, **sizes))
+    )
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("engine", "family"), [
+    ("sglang", "qwen3"), pytest.param("sglang", "tiny-llama", marks=pytest.mark.nightly), vllm("qwen2"),
+], indirect=["engine"])
+def test_other_families_have_the_logprobs_of_transformers_too(engine: str, family: str, tmp_path: Path) -> None:
+    """They are served from the start, without a push."""
+    folder = save_model(family, tmp_path)
+    server = EngineInThread(server_config(engine, folder), tmp_path / "logs")
+    try:
+        server.run(server.engine.start(), START_S)
+        groups = [request_for(i, max_tokens=30, temperature=0.7) for i in range(6)]
+        assert largest_error(load_model(folder), groups, generate(server, *groups)) < TOLERANCE
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(("engine", "program"), [("sglang", "SGLang"), vllm("vLLM")], indirect=["engine"])
+def test_a_server_that_dies_at_start_shows_its_log_and_a_hint(
+    engine: str, program: str, vllm_model: Path, tmp_path: Path
+) -> None:
+    server = EngineInThread(server_config(engine, vllm_model, server_args={"no_such_flag": 1}), tmp_path)
+    with pytest.raises(ProcessDiedError) as failure:
+        server.run(server.engine.start(), START_S)
+    server.close()
+    message = str(failure.value)
+    assert f"{program} server rollout/0 ended by itself (exit code 2)" in message
+    assert f"A key of rollout.server_args is no flag of this {program}" in message
+    assert f"last lines of {tmp_path / f'{engine}-rollout-0.log'}" in message
+    assert "unrecognized arguments: --no-such-flag" in message

@@ -1,0 +1,175 @@
+"""Answers of a server when weights change while they run, and the KV that they read then."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.config import PlacementConfig
+from async_rl.seams.engines import UPDATE_POLICIES
+from rollout_server.engines.base import SampledReply
+from tests.kit.configs import server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.pushes import MODELS, VERSIONS, connected, deliver, new_version, push, pushing
+from tests.kit.engines.replies import TOLERANCE, from_scratch, generate, largest_error, request_for
+from tests.kit.engines.servers import Server, on_both
+from tests.kit.engines.tags import check_tags
+from tests.kit.engines.turns import OBSERVED, error_from_scratch, next_turn, play_over_pushes
+from tests.kit.engines.vllm import vllm
+from tests.kit.learner.exported import train_and_export
+from tests.kit.models import load_model
+
+pytestmark = pytest.mark.e2e
+
+TEMPERATURE = 0.3
+"""Low, so that replies rarely end early."""
+WAYS = [
+    *(("sglang", on_update, "disk", False) for on_update in UPDATE_POLICIES),
+    ("sglang", "in_place", "cuda_ipc", False),
+    ("sglang", "in_place", "cuda_ipc", True),
+    *(vllm(on_update, "gloo", False) for on_update in UPDATE_POLICIES),
+    vllm("in_place", "disk", False),
+]
+"""Engine, weight_sync.on_update, weight_sync.transport, placement.colocated."""
+
+
+@pytest.mark.parametrize(("server", "on_update", "transport", "colocated"), WAYS, indirect=["server"])
+def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
+    server: Server, on_update: str, transport: str, colocated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `drain` only replies of an evaluation can be running while weights change.
+
+    cuda_ipc has the code path of GPUs, with host memory. An SGLang server that takes turns with the learner releases no
+    memory on a CPU, but checks that nothing runs then.
+    """
+    config = pushing(server, tmp_path, on_update, transport, placement=PlacementConfig(colocated=colocated))
+    assert config.shares_gpus == colocated
+    url = server.engine.url
+    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    server.let_replies_go_on(monkeypatch)  # some models would end all of them before the second push
+    first = push(config, url)
+    request = request_for(6, n=16, max_tokens=900, temperature=TEMPERATURE, group_id=first)  # with KV of its own
+    # Both updates are made and the connection is open before the replies begin, which are soon at their end.
+    publisher, updates = connected(config, url), [new_version(config), new_version(config)]
+
+    async def generate_over_two_updates() -> list[SampledReply]:
+        group = asyncio.create_task(server.engine.generate(request))
+        for version in updates:
+            async with asyncio.timeout(30):  # until the group runs, after an abort anew
+                while not group.done() and ((load := await server.engine.load()) is None or load.running < request.n):
+                    await asyncio.sleep(0.02)
+            assert not group.done(), f"it ended before it was updated twice: {group}"
+            for _ in range(3 if on_update == "abort" else 1):
+                await server.engine.generate(request_for(7))
+            await asyncio.to_thread(deliver, publisher, version)
+        return await group
+
+    replies = server.run(generate_over_two_updates())
+    publisher.close()
+    models = {version: MODELS[version] for version in (first, *updates)}
+    spanning = [a for a in replies if len(set(a.versions.tolist())) == 3]
+    assert len(spanning) >= 2
+    assert all((np.diff(a.versions) >= 0).all() for a in replies)
+    keeps_kv = on_update == "in_place" and not colocated
+    mismatches = [check_tags(models, request.prompt.tokens, a, TEMPERATURE, keeps_kv=keeps_kv) for a in spanning[:4]]
+    assert (max(mismatches) > 0.01) == keeps_kv  # by a recompute from scratch
+
+    # The same prompt in another group: its KV cache must be of the newest version too.
+    (last,) = generate(server, dataclasses.replace(request, group_id=updates[-1], max_tokens=100))
+    assert {v for a in last for v in a.versions.tolist()} == {updates[-1]}
+    for reply in last:
+        check_tags(models, request.prompt.tokens, reply, TEMPERATURE, keeps_kv=False)
+
+
+@on_both
+@pytest.mark.parametrize("on_update", UPDATE_POLICIES)
+def test_a_turn_reuses_the_kv_of_its_history_until_a_push_drops_it(
+    server: Server, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, url = pushing(server, tmp_path, on_update, "disk"), server.engine.url
+    server.let_replies_go_on(monkeypatch)
+    first = request_for(3, n=1, max_tokens=60, temperature=TEMPERATURE, group_id=next(VERSIONS))
+    push(config, url)
+    cached = server.record_cached_tokens(monkeypatch)
+    ((said,),) = generate(server, first)
+    second = next_turn(first, said)
+    ((added,),) = generate(server, second)
+    push(config, url)
+    third = next_turn(second, added)
+    ((last,),) = generate(server, third)
+    keeps_kv, block = on_update == "in_place", server.cache_block_tokens
+    # All but the last token of a history have KV.
+    histories = [(len(turn.prompt.tokens) - len(OBSERVED) - 1) // block * block for turn in (second, third)]
+    assert cached == [0, histories[0], histories[1] if keeps_kv else 0]
+    assert error_from_scratch(MODELS, first, said) < TOLERANCE
+    assert error_from_scratch(MODELS, second, added) < TOLERANCE
+    error = error_from_scratch(MODELS, third, last)
+    assert error > 100 * TOLERANCE if keeps_kv else error < TOLERANCE
+
+
+@on_both
+@pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
+def test_no_turn_that_meets_a_push_reads_kv_of_older_weights(
+    server: Server, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `drain` only turns of an evaluation can be running while weights change."""
+    config, url = pushing(server, tmp_path, on_update, "disk"), server.engine.url
+    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    first = push(config, url)
+    cached = server.record_cached_tokens(monkeypatch)
+    played = server.run(play_over_pushes(server.engine, lambda: push(config, url), pushes=5))
+    assert sum(cached) > 0
+    assert {v for _, reply in played for v in reply.versions.tolist()} >= set(range(first, first + 6))
+    assert max(error_from_scratch(MODELS, request, reply) for request, reply in played) < TOLERANCE
+
+
+@on_both
+def test_requests_with_a_shared_cache_key_read_stale_kv(server: Server, tmp_path: Path) -> None:
+    """A counterpart of the tests above: when requests share a key, a server uses the KV of old weights."""
+    config, url = pushing(server, tmp_path, "in_place", "disk"), server.engine.url
+    tokens = [5 + i % 90 for i in range(100)]  # longer than a block of the cache
+
+    def error(cache_key: str, version: int) -> float:
+        token, logprob = server.next_logprob(tokens, cache_key)
+        return abs(logprob - from_scratch(MODELS[version], np.array(tokens), np.array([token]), 1.0)[0])
+
+    assert error("shared", push(config, url)) < TOLERANCE
+    version = push(config, url)
+    assert error("shared", version) > 100 * TOLERANCE
+    assert error("own", version) < TOLERANCE
+
+
+def check_logprobs(server: EngineInThread, exported: Path, before: Path) -> None:
+    groups = [request_for(i, max_tokens=10) for i in range(4)]
+    replies = generate(server, *groups)
+    assert largest_error(load_model(exported), groups, replies) < TOLERANCE
+    assert largest_error(load_model(before), groups, replies) > 10 * TOLERANCE  # training has changed the weights
+
+
+@on_both
+def test_an_exported_checkpoint_is_served_with_the_logprobs_of_transformers(
+    server: Server, tmp_path: Path, one_rank: None
+) -> None:
+    base = Path(server.config.model.path)
+    train_and_export(base, tmp_path, rank=2)
+    server.admin.pause("retract")
+    server.admin.begin_update()
+    server.admin.load_folder(tmp_path / "out", next(VERSIONS))
+    server.admin.end_update()
+    server.admin.resume()
+    check_logprobs(server, tmp_path / "out", base)
+
+
+@pytest.mark.nightly
+def test_a_server_starts_from_an_exported_checkpoint(model_folder: Path, tmp_path: Path, one_rank: None) -> None:
+    train_and_export(model_folder, tmp_path, rank=0)
+    server = EngineInThread(server_config("sglang", tmp_path / "out"), tmp_path)
+    server.run(server.engine.start())
+    try:
+        check_logprobs(server, tmp_path / "out", model_folder)
+    finally:
+        server.close()

@@ -1,0 +1,75 @@
+"""A real SGLang server where no other is like it: a run may attach, a primer comes first, garbage is frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.kit.configs import server_config
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.pushes import MODELS, push, pushing
+from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
+from tests.kit.engines.servers import SGLangServer
+from tests.kit.models import load_model
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_run_that_attaches_gets_its_own_model_at_version_0(sglang_server: SGLangServer, model_folder: Path) -> None:
+    request = request_for(0)
+    (replies,) = generate(sglang_server, request)
+    assert {v for a in replies for v in a.versions.tolist()} == {0}
+    assert largest_error(load_model(model_folder), [request], [replies]) < TOLERANCE
+
+
+@pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
+def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
+    sglang_server: SGLangServer, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, url = sglang_server, sglang_server.engine.url
+    config = pushing(server, tmp_path, on_update, "disk")
+    request = request_for(9, n=4, max_tokens=20, temperature=0.3)
+    first, post = push(config, url), server.engine._post
+
+    async def post_and_push(path: str, body: dict[str, Any], *rest: Any) -> Any:
+        responses = await post(path, body, *rest)
+        if body["sampling_params"][0]["max_new_tokens"] == 0:  # the prompt's KV is computed, no reply has begun
+            await asyncio.to_thread(push, config, url)
+        return responses
+
+    monkeypatch.setattr(server.engine, "_post", post_and_push)
+    (replies,) = generate(server, request)
+    assert {v for a in replies for v in a.versions.tolist()} == {first + 1}
+    assert largest_error(MODELS[first + 1], [request], [replies]) < TOLERANCE
+
+
+def test_a_paused_server_uses_almost_no_cpu(sglang_server: SGLangServer) -> None:
+    served_on = int(sglang_server.engine.url.rpartition(":")[2])
+    pid = next(c.pid for c in psutil.net_connections("tcp") if c.laddr.port == served_on and c.status == "LISTEN")
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+    def cpu_s() -> float:
+        return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
+
+    sglang_server.admin.pause("in_place")
+    before_s = cpu_s()
+    time.sleep(1.0)
+    assert cpu_s() - before_s < 0.5  # a scheduler that polls for messages uses a whole core
+    sglang_server.admin.resume()
+
+
+@pytest.mark.nightly
+def test_garbage_collection_skips_objects_from_before_the_first_request(model_folder: Path, tmp_path: Path) -> None:
+    server = EngineInThread(server_config("sglang", model_folder, server_args={"log_level": "debug"}), tmp_path)
+    try:
+        server.run(server.engine.start())
+    finally:
+        server.close()
+    log = (tmp_path / "sglang-rollout-0.log").read_text()
+    assert "Freezing GC in Scheduler process" in log
+    assert "Freezing GC in Tokenizer Manager process" in log

@@ -28,11 +28,11 @@ def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str
     return changed(server.config, run={"dir": folder}, weight_sync=sync, **sections)
 
 
-def new_version(config: Config) -> int:
-    """Make the weights of a new version, very different from all others, and return its number."""
+def new_version(config: Config, seed: int | None = None) -> int:
+    """Make the weights of a new version and return its number. Without a seed they are very different from all others."""
     version = next(VERSIONS)
     family = AutoConfig.from_pretrained(config.model.path).model_type
-    MODELS[version] = sharp_model(f"tiny-{family}", 100 + version).eval()
+    MODELS[version] = sharp_model(f"tiny-{family}", 100 + version if seed is None else seed).eval()
     return version
 
 
@@ -49,9 +49,9 @@ def deliver(publisher: WeightPublisher, version: int) -> None:
     publisher.push(MODELS[version].named_parameters(), version)
 
 
-def push(config: Config, url: str) -> int:
+def push(config: Config, url: str, seed: int | None = None) -> int:
     """Make the server serve a new version, check that it does, and return its number."""
-    version, publisher = new_version(config), connected(config, url)
+    version, publisher = new_version(config, seed), connected(config, url)
     deliver(publisher, version)
     tokens = list(range(5, 30))
     with torch.no_grad():

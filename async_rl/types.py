@@ -1,6 +1,6 @@
 """The data types that all parts of the pipeline share. They have only derived properties, and do not import torch.
 
-A field of GroupFacts, Rollout or EpisodeFacts that has a kind (async_rl/field_kinds.py) is sent with its group,
+A field of GroupFacts, Row or EpisodeFacts that has a kind (async_rl/field_kinds.py) is sent with its group,
 checked, and kept in the journal. To add one, declare it here, and compute its value where the object is made. A field
 without a kind stays in its process. One whose meaning changes gets another name, so that old messages are refused.
 

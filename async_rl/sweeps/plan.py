@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config.check import check
+from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound, bounds_of, bounds_title
 from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
 from async_rl.sweeps.results import read_runs, settings_of
-from async_rl.sweeps.simulate import Result, Workload, simulate
 from async_rl.sweeps.tables import Table
 
 WORTHWHILE = 0.02

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound
 from async_rl.sweeps.results import Run, Setting
-from async_rl.sweeps.simulate import Result, Workload, simulate
 
 SIMULATED_STEPS = 150
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from async_rl.config.loading import dump_config
+from async_rl.depth.simulate import Workload, simulate
 from async_rl.sweeps.cells import (
     Bound,
     Cell,
@@ -20,7 +21,6 @@ from async_rl.sweeps.cells import (
     staleness_axis,
     write_record,
 )
-from async_rl.sweeps.simulate import Workload, simulate
 from async_rl.telemetry.timeline import STATES
 from buffer.store_state import GroupAccounting
 from buffer.stored_group import Arrival, StoredGroup

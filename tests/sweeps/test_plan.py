@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import add_command
+from async_rl.depth.simulate import Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound, bounds_of
 from async_rl.sweeps.commands import add_sweeps
@@ -22,7 +23,6 @@ from async_rl.sweeps.plan import (
     split_devices,
 )
 from async_rl.sweeps.results import read_runs
-from async_rl.sweeps.simulate import Workload, simulate
 from tests.kit.sweeps import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"

@@ -32,10 +32,10 @@ def at(clock: Clock, now_s: float, call: Any, *arguments: Any) -> Any:
 
 def test_a_pool_is_busy_while_a_group_is_in_flight_and_waits_for_weights_otherwise(clock: Clock) -> None:
     stats = WorkerStats("rollout/0")
-    first = at(clock, 102, stats.begin_group)
-    second = at(clock, 103, stats.begin_group)
-    at(clock, 105, stats.end_group, first)
-    at(clock, 107, stats.end_group, second)
+    at(clock, 102, stats.begin_group, 1)
+    at(clock, 103, stats.begin_group, 2)
+    at(clock, 105, stats.end_group, 1)
+    at(clock, 107, stats.end_group, 2)
     spans = at(clock, 110, stats.drain_spans)
     result = Usage().add(spans, (), 100, 110).shares()["rollout/0"]
     assert (result["busy"], result["wait_weights"]) == (0.5, 0.5)
@@ -45,8 +45,8 @@ def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
     stats = WorkerStats("rollout/0")
     evaluation = stats.evaluating()
     at(clock, 101, evaluation.__enter__)  # alone for 3 s, and for 1 s more after the group
-    group = at(clock, 104, stats.begin_group)
-    at(clock, 107, stats.end_group, group)
+    at(clock, 104, stats.begin_group, 1)
+    at(clock, 107, stats.end_group, 1)
     at(clock, 108, evaluation.__exit__, None, None, None)
     result = Usage().add(at(clock, 110, stats.drain_spans), (), 100, 110).shares()["rollout/0"]
     assert (result["eval"], result["busy"], result["wait_weights"]) == (0.4, 0.3, 0.3)
@@ -54,10 +54,10 @@ def test_an_evaluation_counts_where_no_group_is_in_flight(clock: Clock) -> None:
 
 def test_the_stats_tell_how_long_groups_took_and_how_many_were_in_flight(clock: Clock) -> None:
     stats = WorkerStats("rollout/0")
-    first = at(clock, 100, stats.begin_group)  # alone for 2 s, then two for 2 s: 1.5 on average
-    second = at(clock, 102, stats.begin_group)  # two for 2 s, then alone for 1 s: 5/3 on average
-    at(clock, 104, stats.end_group, first)
-    at(clock, 105, stats.end_group, second)
+    at(clock, 100, stats.begin_group, 1)  # alone for 2 s, then two for 2 s: 1.5 on average
+    at(clock, 102, stats.begin_group, 2)  # two for 2 s, then alone for 1 s: 5/3 on average
+    at(clock, 104, stats.end_group, 1)
+    at(clock, 105, stats.end_group, 2)
     values = reduce_metrics(stats.drain_groups())
     assert values["rollout/group_s"] == pytest.approx((4 + 3) / 2)
     assert values["rollout/group_s_squared"] == pytest.approx((16 + 9) / 2)

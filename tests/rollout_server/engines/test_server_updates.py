@@ -59,8 +59,8 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     async def generate_over_two_updates() -> list[SampledReply]:
         group = asyncio.create_task(server.engine.generate(request))
         for version in updates:
-            async with asyncio.timeout(30):  # until the group runs, after an abort anew
-                while not group.done() and ((load := await server.engine.load()) is None or load.running < request.n):
+            async with asyncio.timeout(30):  # until some of it runs, after an abort anew
+                while not group.done() and ((load := await server.engine.load()) is None or load.running < 4):
                     await asyncio.sleep(0.02)
             assert not group.done(), f"it ended before it was updated twice: {group}"
             for _ in range(3 if on_update == "abort" else 1):

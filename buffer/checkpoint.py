@@ -42,7 +42,8 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past
     ]
     state.restore(rows, saved.buffer["scalars"])
     state.version, state.served_version = saved.version, None
-    state.slots = mode.rules.slots  # staleness.depth may have been changed
+    rules = mode.rules  # staleness.max and staleness.depth may have been changed
+    state.slots = min(state.slots, rules.most_slots) if rules.moves_slots else rules.slots
     state.unserved.clear()
     arrived = []
     for row in rows:

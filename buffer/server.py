@@ -52,7 +52,8 @@ class BufferServer:
         self._journal = journal
         state = StoreState(journal.record if journal else None)
         self._store = Store(Rules.from_config(config), state)
-        self._operations = Operations(config, self._store, journal.record_group if journal else None)
+        recorders = (journal.record_group, journal.record_move) if journal else ()
+        self._operations = Operations(config, self._store, *recorders)
         if found := journal.load() if journal else None:
             rows, scalars = found
             state.restore(rows, scalars)

@@ -99,6 +99,8 @@ class Rules:
     fresh_per_step: int
     slots: int
     """S at the start of the run."""
+    moves_slots: bool = False
+    """Whether S changes in a run (staleness.depth: auto), so that a resume goes on with the checkpoint's."""
     max_uses: int = 1
     late: Literal["wait", "drop", "mask"] = "wait"
     exact: bool = False
@@ -114,7 +116,8 @@ class Rules:
     def from_config(cls, config: Config) -> Rules:
         return cls(
             max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
-            fresh_per_step=config.fresh_per_step, slots=config.slots, max_uses=config.buffer.max_uses,
+            fresh_per_step=config.fresh_per_step, slots=config.slots,
+            moves_slots=config.staleness.depth == "auto", max_uses=config.buffer.max_uses,
             late=config.staleness.late, exact=config.staleness.mode == "exact",
             drain=config.weight_sync.on_update == "drain",
         )

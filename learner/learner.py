@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.messages.reports import EvaluationDue, LearnerReport, StepDone, TrainingEnded
+from async_rl.messages.reports import DepthMoved, EvaluationDue, LearnerReport, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.storage.unlogged_steps import RecentSteps
 from async_rl.telemetry.examples import choose_examples
@@ -29,19 +29,15 @@ from learner.alarms import Alarms, rules_for
 from learner.batch_checks import check_staleness
 from learner.batch_taking import NoBatch, ask_buffer, share_taken
 from learner.checkpointing import Checkpointer
+from learner.depth_moves import DepthMoves
 from learner.eval_schedule import EvalSchedule
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
 from learner.pusher import Pusher
 from learner.ranks import init_distributed
 from learner.server_membership import ServerMembership
+from learner.step_times import step_times
 from learner.updater import Updater
-
-STEP_TIMES = {
-    "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
-    "drain": "time/drain_s", "held push": "time/held_by_eval_s",
-}
-"""By name of a span, the metric that counts the span's seconds. The last two exist only if there was such a span."""
 
 
 class Learner:
@@ -74,6 +70,7 @@ class Learner:
         self.servers = ServerMembership()
         """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""
         self.evaluations = EvalSchedule(config)
+        self.depth_moves = DepthMoves()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = Pusher(config, self._updater, self._publisher, self.servers)
         self._alarms = Alarms(rules_for(self._updater.dtype))
@@ -139,7 +136,7 @@ class Learner:
         """Make every server serve this version, and open admission for it. Returns the reports for the driver."""
         self._publisher.connect()
         events: list[LearnerReport] = self._push() if self.version > 0 else []  # the servers have loaded version 0
-        self._release()
+        events += self._release()
         if self.evaluations.served(self.version):
             events.append(EvaluationDue(version=self.version))
         return events
@@ -199,7 +196,7 @@ class Learner:
                 dist.barrier()
         events: list[LearnerReport] = self._push(batch)
         if is_new and not is_last:  # after the last step no group may start
-            self._release()
+            events += self._release()
         if not is_last and self.evaluations.served(self.version):
             events.append(EvaluationDue(version=self.version))
         return events
@@ -219,18 +216,23 @@ class Learner:
         ]
         return [*lost]
 
-    def _release(self) -> None:
-        """Tell the buffer that every server serves the current version, which frees the slots of trained groups."""
-        if self._client:
-            self._client.served(self.version)
+    def _release(self) -> list[LearnerReport]:
+        """Tell the buffer that every server serves the current version, which frees the slots of trained groups.
+
+        A move of the number of slots goes with it. Returns a report of the move once the buffer has it.
+        """
         self._served_version = self.version
+        move = self.depth_moves.take() if self._client else None
+        if self._client:
+            self._client.served(self.version, *(move or ()))
+        return [DepthMoved(version=self.version, slots=move.slots, reason=move.reason)] if move else []
 
     def _step_report(self, batch: Batch, metrics: list[Metric], step_s: float) -> StepDone:
         measured, spans = self._measured()
         report = StepDone(version=self.version, spans=spans, samples=self._gpus.drain())
         if self.rank > 0:
             return report
-        metrics = [*metrics, *measured, Metric("time/step_s", step_s), *_step_times(spans)]
+        metrics = [*metrics, *measured, Metric("time/step_s", step_s), *step_times(spans)]
         self._recent_steps.add(self.version, reduce_metrics(metrics))
         alarms, states = self._alarms.check(self.version, metrics)
         examples = choose_examples(batch) if self.config.logging.wandb != "disabled" else ()
@@ -240,7 +242,7 @@ class Learner:
         """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""
         if self.rank == 0:
             self._push_spans[:0] = self._timeline.drain()
-            times = [Metric("time/step_s", step_s), *_step_times(self._push_spans)]
+            times = [Metric("time/step_s", step_s), *step_times(self._push_spans)]
             self._recent_steps.add(self.version, reduce_metrics([*metrics, *self._push_metrics, *times]))
 
     def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
@@ -335,12 +337,3 @@ class Learner:
         self._publisher.close()
         self._gpus.close()
         dist.destroy_process_group()
-
-
-def _step_times(spans: Sequence[Span]) -> list[Metric]:
-    """Return the metrics named in STEP_TIMES: the seconds of a step that rank 0 waited, trained, pushed, and so on."""
-    seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
-    for span in spans:
-        if span.pool == "learner/0" and (key := STEP_TIMES.get(span.name)):
-            seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
-    return [Metric(key, value, "sum") for key, value in seconds.items()]

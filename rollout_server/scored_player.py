@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from functools import partial
 from typing import Any
 
@@ -111,11 +112,14 @@ class ScoredPlayer:
         Raises:
             WaitTimeoutError: the engine has not answered within timeouts.generate_s.
         """
-        timeout_s = self._config.timeouts.generate_s
+        timeout_s, start_s = self._config.timeouts.generate_s, time.monotonic()
         try:
             with self.stats.waiting("generates", "its engine", timeout_s):
                 async with asyncio.timeout(timeout_s) as limit:
-                    return await self.engine.generate(request)
+                    replies = await self.engine.generate(request)
+            if request.purpose is not Purpose.EVALUATION:
+                self.stats.sampled(request.group_id, time.monotonic() - start_s)
+            return replies
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -117,17 +117,17 @@ class Worker:
                     indices, make_prompt = [slot.prompt_index for slot in slots], self.player.task.prompt
                     prompts = await asyncio.to_thread(list, map(make_prompt, indices))
                     for slot, prompt in zip(slots, prompts, strict=True):
-                        begun = self._stats.begin_group()
+                        self._stats.begin_group(slot.group_id)
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
                         self._groups[slot.group_id] = group
-                        group.add_done_callback(partial(self._on_group_end, slot.group_id, begun))
+                        group.add_done_callback(partial(self._on_group_end, slot.group_id))
         except BaseExceptionGroup as group:
             raise first_error(group) from None
 
-    def _on_group_end(self, group_id: int, begun: tuple[float, float], group: asyncio.Task[None]) -> None:
+    def _on_group_end(self, group_id: int, group: asyncio.Task[None]) -> None:
         """Count a group as ended when its task ends, also if it was cancelled before it ran any code."""
         del self._groups[group_id]
-        self._stats.end_group(begun)
+        self._stats.end_group(group_id)
         self._group_ended.set()
 
     async def _abort_dropped(self) -> None:
@@ -163,6 +163,7 @@ class Worker:
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.put(group)
         self._failures_in_a_row = 0
+        self._stats.arrived(group)
         self._counts.update(groups=1, rows=len(group.rows), tokens=group.num_tokens)
         if warning := self._flat.add(prompt, episodes, self._client.flat_groups):
             if self._flat.has_only_errors:
@@ -213,5 +214,5 @@ class Worker:
         ]
         return WorkerReport(
             metrics=tuple(metrics), notes=self.player.drain_notes(), spans=self._stats.drain_spans(),
-            samples=occupancy + self._gpus.drain(),
+            samples=occupancy + self._gpus.drain(), groups=self._stats.drain_records(),
         )

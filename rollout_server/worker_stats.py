@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from async_rl.messages.reports import GroupRecord
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Span, State, Timeline
+from async_rl.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,17 @@ class _Wait:
     """Time of the monotonic clock."""
     limit_s: float
     noun: str
+
+
+@dataclass(slots=True)
+class _GroupClock:
+    start_s: float
+    group_seconds: float
+    """The integral of groups in flight over time when the group began."""
+    sampling_s: float = 0.0
+    """The time that the engine took for its longest request, or for all of its longest episode."""
+    steps: int = 0
+    """The tokens of its longest episode; 0 until the group has reached the buffer."""
 
 
 class WorkerStats:
@@ -45,17 +59,37 @@ class WorkerStats:
         self._counted_s = time.monotonic()
         self._finished: list[tuple[float, float]] = []
         """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
+        self._groups: dict[int, _GroupClock] = {}
+        self._records: list[GroupRecord] = []
+        """The groups that have reached the buffer since the last drain."""
 
-    def begin_group(self) -> tuple[float, float]:
-        """Count a group as in flight, and return the values to pass to `end_group`."""
+    def begin_group(self, group_id: int) -> None:
         self._change_in_flight(+1)
-        return self._counted_s, self._group_seconds
+        self._groups[group_id] = _GroupClock(self._counted_s, self._group_seconds)
 
-    def end_group(self, begun: tuple[float, float]) -> None:
+    def sampled(self, group_id: int, seconds: float) -> None:
+        """Note how long the engine took for a request of a group; of one that is not in flight, nothing."""
+        if clock := self._groups.get(group_id):
+            clock.sampling_s = max(clock.sampling_s, seconds)
+
+    def arrived(self, group: Group) -> None:
+        """Note that the buffer has got a group, whose end is near, and how many tokens its longest episode has."""
+        clock, rows = self._groups[group.group_id], iter(group.rows)
+        clock.steps = max(
+            sum(int(row.mask.sum()) for row in itertools.islice(rows, number)) for number in group.episode_rows
+        )
+        if group.episodes:
+            clock.sampling_s = max(group.episodes, key=lambda episode: episode.duration_s).generate_s
+
+    def end_group(self, group_id: int) -> None:
+        clock = self._groups.pop(group_id)
         self._change_in_flight(-1)
-        start_s, start_group_seconds = begun
-        seconds = max(self._counted_s - start_s, 1e-9)
-        self._finished.append((seconds, (self._group_seconds - start_group_seconds) / seconds))
+        seconds = max(self._counted_s - clock.start_s, 1e-9)
+        together = (self._group_seconds - clock.group_seconds) / seconds
+        self._finished.append((seconds, together))
+        if clock.steps:
+            sampling_s = min(clock.sampling_s, seconds)
+            self._records.append(GroupRecord(sampling_s, seconds - sampling_s, clock.steps, together))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -99,6 +133,11 @@ class WorkerStats:
     def drain_spans(self) -> tuple[Span, ...]:
         self._close_span()
         return self._timeline.drain()
+
+    def drain_records(self) -> tuple[GroupRecord, ...]:
+        """Return the groups that have reached the buffer since the last call."""
+        records, self._records = tuple(self._records), []
+        return records
 
     def drain_groups(self) -> list[Metric]:
         """Return metrics of the groups that have ended since the last call, or [] if none has.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_rl.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
 from async_rl.config.cross_section import check_cross_section
-from async_rl.config.data import BufferConfig, EvalConfig, RolloutConfig, StalenessConfig, TaskConfig
+from async_rl.config.data import BufferConfig, EvalConfig, RolloutConfig, StalenessConfig, TaskConfig, slots_at
 from async_rl.config.learning import (
     CriticConfig,
     LearnerConfig,
@@ -109,8 +109,24 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """The largest number of groups that hold a slot at once: (staleness.depth + 1) * fresh_per_step, rounded up."""
-        return self.staleness.slots(self.fresh_per_step)
+        """The number of groups that may hold a slot at once: (staleness.depth + 1) * fresh_per_step, rounded up.
+
+        With depth auto it is the number at the start, from which the run moves it.
+        """
+        slots = slots_at(self.staleness.start_depth, self.fresh_per_step)
+        is_auto = self.staleness.depth == "auto"
+        return min(max(slots, self.fewest_slots), self.most_slots) if is_auto else slots
+
+    @property
+    def most_slots(self) -> int:
+        """The number of slots with which the bound is kept: (M + 1) F in buffer/staleness.py."""
+        return (self.staleness.max + 1) * self.fresh_per_step
+
+    @property
+    def fewest_slots(self) -> int:
+        """The smallest number of slots with which the learner never waits for ever: see buffer/staleness.py."""
+        between_pushes = self.weight_sync.every_steps * self.learner.prompts_per_step
+        return max(between_pushes, self.fresh_per_step * (2 if self.buffer.max_uses > 1 else 1))
 
     @property
     def journal_kept_steps(self) -> int:

@@ -119,7 +119,7 @@ def _check_slots(config: Config) -> None:
     every_steps, prompts = config.weight_sync.every_steps, config.learner.prompts_per_step
     fresh, needed = config.fresh_per_step, every_steps * prompts
     largest_every = config.slots // prompts
-    limit = "staleness.max" if config.staleness.depth == "max" else "staleness.depth"
+    limit = "staleness.max" if isinstance(config.staleness.depth, str) else "staleness.depth"
     check(
         config.slots >= needed, f"({limit} + 1) * ceil(buffer.fresh_fraction * learner.prompts_per_step)",
         config.slots, f"at least weight_sync.every_steps * learner.prompts_per_step = {needed}",
@@ -144,7 +144,8 @@ def _check_replay(config: Config) -> None:
     )
     depth = config.staleness.depth
     check(
-        uses == 1 or depth == "max" or depth >= 1, "staleness.depth", depth, f"1 or more with buffer.max_uses {uses}",
+        uses == 1 or isinstance(depth, str) or depth >= 1, "staleness.depth", depth,
+        f"1 or more with buffer.max_uses {uses}",
         "Below 1 there are too few fresh groups to begin the next batch while this one is trained.",
     )
 

@@ -154,10 +154,11 @@ class StalenessConfig:
     max: NonNegativeInt = 0
     """No token that is older than this many versions is trained on. 0: generating and training take turns; 1 and more:
     they overlap."""
-    depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max"] = "max"
+    depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max", "auto"] = "max"
     """How many versions' worth of groups are begun ahead of the one that is trained, in quarters, at most `max`. The
     mean staleness is about `depth`, whereas a group that takes long has until `max`. 0: as `max` 0, nothing is begun
-    ahead. max: as many as `max` allows."""
+    ahead. max: as many as `max` allows. auto: the run begins with 1 and moves it to where it learns most in a minute,
+    by what it measures; each move has a line on the console."""
     mode: Literal["bounded", "exact"] = "bounded"
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
@@ -167,18 +168,28 @@ class StalenessConfig:
 
     def __post_init__(self) -> None:
         check(
-            self.depth == "max" or self.depth <= self.max, "staleness.depth", self.depth,
-            f"max, or 0..{self.max}, which is staleness.max, in quarters",
+            isinstance(self.depth, str) or self.depth <= self.max, "staleness.depth", self.depth,
+            f"max, auto, or 0..{self.max}, which is staleness.max, in quarters",
             "Deadlines are those of staleness.max, so a larger depth would start groups that come too late.",
+        )
+        check(
+            self.depth != "auto" or self.max >= 1, "staleness.depth", self.depth, "max or 0 with staleness.max 0",
+            "There is nothing to choose. Set staleness.max to the largest staleness that a token may have, e.g. 8.",
         )
         check(
             self.depth in ("max", self.max) or self.mode != "exact", "staleness.depth", self.depth,
             "max with staleness.mode: exact", "A group is then admitted for a batch that is staleness.max ahead.",
         )
 
-    def slots(self, fresh_per_step: int) -> int:
-        """Return the number of groups that may hold a slot at once: (depth + 1) * fresh_per_step, rounded up."""
-        return math.ceil(((self.max if self.depth == "max" else self.depth) + 1) * fresh_per_step)
+    @property
+    def start_depth(self) -> float:
+        """The depth at the start of the run; it changes only with depth auto."""
+        return self.max if self.depth == "max" else 1.0 if self.depth == "auto" else self.depth
+
+
+def slots_at(depth: float, fresh_per_step: int) -> int:
+    """Return the number of groups that may hold a slot at once at a depth: (depth + 1) * fresh_per_step, rounded up."""
+    return math.ceil((depth + 1) * fresh_per_step)
 
 
 @section("buffer")

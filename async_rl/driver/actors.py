@@ -197,6 +197,11 @@ class LearnerActor:
         self._learner.evaluations.ended()
 
     @ray.method(concurrency_group="control")
+    def move_depth(self, slots: int, reason: str) -> None:
+        """Have the buffer get this number of slots with the next version that is served. Called on rank 0 only."""
+        self._learner.depth_moves.put(slots, reason)
+
+    @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None:
         self._learner.servers.leave(name)
 

@@ -140,6 +140,10 @@ class RunLog:
                     self._reported_until_s[process] = max(waited_for or 0.0, newest_s)
         self._close_steps()
 
+    def add_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Add metrics of the driver to the next step that is logged."""
+        self._from_workers.extend(metrics)
+
     def lost(self, process: str) -> None:
         """Log steps without waiting for the spans of a rollout process that died, until it reports again."""
         self._reported_until_s.pop(process, None)

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -23,6 +22,8 @@ from ray.actor import ActorHandle
 from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import RolloutActor
+from async_rl.driver.depth_tuner import DepthTuner
+from async_rl.driver.restart_limit import RestartLimit
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.watchdog import Watchdog
@@ -56,12 +57,12 @@ class Supervisor:
         """The rollout servers that generate; the others are being restarted."""
         self._urls: dict[str, str] = {}
         """The URLs of the rollout servers that were restarted."""
-        self._deaths: Counter[str] = Counter()
-        """The number of deaths of each rollout server since the last step."""
+        self._restarts = RestartLimit(config)
         self._streams: dict[str, Any] = {}
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations: set[asyncio.Task[None]] = set()
         self.watchdog = Watchdog(config, processes)
+        self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
 
     def train(self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals) -> None:
         """Supervise connected processes until all ranks have ended and all steps are logged; raises the fatal error."""
@@ -108,14 +109,14 @@ class Supervisor:
         self._learning.discard(name)
 
     async def _keep_server(self, name: str) -> None:
-        """Log the reports of a rollout server, and restart it each time it is lost unless `_check_restart` raises."""
+        """Log the reports of a rollout server, and restart it each time it is lost, as often as may be."""
         life = self._generate(name)
         while True:
             try:
                 await self._until_lost(name, life)
             except ServerLostError as lost:
                 error: AsyncRLError = lost.args[0]
-            self._check_restart(name, error)
+            self._restarts.count(name, error)
             self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
             self._remove_server(name)
             await self._notify()
@@ -273,12 +274,14 @@ class Supervisor:
             self._log.add(name, report)
             if name == "learner/0":
                 self._on_learner_report(report)
+            if self._tuner and (decision := self._tuner.add(report, len(self._running), bool(self._evaluations))):
+                self._tasks.create_task(decision)
             await self._notify()
 
     def _on_learner_report(self, report: LearnerReport) -> None:
         match report:
             case StepDone():
-                self._deaths.clear()
+                self._restarts.clear()
             case ServersLost():
                 for name, url in report.servers:
                     # Otherwise the loss is known already: the server is being restarted, or runs at another URL.
@@ -316,19 +319,6 @@ class Supervisor:
         else:
             self._log.logger.note(f"version {version} is not evaluated: no rollout server is up")
         self._processes.actors["learner/0"].evaluated.remote()
-
-    def _check_restart(self, name: str, error: AsyncRLError) -> None:
-        """Raise `error`, by which a server was lost, if a restart can't mend it, if staleness.mode is exact, or if the
-        server has died more than placement.rollout.max_restarts times since the last step.
-        """
-        self._deaths[name] += 1
-        limit = self._config.placement.rollout.max_restarts
-        is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
-        if not is_mendable or self._config.staleness.mode == "exact":
-            raise error
-        if self._deaths[name] > limit:
-            often = f"\nIt died {limit + 1} times since the last step (placement.rollout.max_restarts)."
-            raise type(error)(f"{error}{often if limit else ''}") from None
 
     def _remove_server(self, name: str) -> None:
         self.watchdog.forget(name)

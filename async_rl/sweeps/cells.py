@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from async_rl.config import Config
+from async_rl.config import Config, StalenessConfig
 from async_rl.config.check import check
 from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
@@ -46,35 +46,43 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bound:
-    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, or 1.25/8."""
+    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, 1.25/8 or auto/8.
+    """
 
     depth: float
+    """With depth auto, the one at which runs begin."""
     max: int
+    is_auto: bool = False
 
     def __str__(self) -> str:
-        return str(self.max) if self.is_full else f"{self.depth:g}/{self.max}"
+        return str(self.max) if self.is_full else f"{self.depth_text}/{self.max}"
+
+    @property
+    def depth_text(self) -> str:
+        """The value of staleness.depth."""
+        return "max" if self.is_full else "auto" if self.is_auto else f"{self.depth:g}"
 
     @classmethod
     def parse(cls, text: str) -> Bound:
-        """Return the bound of a text like 8 or 1.25/8. Raises ValueError for other text."""
+        """Return the bound of a text like 8, 1.25/8 or auto/8. Raises ValueError for other text."""
         depth, _, bound = text.rpartition("/")
-        return cls(float(depth or bound), int(bound))
+        return cls.of_config({"max": int(bound), "depth": depth if depth == "auto" else float(depth or bound)})
 
     @classmethod
     def of_config(cls, staleness: Mapping[str, Any]) -> Bound:
         """Return the bound of a run by the section `staleness` of its config file."""
-        depth = staleness.get("depth", "max")
-        return cls(float(staleness["max"] if depth == "max" else depth), staleness["max"])
+        config = StalenessConfig(max=staleness["max"], depth=staleness.get("depth", "max"))
+        return cls(float(config.start_depth), config.max, config.depth == "auto")
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """The settings of a run at this bound."""
-        return (f"staleness.max={self.max}", f"staleness.depth={'max' if self.is_full else f'{self.depth:g}'}")
+        return (f"staleness.max={self.max}", f"staleness.depth={self.depth_text}")
 
     @property
     def is_full(self) -> bool:
         """Whether the depth is the bound itself."""
-        return self.depth == self.max
+        return self.depth == self.max and not self.is_auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +141,16 @@ def bounds_of(text: str) -> list[Bound]:
     """
     found = set()
     for part in text.split(","):
-        if not re.fullmatch(r"(\d+(\.\d+)?/)?\d+", part):
+        if not re.fullmatch(r"((\d+(\.\d+)?|auto)/)?\d+", part):
             raise ConfigError(
                 f"--staleness must be values of staleness.max, each with a depth before it if you like, e.g. "
-                f"0,1,8,1.25/8; got {text!r}"
+                f"0,1,8,1.25/8,auto/8; got {text!r}"
             )
-        bound = Bound.parse(part)
-        check(
-            bound.depth <= bound.max and bound.depth % 0.25 == 0, "--staleness", part,
-            f"a depth of 0..{bound.max} in quarters before /{bound.max}",
-        )
-        found.add(bound)
+        depth, _, most = part.rpartition("/")
+        is_number = depth != "auto" and float(depth or most) <= int(most) and float(depth or 0) % 0.25 == 0
+        may_be = is_number or (depth == "auto" and int(most) >= 1)
+        check(may_be, "--staleness", part, f"a depth of 0..{most} in quarters, or auto with 1 or more, before /{most}")
+        found.add(Bound.parse(part))
     return sorted(found)
 
 

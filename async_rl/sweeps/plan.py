@@ -100,7 +100,13 @@ def answer(args: argparse.Namespace) -> str:
     workload = planned_workload(args)
     parts = []
     if workload is not None:
-        plan = make_plan(workload, bounds_of(args.staleness))
+        bounds = bounds_of(args.staleness)
+        if any(bound.is_auto for bound in bounds):
+            raise ConfigError(
+                f"--staleness {args.staleness}: plan simulates numbers only. Leave auto out: with staleness.depth auto "
+                "the run itself simulates the depths, with the durations that it measures"
+            )
+        plan = make_plan(workload, bounds)
         parts.append(describe_plan(plan))
         if args.devices is not None:
             now = devices_now(args.now)

@@ -197,6 +197,8 @@ def _predict(row: Setting, own: Sequence[Stages], everywhere: Sequence[Stages]) 
         return None
     steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
     bound = Bound.of_config(_config(row.runs[0])["staleness"])  # the depth may be an axis of its own
+    if bound.is_auto:  # what its controller would do is not simulated
+        return None
     return simulate(with_learner_of(workload, own), bound.max, steps, depth=bound.depth)
 
 

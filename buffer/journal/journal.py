@@ -55,6 +55,7 @@ _IMPORT_PAST = (
         f"REPLACE INTO {table} SELECT * FROM past.{table} WHERE group_id IN (SELECT group_id FROM groups)"
         for table in ARRIVED_TABLES
     ),
+    "REPLACE INTO moves SELECT * FROM past.moves WHERE version <= :version",
     "REPLACE INTO uses SELECT * FROM past.uses "
     "WHERE version < :version AND group_id IN (SELECT group_id FROM groups)",
     "REPLACE INTO payloads SELECT * FROM past.payloads "
@@ -63,7 +64,7 @@ _IMPORT_PAST = (
 
 
 class Journal:
-    """Collects the rows given to `record` and `record_group`. All are in the file once `commit` has returned.
+    """Collects what is given to `record`, `record_group` and `record_move`. `commit` writes all of it to the file.
 
     The payload of a trained or dropped group is kept for `keep_steps` versions; -1: for ever. Every method raises
     AsyncRLError if the file can't be read or written, the constructor also if it has another schema version.
@@ -75,6 +76,7 @@ class Journal:
         self._rows: dict[int, StoredGroup] = {}
         self._arrived = ArrivedRows()
         self._facts: dict[int, GroupFacts] = {}  # [group_id] of groups that arrived since the last commit
+        self._moves: list[tuple[int, int, str]] = []
         self._scalars: dict[str, Any] = {}
         with self._reporting_errors():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -143,9 +145,13 @@ class Journal:
         self._arrived.add(group)
         self._facts[group.facts.group_id] = group.facts
 
+    def record_move(self, version: int, slots: int, reason: str) -> None:
+        """Add that `slots` groups may hold a slot since `version` is served, and why."""
+        self._moves.append((version, slots, reason))
+
     def commit(self, scalars: dict[str, Any]) -> None:
         """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
-        if not self._rows and scalars == self._scalars:
+        if not self._rows and not self._moves and scalars == self._scalars:
             return
         version = scalars["version"]
         rows = self._rows.values()
@@ -174,12 +180,14 @@ class Journal:
                 [(row.group_id, used_in) for row in rows for used_in in row.trained_versions],
             )
             execute("DELETE FROM payloads WHERE group_id = ?", pruned)
+            execute("REPLACE INTO moves VALUES (?, ?, ?)", self._moves)
             self._db.execute("REPLACE INTO state VALUES (0, ?)", (json.dumps(scalars),))
             self._db.execute("COMMIT")
             self._files.remove([self._kept.pop(group_id) for group_id, in pruned])
         self._rows.clear()
         self._arrived.clear()
         self._facts.clear()
+        self._moves.clear()
         self._scalars = scalars
 
     def close(self) -> None:

@@ -8,6 +8,7 @@
     uses       one line for each batch that a group was trained in
     payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
                Config.journal_kept_steps versions
+    moves      one line for each move of the number of slots (staleness.depth: auto): from which version on, and why
     state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
 
 Users may read the tables too, also while the run goes on: see "Trajectories in SQL" in the documentation.
@@ -79,6 +80,7 @@ def _create(table: str) -> str:
 _DEFINITIONS = "".join(map(_create, TABLES)) + """
 CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
+CREATE TABLE IF NOT EXISTS moves (version INTEGER PRIMARY KEY, slots INTEGER, reason TEXT);
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
 CREATE VIEW IF NOT EXISTS trained AS
     SELECT uses.version + 1 AS step, uses.version - rows.oldest_version AS staleness, rows.*

@@ -18,7 +18,8 @@ one client that have the same answer may be answered together, as those of `put`
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
                 {state: what it waits for} after wait_s. It has to wait only in exact mode or with on_update: drain.
     trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
-                answer comes at once.
+                answer comes at once. With `served` it may move the number of slots, and says why: the move is in the
+                journal before the answer is sent. -1 slots: their number stays.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _OPERATIONS = {
     "take": ("version", "wait_s"),
     "may_push": ("version", "wait_s"),
     "trained": ("version",),
-    "served": ("version",),
+    "served": ("version", "slots", "reason"),
     "checkpoint": ("version",),
 }
 _REQUEST_FIELDS = {op: frozenset(("schema", "op", "id", *names)) for op, names in _OPERATIONS.items()}

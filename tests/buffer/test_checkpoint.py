@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -156,3 +157,14 @@ def exact_ages(store: Store, number: int) -> list[int]:
         store.trained(store.state.version + 1)
         store.served(store.state.version)
     return ages
+
+
+def test_a_resume_goes_on_with_the_slots_of_the_checkpoint_if_the_run_moves_them() -> None:
+    """Unless the bound was lowered meanwhile: 9 slots are those of bound 2, 6 those of bound 1."""
+    store = Store(RULES)
+    train_batches(store, 2)
+    store.served(2, 7)
+    saved = checkpoint(store)
+    assert resumed_state(saved, rules=replace(RULES, moves_slots=True)).slots == 7
+    assert resumed_state(saved, rules=replace(RULES, moves_slots=True, max_staleness=1, slots=6)).slots == 6
+    assert resumed_state(saved, rules=replace(RULES, slots=4)).slots == 4

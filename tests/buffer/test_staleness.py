@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import StalenessConfig
+from async_rl.config import StalenessConfig, slots_at
 from buffer.modes import Drop, Mask, Wait
 from buffer.staleness import (
     Rules,
@@ -44,7 +44,7 @@ def test_capacity_is_the_slots_less_those_held() -> None:
     ],
 )
 def test_slots_are_depth_plus_one_batches_rounded_up(bound: int, depth: Any, fresh: int, slots: int) -> None:
-    assert StalenessConfig(max=bound, depth=depth).slots(fresh) == slots
+    assert slots_at(StalenessConfig(max=bound, depth=depth).start_depth, fresh) == slots
 
 
 def test_a_batch_waits_for_a_running_group_that_expires_with_it() -> None:
@@ -204,7 +204,7 @@ def test_slots_may_change_with_every_version_to_any_that_the_bound_allows(
 def test_a_depth_holds_fewer_groups_and_leaves_them_the_time_of_the_bound(
     bound: int, depth: float
 ) -> None:
-    checked = rules(bound, 2, slots=StalenessConfig(max=bound, depth=depth).slots(2))
+    checked = rules(bound, 2, slots=slots_at(depth, 2))
     seen = every_state(checked, 1, [checked.slots])
     live = [(state.running, state.finished) for state in seen]
     assert max(sum(running) + sum(finished) for running, finished in live) == (depth + 1) * 2

@@ -29,7 +29,7 @@ def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str
 
 
 def new_version(config: Config, seed: int | None = None) -> int:
-    """Make the weights of a new version and return its number. Without a seed they are very different from all others."""
+    """Make the weights of a new version and return its number. Without a seed they are unlike all others."""
     version = next(VERSIONS)
     family = AutoConfig.from_pretrained(config.model.path).model_type
     MODELS[version] = sharp_model(f"tiny-{family}", 100 + version if seed is None else seed).eval()

@@ -1,0 +1,180 @@
+"""Moves the depth of a run to where it learns most in a minute (staleness.depth: auto). No I/O, no thread, no clock.
+
+After 8 steps, and then every 15, the next steps are simulated at several depths with the durations of the run's own
+groups, and the depth moves if another is worth 1.5 % more (see choice.py). After a move nothing is decided until the
+steps show it: a smaller depth takes as many steps as the old one had, because groups that exist are trained first. An
+alarm lowers the depth by half a batch at once. What the reward does is not looked at: it takes 90 to 800 steps at each
+depth to see a difference of 5 % there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_rl.config import Config, slots_at
+from async_rl.depth.choice import (
+    WORTH_A_MOVE,
+    Forecast,
+    Prospect,
+    best_of,
+    compared,
+    everywhere,
+    forecast,
+    near,
+)
+from async_rl.depth.window import Window
+from async_rl.messages.reports import GroupRecord
+from async_rl.telemetry.metrics import Metric
+
+MEASURED_STEPS = 8
+"""Steps before the first decision, and before the next after a change of servers."""
+EVERY_STEPS = 15
+EVERYWHERE_EVERY = 8
+"""One in so many decisions looks at all depths, the first included; the others at those near the present one."""
+ALARMS = {"ess": "the ESS is low", "kl": "the KL is high", "truncated": "many importance weights are truncated"}
+"""[name in learner/alarms.py] the alarms that a smaller depth may end."""
+ALARM_STEP = 0.5
+ALARM_HOLD_STEPS = 12
+BELIEVED = (0.7, 1.4)
+"""Measured over predicted speed. Beyond that the model is too wrong for far depths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A depth to which the run is to move, with its number of slots, and why."""
+
+    depth: float
+    slots: int
+    reason: str
+
+
+class DepthController:
+    """Decides on the depth of one run. The caller simulates `prospect` with `look` where that takes no one's time.
+
+    Args:
+        depth: the depth at the start, or of the checkpoint from which the run resumes.
+        version: the policy version at the start.
+    """
+
+    def __init__(self, config: Config, depth: float, version: int) -> None:
+        self.depth = depth
+        self._config = config
+        self._fresh = config.fresh_per_step
+        self._lowest = math.ceil(4 * (config.fewest_slots / self._fresh - 1)) / 4
+        self._window = Window(config)
+        self._version = version
+        self._hold_until = self._next_at = version + MEASURED_STEPS
+        self._moved_at = version
+        self._decisions = 0
+        self._moves = 0
+        self._servers = config.placement.rollout.servers
+        self._ratios: deque[float] = deque(maxlen=5)
+        """Measured over predicted speed at the last decisions."""
+        self._here: Forecast | None = None
+        """The forecast for the present depth, of the last decision."""
+
+    def add_groups(self, groups: Iterable[GroupRecord]) -> None:
+        self._window.add_groups(groups)
+
+    def add_step(self, version: int, values: Mapping[str, float], *, is_disturbed: bool) -> Move | None:
+        """Add the metrics of a step, and return the move that an alarm demands, if any.
+
+        Args:
+            is_disturbed: something else than training took time in the step, such as an evaluation or a restart.
+        """
+        self._version = version
+        if not is_disturbed:
+            self._window.add_step(version, values)
+        broken = [text for name, text in ALARMS.items() if values.get(f"alarm/{name}")]
+        if not broken or version < self._hold_until or self.depth <= self._lowest:
+            return None
+        old = self.depth
+        move = self._move(max(self._lowest, old - ALARM_STEP), f"half a batch less than {old:g}, because {broken[0]}")
+        self._hold_until = version + math.ceil(old) + ALARM_HOLD_STEPS
+        return move
+
+    def change_servers(self, servers: int) -> None:
+        """Take the number of rollout servers that are up; a change is a reason to look at all depths again."""
+        if servers == self._servers or servers == 0:
+            return
+        self._servers, self._decisions = servers, 0
+        self._next_at = self._version + MEASURED_STEPS
+
+    def prospect(self) -> Prospect | None:
+        """Return what a decision needs to know if one is due, else None."""
+        if self._version < max(self._hold_until, self._next_at) or not self._window.is_filled:
+            return None
+        loss = self._window.ess_loss_per_version if self._config.learner.lr_by_ess != "off" else None
+        return Prospect(
+            self._window.workload(self._servers), self._config.staleness.max, self.depth, self._lowest,
+            self._window.kl_per_version, loss,
+        )
+
+    def look(self, prospect: Prospect) -> dict[float, Forecast]:
+        """Simulate the depths between which the next decision chooses. It reads nothing that other calls change."""
+        ratio = self.measured_over_predicted
+        is_believed = ratio is None or BELIEVED[0] <= ratio <= BELIEVED[1]
+        return everywhere(prospect) if is_believed and self._decisions % EVERYWHERE_EVERY == 0 else near(prospect)
+
+    def decide(self, forecasts: dict[float, Forecast]) -> Move | None:
+        """Return the move to the best depth of `look`, or None if it is not worth a move."""
+        self._next_at = self._version + EVERY_STEPS
+        self._decisions += 1
+        here = forecasts.get(self.depth)
+        if here is None or self._version < self._hold_until:  # an alarm has moved the depth meanwhile
+            return None
+        self._here = here
+        if step_s := self._window.step_s(self._moved_at):
+            self._ratios.append(60 / step_s / here.steps_per_min)
+        best = best_of(forecasts)
+        if best.worth <= WORTH_A_MOVE * here.worth:
+            return None
+        self._here = best
+        larger = next((other for depth, other in forecasts.items() if depth > best.depth), None)
+        more = f"; {larger.depth:g} gives {compared(larger, best)}" if larger else ""
+        return self._move(best.depth, compared(best, here) + more)
+
+    def _move(self, depth: float, reason: str) -> Move:
+        settled = self._version + math.ceil(self.depth) + 2
+        self.depth, self._hold_until, self._moved_at = depth, settled, settled
+        self._moves += 1
+        return Move(depth, slots_at(depth, self._fresh), reason)
+
+    @property
+    def measured_over_predicted(self) -> float | None:
+        """The median of the last decisions; None before the first."""
+        return float(np.median(self._ratios)) if self._ratios else None
+
+    def metrics(self) -> list[Metric]:
+        """Return the depth, the number of moves, and what is expected of the depth."""
+        values = {"staleness/depth": self.depth, "auto/moves": float(self._moves)}
+        if here := self._here:
+            values |= {
+                "auto/predicted_steps_per_min": here.steps_per_min, "auto/efficiency": here.efficiency,
+                "auto/kl_per_version": self._window.kl_per_version,
+            }
+        if ratio := self.measured_over_predicted:
+            values["auto/measured_over_predicted"] = ratio
+        return [Metric(key, value, "last") for key, value in values.items()]
+
+    def outlook(self) -> str:
+        """Return in words what twice the ceiling would have given; "" if too little was measured. It simulates."""
+        if not self._window.is_filled:
+            return ""
+        ceiling = self._config.staleness.max
+        prospect = Prospect(
+            self._window.workload(self._servers), ceiling, self.depth, self._lowest, self._window.kl_per_version, None
+        )
+        here, higher = forecast(prospect, self.depth), forecast(prospect, self.depth, 2 * ceiling)
+        gain = higher.steps_per_min / here.steps_per_min - 1
+        limited = ", which limits the depth," * (self.depth == ceiling)
+        return (
+            f"depth {self.depth:g} at the end, after {self._moves} moves. Simulated with the last groups, "
+            f"staleness.max {2 * ceiling} in place of {ceiling}{limited} would give {max(0.0, 100 * gain):.0f} % more "
+            "steps at this depth"
+        )

@@ -1,0 +1,159 @@
+"""What a run measured lately, of its groups and its steps: the simulator's workload for the next steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.config import Config
+from async_rl.depth.simulate import GroupTime, Workload
+from async_rl.messages.reports import GroupRecord
+
+WINDOW_BATCHES = 8
+"""The groups of so many batches are kept."""
+WINDOW_STEPS = 20
+KL_PER_VERSION = 0.0085
+"""KL of behaviour to proximal policy, k3 in nats a token, that one version of staleness gave in this project's sweeps
+(docs/results.md, exact staleness 1). Used until the run has measured its own."""
+_LOWEST_STALENESS = 0.2
+"""Steps with less staleness say little of what a version of it costs."""
+Array = npt.NDArray[np.float64]
+_DROPPED = ("buffer/dropped_failed", "buffer/dropped_zero_variance")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    version: int
+    step_s: float
+    values: Mapping[str, float]
+
+
+class Window:
+    """Keeps the last WINDOW_BATCHES batches' worth of groups and the last WINDOW_STEPS steps of one run."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._groups: deque[GroupRecord] = deque(maxlen=WINDOW_BATCHES * config.fresh_per_step)
+        self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+
+    def add_groups(self, groups: Iterable[GroupRecord]) -> None:
+        self._groups.extend(groups)
+
+    def add_step(self, version: int, values: Mapping[str, float]) -> None:
+        """Add the metrics of a step in which nothing but training happened."""
+        self._steps.append(_Step(version, values["time/step_s"], values))
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether there are two steps, and as many groups as a batch has."""
+        return len(self._steps) > 1 and len(self._groups) >= self._config.fresh_per_step
+
+    def step_s(self, since: int) -> float | None:
+        """Return the mean duration of the steps after version `since`; None if there are fewer than four."""
+        found = [step.step_s for step in self._steps if step.version > since]
+        return float(np.mean(found)) if len(found) >= 4 else None
+
+    @property
+    def kl_per_version(self) -> float:
+        """The median over the steps of the KL of behaviour to proximal policy over the mean staleness."""
+        return self._per_version("offpolicy/kl_behaviour_proximal_k3", KL_PER_VERSION)
+
+    @property
+    def ess_loss_per_version(self) -> float:
+        """The median over the steps of 1 - ESS / N over the mean staleness; in this project's sweeps twice the KL."""
+        return self._per_version("offpolicy/ess", 2 * KL_PER_VERSION, lambda ess: 1 - ess)
+
+    def _per_version(self, key: str, prior: float, cost: Callable[[float], float] = float) -> float:
+        found = [
+            max(0.0, cost(step.values[key])) / staleness
+            for step in self._steps
+            if (staleness := step.values.get("staleness/mean", 0.0)) > _LOWEST_STALENESS and key in step.values
+        ]
+        return float(np.median(found)) if found else prior
+
+    def workload(self, servers: int) -> Workload:
+        """Return the workload of the next steps: the run's rules with the durations of the window.
+
+        Args:
+            servers: the number of rollout servers that are up.
+        """
+        rules = rules_of(self._config, servers)
+        train, push = self._of_steps("time/train_s"), self._of_steps("time/push_s")
+        pause_s = float(np.mean(self._of_steps("push/pause_s") or [0.0]))
+        step_s = float(np.mean([step.step_s for step in self._steps]))
+        waits = self._of_steps("time/wait_data_s")
+        load, groups = without_load(self._groups, servers, pause_s / rules.every_steps / step_s)
+        mean_s = float(np.mean([group.sampling_s for group in groups]))
+        return dataclasses.replace(
+            rules, train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)),
+            sync_s=float(np.mean(push or [0.0])), pause_s=pause_s, failed=self._failed(),
+            receive_s=float(np.quantile(waits, 0.1)) if self._config.staleness.max else 0.0,
+            groups=groups, group_mean_s=mean_s, load_s=load * mean_s,
+        )
+
+    def _of_steps(self, key: str) -> list[float]:
+        return [step.values[key] for step in self._steps if key in step.values]
+
+    def _failed(self) -> float:
+        """Return the share of groups that arrived or failed and were dropped, over the window."""
+        first, last = self._steps[0].values, self._steps[-1].values
+        dropped = sum(last.get(key, 0.0) - first.get(key, 0.0) for key in _DROPPED)
+        trained = last.get("buffer/trained", 0.0) - first.get("buffer/trained", 0.0)
+        return dropped / (dropped + trained) if dropped > 0 else 0.0
+
+
+def rules_of(config: Config, servers: int) -> Workload:
+    """Return a workload with the sizes and rules of a run; its durations are the simulator's defaults."""
+    return Workload(
+        concurrency=config.rollout.concurrency * servers, prompts_per_step=config.learner.prompts_per_step,
+        late=config.staleness.late, max_uses=config.buffer.max_uses, fresh_fraction=config.buffer.fresh_fraction,
+        every_steps=config.weight_sync.every_steps, drain=config.weight_sync.on_update == "drain",
+    )
+
+
+def without_load(groups: Sequence[GroupRecord], servers: int, paused: float) -> tuple[float, list[GroupTime]]:
+    """Return (load, the times that measured groups would have taken alone, without pushes).
+
+    With n groups at the engines a group takes 1 + load (n - 1) times as long as alone. Sampling a token is taken to
+    cost a + b n seconds: a straight line through the groups of the window, which met more or fewer others. Where these
+    numbers differ too little to tell, half of the cost is taken to be b n, with an error of half of it.
+
+    Args:
+        groups: at least one.
+        servers: the number of servers over which groups are spread evenly.
+        paused: the share of time in which pushes pause the engines.
+    """
+    sampling_s = np.array([group.sampling_s for group in groups]) * (1 - paused)
+    waiting_s = np.array([group.waiting_s for group in groups])
+    steps = np.array([float(group.steps) for group in groups])
+    at_engine = float(sampling_s.sum() / (sampling_s + waiting_s).sum())
+    others = np.maximum(1.0, np.array([group.together for group in groups]) * servers * at_engine)
+    mean = float(np.average(others, weights=steps))
+    share = _share_of_load(sampling_s, steps, others / mean)
+    load = share / (mean * (1 - share) + share)
+    alone_s = sampling_s / (1 + load * (others - 1))
+    return load, [GroupTime(max(s, 1e-6), w) for s, w in zip(alone_s.tolist(), waiting_s.tolist(), strict=True)]
+
+
+def _share_of_load(sampling_s: Array, steps: Array, others: Array) -> float:
+    """Return which share of the time of sampling comes from other groups at the engine, 0 to 1, at `others` = 1.
+
+    The estimate of least squares and the guess of 0.5 +- 0.5 count by the inverse of their squared errors.
+    """
+    guess, guess_error = 0.5, 0.5
+    columns = np.stack([steps, steps * others], axis=1)
+    (alone, more), *_ = np.linalg.lstsq(columns, sampling_s, rcond=None)
+    residuals = sampling_s - columns @ (alone, more)
+    spread = float((residuals**2).sum()) / max(1, len(steps) - 2)
+    total = alone + more
+    if total <= 0 or np.linalg.matrix_rank(columns) < 2:
+        return guess
+    error = math.sqrt(spread * float(np.linalg.inv(columns.T @ columns)[1, 1])) / total
+    weight = guess_error**2 / (guess_error**2 + error**2)
+    return float(np.clip(guess + weight * (more / total - guess), 0.0, 1.0))

@@ -1,0 +1,110 @@
+"""Lets the driver move the depth of a run (staleness.depth: auto): it feeds the controller, and sends its moves.
+
+Decisions are simulated in a thread of the driver, so that no one waits for them, and are put off while they have taken
+more than MOST_CPU of the run's time. The thread has the priority of the others: it holds Python's lock from time to
+time, and the driver would wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.depth.choice import Forecast, Prospect
+from async_rl.depth.controller import DepthController, Move
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.run_log import RunLog
+from async_rl.messages.reports import (
+    DepthMoved,
+    EvaluationDue,
+    Report,
+    ServersLost,
+    StepDone,
+    TrainingEnded,
+    WorkerReport,
+)
+from async_rl.storage.checkpoints import resumed_training_state
+from async_rl.telemetry.metrics import Metric, reduce_metrics
+
+MOST_CPU = 0.01
+"""The largest share of one core that decisions take, but for the first."""
+
+
+class DepthTuner:
+    """Reads the reports of a run's processes, and has learner/0 move the depth."""
+
+    def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
+        self._config = config
+        self._processes = processes
+        self._log = log
+        saved = resumed_training_state(config)
+        slots, version = (saved.buffer["scalars"]["slots"], saved.version) if saved else (config.slots, 0)
+        slots = min(slots, config.most_slots)
+        depth = int(4 * (slots / config.fresh_per_step - 1)) / 4
+        self._controller = DepthController(config, depth, version)
+        self._servers = config.placement.rollout.servers
+        self._is_disturbed = True  # the first step warms up
+        self._is_deciding = False
+        self._cpu_s = 0.0
+        self._began_s = time.monotonic()
+
+    def add(self, report: Report, servers: int, is_evaluating: bool) -> Coroutine[Any, Any, None] | None:
+        """Take a report of a rollout worker or of learner/0. Returns a decision that the caller runs as a task, if due.
+
+        Args:
+            servers: the number of rollout servers that are up.
+            is_evaluating: whether an evaluation runs beside training.
+        """
+        controller, log = self._controller, self._log
+        match report:
+            case WorkerReport():
+                controller.add_groups(report.groups)
+            case EvaluationDue() | ServersLost():
+                self._is_disturbed = True
+            case DepthMoved():
+                depth = report.slots / self._config.fresh_per_step - 1
+                most = f"at most {self._config.staleness.max}"
+                log.logger.note(f"depth {depth:g} of {most} since step {report.version}: {report.reason}")
+            case StepDone() if report.metrics:
+                if servers != self._servers:
+                    self._servers, self._is_disturbed = servers, True
+                    controller.change_servers(servers)
+                values = reduce_metrics(report.metrics)
+                is_disturbed = self._is_disturbed or is_evaluating or "checkpoint/pause_s" in values
+                self._send(controller.add_step(report.version, values, is_disturbed=is_disturbed))
+                self._is_disturbed = is_evaluating
+                log.add_metrics([*controller.metrics(), Metric("auto/cpu_s", self._cpu_s, "last")])
+                if report.version == self._config.run.steps:
+                    return self._tell_outlook()
+                return self._decision()
+            case TrainingEnded():
+                return self._tell_outlook()
+        return None
+
+    def _decision(self) -> Coroutine[Any, Any, None] | None:
+        has_time = self._cpu_s <= MOST_CPU * (time.monotonic() - self._began_s)
+        if self._is_deciding or not has_time or (prospect := self._controller.prospect()) is None:
+            return None
+        self._is_deciding = True
+        return self._decide(prospect)
+
+    async def _decide(self, prospect: Prospect) -> None:
+        forecasts, cpu_s = await asyncio.to_thread(self._look, prospect)
+        self._cpu_s += cpu_s
+        self._is_deciding = False
+        self._send(self._controller.decide(forecasts))
+
+    def _look(self, prospect: Prospect) -> tuple[dict[float, Forecast], float]:
+        began_s = time.thread_time()
+        return self._controller.look(prospect), time.thread_time() - began_s
+
+    async def _tell_outlook(self) -> None:
+        if outlook := await asyncio.to_thread(self._controller.outlook):
+            self._log.logger.note(outlook)
+
+    def _send(self, move: Move | None) -> None:
+        if move:
+            self._processes.actors["learner/0"].move_depth.remote(move.slots, move.reason)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from async_rl.depth.choice import (
+    Forecast,
+    Prospect,
+    all_depths,
+    best_of,
+    compared,
+    efficiency,
+    everywhere,
+    forecast,
+    near,
+)
+from async_rl.depth.simulate import GroupTime, Workload
+
+TOOLS = Workload(
+    prompts_per_step=16, concurrency=80, train_s=10.0, sync_s=0.5, group_mean_s=4.0,
+    groups=[GroupTime(4.0)] * 8 + [GroupTime(4.0, 40.0)] * 2,
+)
+"""A fifth of the groups waits 40 s for a tool, four times as long as a step takes."""
+PROSPECT = Prospect(TOOLS, ceiling=8, depth=1.0, lowest=0.0, kl_per_version=0.0085, ess_loss_per_version=None)
+
+
+def test_a_step_teaches_less_the_larger_its_kl() -> None:
+    assert efficiency(0.0) == 1
+    assert efficiency(0.0085) == pytest.approx(0.8182, abs=1e-4)  # 1 / (1 + 2.41 * 0.0922)
+    assert efficiency(0.1) == pytest.approx(0.5675, abs=1e-4)
+
+
+def test_depths_are_tried_in_quarters_then_halves_then_whole_ones_up_to_the_ceiling() -> None:
+    assert all_depths(0.5, 2) == [0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
+    assert all_depths(2.5, 8) == [2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8]
+
+
+def test_where_few_groups_are_long_a_depth_of_two_beats_both_sides() -> None:
+    """As in the report: best constant depth 2 with tools of 40 s. Below it the learner waits, above data are older."""
+    found = everywhere(PROSPECT)
+    best = best_of(found)
+    assert 1.5 <= best.depth <= 2.5
+    assert best.worth > 1.1 * found[1.0].worth
+    assert best.worth > 1.02 * forecast(PROSPECT, 8.0).worth
+
+
+def test_where_groups_are_equal_and_quick_depth_one_is_enough() -> None:
+    quick = dataclasses.replace(TOOLS, groups=[GroupTime(4.0)])
+    assert best_of(everywhere(dataclasses.replace(PROSPECT, workload=quick))).depth <= 1
+
+
+def test_without_a_cost_of_staleness_speed_alone_counts() -> None:
+    free = dataclasses.replace(PROSPECT, kl_per_version=0.0)
+    assert forecast(free, 2.0).efficiency == 1
+    assert best_of(everywhere(free)).depth >= best_of(everywhere(PROSPECT)).depth
+
+
+def test_with_lr_by_ess_a_depth_counts_less() -> None:
+    plain, less = forecast(PROSPECT, 4.0), forecast(dataclasses.replace(PROSPECT, ess_loss_per_version=0.02), 4.0)
+    assert less.efficiency == pytest.approx(plain.efficiency * math.sqrt(1 - 0.02 * plain.staleness))
+    assert less.steps_per_min == plain.steps_per_min
+
+
+def test_near_depths_are_the_present_one_and_two_on_either_side() -> None:
+    assert list(near(PROSPECT)) == [0.5, 0.75, 1, 1.25, 1.5]
+    assert list(near(dataclasses.replace(PROSPECT, depth=8.0))) == [6, 7, 8]
+    assert list(near(dataclasses.replace(PROSPECT, depth=3.25, lowest=3.0))) == [3, 3.25, 3.5, 4]
+
+
+def test_two_depths_are_compared_in_words() -> None:
+    old, new = Forecast(1.25, 5.0, 1.25, 0.8), Forecast(1.5, 5.3, 1.5, 0.784)
+    assert compared(new, old) == "6 % more steps than 1.25, and each teaches about 2 % less"
+    assert compared(old, new) == "6 % fewer steps than 1.5, and each teaches about 2 % more"

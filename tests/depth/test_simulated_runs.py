@@ -1,0 +1,83 @@
+"""`staleness.depth: auto` in simulated runs that learn, against fixed bounds and constant depths below the ceiling.
+
+The runs and what they learn are those of tests/kit/depth/world.py. With exponent 0 staleness costs nothing, and speed
+alone counts; 0.19 is what it cost with this project's default correction, 0.286 over all corrections.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.kit.depth.world import CEILING, WORLDS, LearningRun, World
+
+DEPTHS = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
+QUICK = (
+    "short, engine full", "cv 1", "bimodal tools", "server lost half-way", "rollout slower, full",
+    "switch: short, tools, sensitive",
+)
+SEEDS = 4
+
+
+@cache
+def score(world: World, exponent: float, setting: str, seeds: int) -> float:
+    """The mean score over the seeds, of a `bound 4`, a `depth 1.5` or `auto`."""
+    kind, _, value = setting.partition(" ")
+    number = float(value or 1)
+    runs = (
+        LearningRun(world, seed, exponent, number, int(number) if kind == "bound" else CEILING, kind == "auto")
+        for seed in range(seeds)
+    )
+    return sum(run.learn().score for run in runs) / seeds
+
+
+def best_bound(world: World, exponent: float, seeds: int) -> float:
+    return max(score(world, exponent, f"bound {bound}", seeds) for bound in range(CEILING + 1))
+
+
+def best_depth(world: World, exponent: float, seeds: int) -> float:
+    return max(score(world, exponent, f"depth {depth}", seeds) for depth in DEPTHS)
+
+
+def of(world: World, exponent: float, seeds: int, other: float) -> float:
+    return score(world, exponent, "auto", seeds) / other
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world.name in QUICK], ids=str)
+def test_auto_learns_no_slower_than_the_best_fixed_bound(world: World) -> None:
+    bounds = [score(world, 0.286, f"bound {bound}", 1) for bound in (0, 1, 2, 4, 6, 8)]
+    assert of(world, 0.286, 1, max(bounds)) >= 0.99
+    for depth in (1.25, 1.5):
+        assert of(world, 0.286, 1, score(world, 0.286, f"depth {depth}", 1)) >= 0.96
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("exponent", "least", "mean"), [(0.0, 0.96, 0.96), (0.19, 0.99, 1.15), (0.286, 0.99, 1.20)])
+def test_auto_beats_every_fixed_bound_over_all_worlds(exponent: float, least: float, mean: float) -> None:
+    shares = {world.name: of(world, exponent, SEEDS, best_bound(world, exponent, SEEDS)) for world in WORLDS}
+    print_table(exponent)
+    assert min(shares.values()) >= least, shares
+    assert sum(shares.values()) / len(shares) >= mean, shares
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("exponent", [0.0, 0.19, 0.286])
+def test_auto_is_near_the_best_constant_depth_and_loses_little_to_usual_ones(exponent: float) -> None:
+    for world in WORLDS:
+        assert of(world, exponent, SEEDS, best_depth(world, exponent, SEEDS)) >= 0.95, world.name
+        for depth in (1.25, 1.5):
+            assert of(world, exponent, SEEDS, score(world, exponent, f"depth {depth}", SEEDS)) >= 0.96, world.name
+
+
+def print_table(exponent: float) -> None:
+    """Print all worlds, as shares of the best fixed bound up to the ceiling."""
+    columns = ["bound 1", "bound 8", "depth 1.25", "depth 1.5", "auto"]
+    print(f"\nexponent {exponent:g}\n| world | best bound | best depth |", " | ".join(columns), "|")
+    print("| --- |" + " ---: |" * (len(columns) + 2))
+    for world in WORLDS:
+        best = best_bound(world, exponent, SEEDS)
+        found = [best_depth(world, exponent, SEEDS), *(score(world, exponent, name, SEEDS) for name in columns)]
+        print(f"| {world.name} | {best:.2f} |", " | ".join(f"{value / best:.2f}" for value in found), "|")

@@ -27,7 +27,7 @@ from buffer.staleness import (
     within_capacity,
 )
 from buffer.store_state import StoreState
-from buffer.stored_group import DropReason, StoredGroup
+from buffer.stored_group import DropReason, State, StoredGroup
 
 
 class Mode(ABC):
@@ -93,38 +93,48 @@ class Mode(ABC):
         return [None if self.deadline(row) >= version else "late" for row in rows]
 
 
+_WAITED_FOR: tuple[State, State] = ("finished", "running")
+
+
 class _ByDeadline(Mode):
     """A policy whose batches hold the fresh groups with the earliest deadlines, and used groups."""
 
     @abstractmethod
-    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
+    def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
         """Return the number of fresh groups in batch `version`; see fresh_to_take for the arguments."""
 
     def choose(self, state: StoreState, version: int) -> list[StoredGroup] | None:
         size, finished = self.rules.prompts_per_step, state.finished.values()
         if self.rules.max_uses == 1 and len(finished) < size:  # the usual case of a wait, without a look at all groups
             return None
-        running = [self.deadline(row) for row in state.running.values()]
-        fresh = self.num_fresh([self.deadline(row) for row in finished], running, len(state.used), version)
+        finished_by, running_by = self._by_deadline(state)
+        fresh = self.num_fresh(finished_by, running_by, len(state.used), version)
         if fresh is None:
             return None
         used = sorted(state.used.values(), key=_oldest_first)[: size - fresh]
         return sorted(finished, key=_oldest_first)[:fresh] + used
 
 
+    def _by_deadline(self, state: StoreState) -> tuple[Counter[int], Counter[int]]:
+        """Return the numbers of finished and of running groups by start version + staleness.max."""
+        bound = self.rules.max_staleness
+        finished, running = (
+            Counter({start + bound: number for start, number in state.starts[of].items()}) for of in _WAITED_FOR
+        )
+        return finished, running
+
+
 class Wait(_ByDeadline):
     """The learner waits for a running group if a batch without it would leave later batches too little room."""
 
-    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
+    def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
         return fresh_to_take(finished, running, reusable, version, self.rules)
 
     def describe_late(self, state: StoreState) -> str:
-        finished = [self.deadline(row) for row in state.finished.values()]
-        running = {i: self.deadline(row) for i, row in state.running.items()}
-        overfull = overfull_deadline(finished, running.values(), state.version, self.rules)
+        overfull = overfull_deadline(*self._by_deadline(state), state.version, self.rules)
         if overfull is None:
             return ""
-        late = [i for i, d in running.items() if d <= overfull]
+        late = [i for i, row in state.running.items() if self.deadline(row) <= overfull]
         return f"{len(late)} of them expire by version {overfull} (first group {min(late)})"
 
     def drops_at_resume(self, rows: Sequence[StoredGroup], state: StoreState, version: int) -> list[DropReason | None]:
@@ -134,9 +144,9 @@ class Wait(_ByDeadline):
 class Drop(_ByDeadline):
     """The learner does not wait for running groups; those that would miss their deadline are dropped."""
 
-    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
-        expiring = min(sum(d <= version for d in finished), self.rules.prompts_per_step)
-        return fresh_at_least(expiring, len(finished), reusable, self.rules)
+    def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
+        expiring = min(sum(n for d, n in finished.items() if d <= version), self.rules.prompts_per_step)
+        return fresh_at_least(expiring, finished.total(), reusable, self.rules)
 
     def left_late(self, state: StoreState, version: int) -> list[StoredGroup]:
         live = (*state.running.values(), *state.finished.values())
@@ -150,10 +160,12 @@ class Mask(_ByDeadline):
     def deadline(self, row: StoredGroup) -> int:
         return row.newest_version + self.rules.max_staleness
 
-    def num_fresh(self, finished: Sequence[int], running: Sequence[int], reusable: int, version: int) -> int | None:
-        return fresh_at_least(0, len(finished), reusable, self.rules)
+    def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
+        return fresh_at_least(0, finished.total(), reusable, self.rules)
 
     def too_old(self, state: StoreState, version: int) -> list[StoredGroup]:
+        if min(state.newest, default=version) + self.rules.max_staleness >= version:
+            return []
         return [row for row in state.finished.values() if self.deadline(row) < version]
 
 

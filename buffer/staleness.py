@@ -82,7 +82,7 @@ Exact mode (`staleness.mode: exact`; k = M, E = 1, F = B): every token of batch 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,21 +135,21 @@ def young_enough(versions: IntArray, version: int, max_staleness: int) -> BoolAr
 
 
 def fresh_to_take(
-    finished: Sequence[int], running: Iterable[int], reusable: int, version: int, rules: Rules
+    finished: Counter[int], running: Counter[int], reusable: int, version: int, rules: Rules
 ) -> int | None:
     """Return the number of fresh groups in batch `version` (n in the hand-out rule); None while the learner must wait.
 
     This is the rule of the policy `wait`.
 
     Args:
-        finished: deadline of every fresh group that is finished, in any order.
-        running: deadline of every running group.
+        finished: [deadline] the number of fresh groups that are finished.
+        running: [deadline] the number of running groups.
         reusable: number of used groups that may be in this batch.
     """
     required = _required_by_deadlines(finished, running, version, rules)
     if any(missing > 0 for _, missing in required.values()):
         return None
-    return fresh_at_least(max(number for number, _ in required.values()), len(finished), reusable, rules)
+    return fresh_at_least(max(number for number, _ in required.values()), finished.total(), reusable, rules)
 
 
 def fresh_at_least(number: int, num_finished: int, reusable: int, rules: Rules) -> int | None:
@@ -161,28 +161,26 @@ def fresh_at_least(number: int, num_finished: int, reusable: int, rules: Rules) 
     return fresh if fresh <= min(num_finished, rules.prompts_per_step) else None
 
 
-def overfull_deadline(finished: Sequence[int], running: Iterable[int], version: int, rules: Rules) -> int | None:
+def overfull_deadline(finished: Counter[int], running: Counter[int], version: int, rules: Rules) -> int | None:
     """Return the first d for which batch `version` must wait for running groups with deadline <= d; None if none."""
     required = _required_by_deadlines(finished, running, version, rules)
     return next((d for d, (_, missing) in required.items() if missing > 0), None)
 
 
 def _required_by_deadlines(
-    finished: Iterable[int], running: Iterable[int], version: int, rules: Rules
+    finished: Counter[int], running: Counter[int], version: int, rules: Rules
 ) -> dict[int, tuple[int, int]]:
     """Return {d: (number, missing)} for d in v..v+M: batch v must take `number` groups with deadline <= d.
 
     Taking the n earliest leaves live(d) - min(n, finished(d)), so at least live(d) - (d - v) F must be taken.
     `missing` of them have not finished yet; if it is 0 or below, none is missing.
     """
-    done, live = Counter(finished), Counter(running)
-    live.update(done)
     required = {}
-    live_by = sum(number for d, number in live.items() if d < version)
-    done_by = sum(number for d, number in done.items() if d < version)
+    done_by = sum(number for d, number in finished.items() if d < version)
+    live_by = done_by + sum(number for d, number in running.items() if d < version)
     for ahead in range(rules.max_staleness + 1):
-        live_by += live[version + ahead]
-        done_by += done[version + ahead]
+        done_by += finished[version + ahead]
+        live_by += finished[version + ahead] + running[version + ahead]
         number = max(0, live_by - ahead * rules.fresh_per_step)
         required[version + ahead] = (number, number - done_by)
     return required

@@ -109,10 +109,13 @@ class StoreState:
         self._live: dict[State, dict[int, StoredGroup]] = {
             "running": self.running, "finished": self.finished, "held": self.held, "used": self.used,
         }
-
-    @property
-    def num_held_fresh(self) -> int:
-        return [row.trained_versions for row in self.held.values()].count(())
+        self.starts: dict[State, Counter[int]] = {"running": Counter(), "finished": Counter()}
+        """[state][start version] the number of groups: what the rules need of them while the learner waits, at each
+        group that arrives. So the time of that does not grow with the number of groups."""
+        self.newest: Counter[int] = Counter()
+        """[newest version] the number of finished groups."""
+        self.num_held_fresh = 0
+        """The number of held groups that were in no batch before."""
 
     @property
     def slots_held(self) -> int:
@@ -124,12 +127,23 @@ class StoreState:
 
     def put(self, row: StoredGroup, state: State, **changes: Any) -> None:
         """Move a row to `state`, change the given fields, and record it. A row in a final state is not kept here."""
-        self._live[row.state].pop(row.group_id, None)
+        if known := self._live[row.state].pop(row.group_id, None):
+            self._count(known, -1)
         row = row._replace(state=state, **changes)
         if state in self._live:
             self._live[state][row.group_id] = row
+            self._count(row, +1)
         if self._record:
             self._record(row)
+
+    def _count(self, row: StoredGroup, change: int) -> None:
+        counter = self.starts.get(row.state)
+        if counter is not None:
+            _add(counter, row.start_version, change)
+        if row.state == "finished":
+            _add(self.newest, row.newest_version, change)
+        elif row.state == "held":
+            self.num_held_fresh += change * row.is_fresh
 
     def drop(self, row: StoredGroup, reason: DropReason, requeue: bool, now_s: float = 0.0) -> None:
         self.accounting.drop(row, reason, now_s)
@@ -188,3 +202,11 @@ class StoreState:
         for row in sorted(rows, key=lambda row: row.group_id):
             if row.state in self._live:
                 self._live[row.state][row.group_id] = row
+                self._count(row, +1)
+
+
+def _add(counter: Counter[int], key: int, change: int) -> None:
+    """Change one count, and forget a key without any, so that a counter has as many keys as there are versions."""
+    counter[key] += change
+    if not counter[key]:
+        del counter[key]

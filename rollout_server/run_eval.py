@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import numpy as np
 
 from async_rl.config import Config, EvalConfig
-from async_rl.errors import RewardError
+from async_rl.errors import RewardError, first_error
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import IntArray, Prompt
@@ -21,6 +21,10 @@ from rollout_server.worker_stats import WorkerStats
 
 CORRECT = 1 - 1e-6
 """An answer with at least this reward counts as right; verifiers may also give partial credit."""
+LEAST_SHARE = 1 / 8
+"""The share of rollout.concurrency that an evaluation beside training has, however much training needs."""
+LOOK_S = 0.05
+"""How often a prompt that waits looks whether training has left a place free."""
 _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
 
@@ -46,15 +50,15 @@ class Evaluation:
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep at most rollout.concurrency prompts in flight, because all at once would delay the
-                groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
+            beside_training: keep to the places that training leaves free, or to LEAST_SHARE of all, because all prompts
+                at once would delay the groups that the learner waits for. With eval.pin_version the next push waits,
+                so there is no limit.
         """
         evaluation = self._config.eval
-        is_limited = beside_training and not evaluation.pin_version
-        places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, evaluation.size))
+        has_room = self._has_room if beside_training and not evaluation.pin_version else lambda running: True
         with self._stats.evaluating():
             prompts = await asyncio.to_thread(self._task.eval_prompts)
-            groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
+            groups = await self._play(prompts, has_room)
         rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
         answers = [reward for group in rewards for reward in group]
         rows = [row for group in groups for episode in group if episode for row in episode.rows]
@@ -73,9 +77,31 @@ class Evaluation:
         )
         return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
-    async def _group(
-        self, prompt: Prompt, places: asyncio.Semaphore
-    ) -> Sequence[Episode | None]:
+    def _has_room(self, running: int) -> bool:
+        """Return whether another held-out prompt may start beside `running` others and the groups that are trained."""
+        rollout, samples = self._config.rollout, self._config.eval.samples
+        free = (rollout.concurrency - self._stats.in_flight) * rollout.group_size
+        least = LEAST_SHARE * rollout.concurrency * rollout.group_size
+        return running == 0 or (running + 1) * samples <= max(free, least)
+
+    async def _play(
+        self, prompts: Sequence[Prompt], has_room: Callable[[int], bool]
+    ) -> list[Sequence[Episode | None]]:
+        """Play all prompts, each as soon as `has_room` says so of the number of those that run."""
+        tasks: list[asyncio.Task[Sequence[Episode | None]]] = []
+        running: set[asyncio.Task[Sequence[Episode | None]]] = set()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt in prompts:
+                    while not has_room(len(running)):
+                        _, running = await asyncio.wait(running, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    tasks.append(group.create_task(self._group(prompt)))
+                    running.add(tasks[-1])
+        except BaseExceptionGroup as failed:
+            raise first_error(failed) from None
+        return [task.result() for task in tasks]
+
+    async def _group(self, prompt: Prompt) -> Sequence[Episode | None]:
         """Return the eval.samples episodes of a prompt with their rewards, or as many None if a reward failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
@@ -84,8 +110,7 @@ class Evaluation:
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
         try:
-            async with places:
-                return await self._answer(request)
+            return await self._answer(request)
         except RewardError:
             return [None] * request.n
 

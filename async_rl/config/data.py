@@ -214,7 +214,8 @@ class EvalConfig:
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. Beside training an evaluation keeps
-    rollout.concurrency prompts in flight, as many as training may; with pin_version all of them at once."""
+    to what training leaves free of rollout.concurrency, but to no less than an eighth of it; with pin_version all
+    prompts run at once."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1

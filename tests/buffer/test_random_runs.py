@@ -176,7 +176,7 @@ def test_four_batches_in_flight_keep_the_bound(max_staleness: int, every_steps: 
 
 def test_four_batches_in_flight_break_a_rule_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def today_only(finished, running, reusable, version, rules):  # type: ignore[no-untyped-def]
-        enough = len(finished) >= rules.prompts_per_step and all(d > version for d in running)
+        enough = finished.total() >= rules.prompts_per_step and all(d > version for d in running)
         return rules.prompts_per_step if enough else None
 
     monkeypatch.setattr("buffer.modes.fresh_to_take", today_only)

@@ -48,32 +48,33 @@ def test_slots_are_depth_plus_one_batches_rounded_up(bound: int, depth: Any, fre
 
 
 def test_a_batch_waits_for_a_running_group_that_expires_with_it() -> None:
-    assert fresh_to_take([6, 6], [5], 0, version=4, rules=rules(2, 2)) == 2
-    assert fresh_to_take([6, 6], [4], 0, version=4, rules=rules(2, 2)) is None
-    assert overfull_deadline([6, 6], [4], version=4, rules=rules(2, 2)) == 4
+    assert fresh_to_take(Counter([6, 6]), Counter([5]), 0, version=4, rules=rules(2, 2)) == 2
+    assert fresh_to_take(Counter([6, 6]), Counter([4]), 0, version=4, rules=rules(2, 2)) is None
+    assert overfull_deadline(Counter([6, 6]), Counter([4]), version=4, rules=rules(2, 2)) == 4
 
 
 def test_a_batch_waits_when_the_next_one_could_not_hold_all_that_expire_then() -> None:
     # Nothing expires at version 4, but three groups do at 5, where two fit.
-    assert fresh_to_take([6, 6], [5, 5, 5], 0, version=4, rules=rules(2, 2)) is None
-    assert overfull_deadline([6, 6], [5, 5, 5], version=4, rules=rules(2, 2)) == 5
-    assert fresh_to_take([6, 6, 5], [5, 5], 0, version=4, rules=rules(2, 2)) == 2
+    assert fresh_to_take(Counter([6, 6]), Counter([5, 5, 5]), 0, version=4, rules=rules(2, 2)) is None
+    assert overfull_deadline(Counter([6, 6]), Counter([5, 5, 5]), version=4, rules=rules(2, 2)) == 5
+    assert fresh_to_take(Counter([6, 6, 5]), Counter([5, 5]), 0, version=4, rules=rules(2, 2)) == 2
 
 
 def test_used_groups_fill_a_batch_up_as_far_as_fresh_ones_can_wait() -> None:
     half = rules(2, 4, fresh=2)
-    assert fresh_to_take([6, 6, 6], [], 9, version=4, rules=half) == 2
-    assert fresh_to_take([6, 6, 6], [], 1, version=4, rules=half) == 3  # there is only one used group
-    assert fresh_to_take([6, 6, 6], [], 0, version=4, rules=half) is None
-    assert fresh_to_take([4, 4, 4], [], 9, version=4, rules=half) == 3  # all three expire now
-    assert fresh_to_take([5, 5, 5], [5, 5], 9, version=4, rules=half) == 3  # two of five fit into the next
+    assert fresh_to_take(Counter([6, 6, 6]), Counter([]), 9, version=4, rules=half) == 2
+    assert fresh_to_take(Counter([6, 6, 6]), Counter([]), 1, version=4, rules=half) == 3  # there is only one used group
+    assert fresh_to_take(Counter([6, 6, 6]), Counter([]), 0, version=4, rules=half) is None
+    assert fresh_to_take(Counter([4, 4, 4]), Counter([]), 9, version=4, rules=half) == 3  # all three expire now
+    # Two of five fit into the next batch.
+    assert fresh_to_take(Counter([5, 5, 5]), Counter([5, 5]), 9, version=4, rules=half) == 3
 
 
 def test_dropping_and_masking_wait_for_nobody_that_runs() -> None:
-    assert Drop(rules(2, 2)).num_fresh([6, 6], [4, 4], 0, version=4) == 2
-    assert Drop(rules(2, 3, fresh=1)).num_fresh([4, 4, 6], [], 9, version=4) == 2
-    assert Mask(rules(2, 2)).num_fresh([6, 6], [4, 4], 0, version=4) == 2
-    assert Mask(rules(2, 2)).num_fresh([6], [], 0, version=4) is None
+    assert Drop(rules(2, 2)).num_fresh(Counter([6, 6]), Counter([4, 4]), 0, version=4) == 2
+    assert Drop(rules(2, 3, fresh=1)).num_fresh(Counter([4, 4, 6]), Counter([]), 9, version=4) == 2
+    assert Mask(rules(2, 2)).num_fresh(Counter([6, 6]), Counter([4, 4]), 0, version=4) == 2
+    assert Mask(rules(2, 2)).num_fresh(Counter([6]), Counter([]), 0, version=4) is None
 
 
 def test_a_masked_group_lasts_as_long_as_its_newest_token() -> None:
@@ -107,8 +108,8 @@ def ages(counts: Iterable[int]) -> list[int]:
 
 def fresh_of(state: State, reusable: int, rules: Rules) -> int | None:
     bound = rules.max_staleness
-    finished = [bound - age for age in ages(state.finished)]
-    return fresh_to_take(finished, [bound - age for age in ages(state.running)], reusable, 0, rules)
+    finished, running = (Counter(bound - age for age in ages(each)) for each in (state.finished, state.running))
+    return fresh_to_take(finished, running, reusable, 0, rules)
 
 
 def step(counts: tuple[int, ...], age: int, by: int) -> tuple[int, ...]:
@@ -214,7 +215,7 @@ def test_a_depth_holds_fewer_groups_and_leaves_them_the_time_of_the_bound(
 
 def test_that_search_finds_the_flaw_of_a_rule_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def today_only(finished, running, reusable, version, rules):  # type: ignore[no-untyped-def]
-        enough = len(finished) >= rules.prompts_per_step and all(d > version for d in running)
+        enough = finished.total() >= rules.prompts_per_step and all(d > version for d in running)
         return rules.prompts_per_step if enough else None
 
     monkeypatch.setitem(globals(), "fresh_to_take", today_only)

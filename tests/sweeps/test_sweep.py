@@ -15,9 +15,9 @@ from async_rl.config.loading import dump_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import (
-    Bound,
     CORRECTIONS,
     MODES,
+    Bound,
     Cell,
     all_cells,
     bounds_of,

@@ -265,6 +265,10 @@ class ModelChecker:
         mean_id = sum(self.uses) / len(self.uses) if self.uses else None  # a group's reward is its id
         assert counters.get("buffer/trained/reward") == mean_id, "not the mean over all groups trained in the run"
         assert counters["buffer/uses"] == sum(map(len, self.uses.values()))
+        for of, rows in (("running", state.running), ("finished", state.finished)):
+            assert state.starts[of] == Counter(row.start_version for row in rows.values()), of
+        assert state.newest == Counter(row.newest_version for row in state.finished.values())
+        assert state.num_held_fresh == sum(row.is_fresh for row in state.held.values())
         assert counters["buffer/slots_held"] <= (self.rules.max_staleness + 1) * self.rules.fresh_per_step
 
 

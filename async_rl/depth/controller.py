@@ -103,6 +103,7 @@ class DepthController:
         if servers == self._servers or servers == 0:
             return
         self._servers, self._decisions = servers, 0
+        self._window.forget_groups()
         self._next_at = self._version + MEASURED_STEPS
 
     def prospect(self) -> Prospect | None:

@@ -16,7 +16,9 @@ from async_rl.depth.simulate import GroupTime, Workload
 from async_rl.messages.reports import GroupRecord
 
 WINDOW_BATCHES = 8
-"""The groups of so many batches are kept."""
+"""The groups of so many batches are those whose durations the next ones will have."""
+LOAD_BATCHES = 32
+"""The groups of so many batches tell how much a group is slowed down by others, which changes less."""
 WINDOW_STEPS = 20
 KL_PER_VERSION = 0.0085
 """KL of behaviour to proximal policy, k3 in nats a token, that one version of staleness gave in this project's sweeps
@@ -35,15 +37,19 @@ class _Step:
 
 
 class Window:
-    """Keeps the last WINDOW_BATCHES batches' worth of groups and the last WINDOW_STEPS steps of one run."""
+    """Keeps the last LOAD_BATCHES batches' worth of groups and the last WINDOW_STEPS steps of one run."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._groups: deque[GroupRecord] = deque(maxlen=WINDOW_BATCHES * config.fresh_per_step)
+        self._groups: deque[GroupRecord] = deque(maxlen=LOAD_BATCHES * config.fresh_per_step)
         self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
 
     def add_groups(self, groups: Iterable[GroupRecord]) -> None:
         self._groups.extend(groups)
+
+    def forget_groups(self) -> None:
+        """Forget the groups measured so far, because from now on others take other times."""
+        self._groups.clear()
 
     def add_step(self, version: int, values: Mapping[str, float]) -> None:
         """Add the metrics of a step in which nothing but training happened."""
@@ -88,7 +94,8 @@ class Window:
         pause_s = float(np.mean(self._of_steps("push/pause_s") or [0.0]))
         step_s = float(np.mean([step.step_s for step in self._steps]))
         waits = self._of_steps("time/wait_data_s")
-        load, groups = without_load(self._groups, servers, pause_s / rules.every_steps / step_s)
+        load, groups = without_load(list(self._groups), servers, pause_s / rules.every_steps / step_s)
+        groups = groups[-WINDOW_BATCHES * self._config.fresh_per_step :]
         mean_s = float(np.mean([group.sampling_s for group in groups]))
         return dataclasses.replace(
             rules, train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)),
@@ -135,25 +142,27 @@ def without_load(groups: Sequence[GroupRecord], servers: int, paused: float) -> 
     at_engine = float(sampling_s.sum() / (sampling_s + waiting_s).sum())
     others = np.maximum(1.0, np.array([group.together for group in groups]) * servers * at_engine)
     mean = float(np.average(others, weights=steps))
-    share = _share_of_load(sampling_s, steps, others / mean)
+    share = _share_of_load(sampling_s / steps, steps, others / mean)
     load = share / (mean * (1 - share) + share)
     alone_s = sampling_s / (1 + load * (others - 1))
     return load, [GroupTime(max(s, 1e-6), w) for s, w in zip(alone_s.tolist(), waiting_s.tolist(), strict=True)]
 
 
-def _share_of_load(sampling_s: Array, steps: Array, others: Array) -> float:
+def _share_of_load(token_s: Array, steps: Array, others: Array) -> float:
     """Return which share of the time of sampling comes from other groups at the engine, 0 to 1, at `others` = 1.
 
-    The estimate of least squares and the guess of 0.5 +- 0.5 count by the inverse of their squared errors.
+    The estimate of least squares, in which a group counts by its tokens, and the guess of 0.5 +- 0.5 count by the
+    inverse of their squared errors.
     """
     guess, guess_error = 0.5, 0.5
-    columns = np.stack([steps, steps * others], axis=1)
-    (alone, more), *_ = np.linalg.lstsq(columns, sampling_s, rcond=None)
-    residuals = sampling_s - columns @ (alone, more)
-    spread = float((residuals**2).sum()) / max(1, len(steps) - 2)
+    columns = np.stack([np.ones_like(others), others], axis=1) * np.sqrt(steps)[:, None]
+    values = token_s * np.sqrt(steps)
+    (alone, more), _, rank, _ = np.linalg.lstsq(columns, values, rcond=None)
     total = alone + more
-    if total <= 0 or np.linalg.matrix_rank(columns) < 2:
+    if rank < 2 or total <= 0:
         return guess
+    residuals = values - columns @ (alone, more)
+    spread = float((residuals**2).sum()) / max(1, len(steps) - 2)
     error = math.sqrt(spread * float(np.linalg.inv(columns.T @ columns)[1, 1])) / total
     weight = guess_error**2 / (guess_error**2 + error**2)
     return float(np.clip(guess + weight * (more / total - guess), 0.0, 1.0))

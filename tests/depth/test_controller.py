@@ -11,11 +11,13 @@ from async_rl.telemetry.metrics import reduce_metrics
 from tests.kit.configs import make_config
 from tests.kit.depth.steps import step_values
 
+GROUPS = [GroupRecord(10.0, 0.0, 100, 2.0 + i % 3) for i in range(64)]
+
 
 def controller(depth: float = 2.0, version: int = 0, **sections: Any) -> DepthController:
     config = make_config(staleness={"max": 8, "depth": "auto"}, learner={"prompts_per_step": 8}, **sections)
     made = DepthController(config, depth, version)
-    made.add_groups([GroupRecord(10.0, 0.0, 100, 2.0 + i % 3) for i in range(64)])
+    made.add_groups(GROUPS)
     return made
 
 
@@ -62,7 +64,8 @@ def test_after_a_move_nothing_is_decided_until_the_old_groups_are_trained() -> N
     steps(made, 1, 8)
     assert made.decide(forecasts(d4=5.0, d2=6.0))
     steps(made, 9, 13)
-    made.change_servers(2)  # which asks for a decision 8 steps later
+    made.change_servers(2)  # which asks for a decision 8 steps later, with groups measured since
+    made.add_groups(GROUPS)
     steps(made, 14, 20)
     assert made.prospect() is None
     steps(made, 21, 21)

@@ -53,6 +53,8 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml model.path=runs/llama-sft/model",
     "async-rl sweep configs/quickstart.yaml --staleness 0,4 --seeds 1 --name two-bounds run.steps=100",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100",
+    "async-rl train configs/quickstart.yaml staleness.max=8 staleness.depth=auto run.name=auto",
+    "async-rl sweep configs/quickstart.yaml --staleness 1,8,1.25/8,auto/8 --seeds 3 run.steps=100 --name depths",
     "async-rl report runs/quickstart-sweep",
     "async-rl plan runs/quickstart-sweep",
     "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",

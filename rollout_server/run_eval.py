@@ -21,10 +21,11 @@ from rollout_server.worker_stats import WorkerStats
 
 CORRECT = 1 - 1e-6
 """An answer with at least this reward counts as right; verifiers may also give partial credit."""
-LEAST_SHARE = 1 / 8
-"""The share of rollout.concurrency that an evaluation beside training has, however much training needs."""
-LOOK_S = 0.05
-"""How often a prompt that waits looks whether training has left a place free."""
+IDLE_SHARE, BUSY_SHARE = 1 / 8, 1 / 32
+"""How many answers an evaluation beside training samples at once, as a share of those that training may: while no group
+is in flight, and else. So it takes little from training, and no longer than a few times what it took alone."""
+LOOK_S = 0.02
+"""How often a prompt that waits looks whether a group is in flight."""
 _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
 
@@ -50,9 +51,8 @@ class Evaluation:
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep to the places that training leaves free, or to LEAST_SHARE of all, because all prompts
-                at once would delay the groups that the learner waits for. With eval.pin_version the next push waits,
-                so there is no limit.
+            beside_training: keep to IDLE_SHARE and BUSY_SHARE of the places: all prompts at once would delay the
+                groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
         """
         evaluation = self._config.eval
         has_room = self._has_room if beside_training and not evaluation.pin_version else lambda running: True
@@ -80,9 +80,8 @@ class Evaluation:
     def _has_room(self, running: int) -> bool:
         """Return whether another held-out prompt may start beside `running` others and the groups that are trained."""
         rollout, samples = self._config.rollout, self._config.eval.samples
-        free = (rollout.concurrency - self._stats.in_flight) * rollout.group_size
-        least = LEAST_SHARE * rollout.concurrency * rollout.group_size
-        return running == 0 or (running + 1) * samples <= max(free, least)
+        share = BUSY_SHARE if self._stats.in_flight else IDLE_SHARE
+        return running == 0 or (running + 1) * samples <= share * rollout.concurrency * rollout.group_size
 
     async def _play(
         self, prompts: Sequence[Prompt], has_room: Callable[[int], bool]

@@ -35,6 +35,9 @@ from rollout_server.flat_rewards import FlatRewards
 from rollout_server.scored_player import ScoredPlayer
 
 REPORT_INTERVAL_S = 0.5
+MOST_REPORTS_PER_S = 200.0
+"""The most reports a second of all workers together, each of which takes 0.7 ms of the driver (benchmarks/scale.py).
+With more than a hundred workers each reports less often."""
 WARN_AFTER_BATCHES = 2
 """A warning is logged once so many batches' worth of groups in a row had no difference in reward."""
 _COUNTED = ("groups", "rows", "tokens", "failed", "aborted")
@@ -54,6 +57,7 @@ class Worker:
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._gpus = GpuSampler(self._name)
         self._counts: Counter[str] = Counter()
+        self._report_interval_s = max(REPORT_INTERVAL_S, config.placement.rollout.servers / MOST_REPORTS_PER_S)
         self._failures_in_a_row = 0
         has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
         self._flat = FlatRewards(max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer)
@@ -75,7 +79,7 @@ class Worker:
         try:
             while not self._is_stopped:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(REPORT_INTERVAL_S):
+                    async with asyncio.timeout(self._report_interval_s):
                         await self.player.log.report_now.wait()
                 self.player.log.report_now.clear()
                 if self._admitting.done() and not self._admitting.cancelled():

@@ -62,6 +62,9 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--method", choices=["ppo", "grpo"], default="grpo")
     plan.add_argument("--device-gb", type=float, default=80.0)
     plan.add_argument("--link-gbps", type=float, default=400.0)
+    plan.add_argument("--servers", type=int, help="number of rollout servers: which part of the pipeline is full first")
+    plan.add_argument("--tokens", type=float, default=4000.0, help="mean length of an answer (default: %(default)s)")
+    plan.add_argument("--group-size", type=int, default=8, help="answers to a prompt (default: %(default)s)")
 
 
 def _sweep(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from async_rl.config.check import check
 from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.errors import ConfigError
+from async_rl.sweeps.capacity import describe_capacity
 from async_rl.sweeps.cells import Bound, bounds_of, bounds_title
 from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
 from async_rl.sweeps.results import read_runs, settings_of
@@ -23,6 +24,7 @@ SPLIT_STEPS = 80
 """The number of simulated steps for each split of the devices."""
 ABOVE_0 = (
     "train_s", "rollout_s", "group_mean_s", "concurrency", "prompts_per_step", "params", "device_gb", "link_gbps",
+    "servers", "tokens", "group_size",
 )  # fmt: skip
 FROM_0 = ("sync_s", "load_s", "group_cv")
 OPTIONS = {"group_mean_s": "--group-s", "group_cv": "--cv"}
@@ -115,10 +117,12 @@ def answer(args: argparse.Namespace) -> str:
         raise ConfigError("--devices needs a RUN_DIR or durations (--train-s 40 --group-s 60) as well")
     if args.params is not None:
         parts.append(describe_memory(args.params, args.method, args.device_gb, args.link_gbps))
+    if args.servers is not None:
+        parts.append(describe_capacity(args.servers, args.tokens, args.group_size, args.link_gbps))
     if not parts:
         raise ConfigError(
             "plan needs a RUN_DIR, durations (--train-s 40 --group-s 60, or --train-s 40 --rollout-s 60), "
-            "or --params 70e9"
+            "--params 70e9 or --servers 1000"
         )
     return "\n\n".join(parts)
 

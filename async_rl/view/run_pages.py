@@ -104,8 +104,13 @@ def staleness(request: Request) -> Response:
         means = {key: metrics.last(f"buffer/{name}/{key}") for key in ("response_tokens", "reward", "duration_s")}
         if number:
             rows.append({"title": title, "number": number, **means})
-    facts = {"charts": staleness_charts(metrics.keys), "outcomes": rows}
-    return run_page(request, "staleness.html", "staleness", facts)
+    facts = {"charts": staleness_charts(metrics.keys), "outcomes": rows, "moves": [], "problem": ""}
+    if run.bound and run.bound.is_auto:
+        try:
+            facts["moves"] = [{**move, "depth": move["slots"] / run.fresh_per_step - 1} for move in run.journal.moves()]
+        except JournalError as error:
+            facts["problem"] = str(error)
+    return run_page(request, "staleness.html", "staleness", facts | {"bound": run.bound})
 
 
 def groups(request: Request) -> Response:

@@ -27,6 +27,7 @@ QUICK = [
     "async-rl plan --train-s 40 --group-s 60 --cv 0.5 --staleness 0,1,2,4,8 --devices 8 --now 4,4",
     "async-rl plan --rollout-s 60 --train-s 40",
     "async-rl plan --params 70e9 --method ppo --device-gb 80 --link-gbps 400",
+    "async-rl plan --servers 1000 --tokens 4000",
 ]
 NIGHTLY = [
     "make demo",

@@ -121,19 +121,18 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
 @pytest.mark.parametrize(
     ("beside_training", "pinned", "trained", "at_once"),
     [
-        (True, False, 16, [1, 1, 1]),  # an eighth of 16 groups of 3 is 6 answers: of 4 samples, one prompt
-        (True, False, 12, [3, 3, 3]),  # four groups' places are free, for 12 answers
-        (True, False, 0, [6]),
-        (True, True, 16, [6]),
-        (False, False, 16, [6]),
+        (True, False, 0, [4, 4, 4]),  # 32 groups of 3 are 96 answers, of which an eighth is 4 prompts of 3 samples
+        (True, False, 1, [1, 1, 1]),  # a thirty-second is 3 answers
+        (True, True, 1, [6]),
+        (False, False, 1, [6]),
     ],
 )
-def test_an_evaluation_beside_training_takes_what_is_left_and_an_eighth_at_least(
+def test_an_evaluation_beside_training_takes_an_eighth_while_idle_and_else_a_32nd(
     beside_training: bool, pinned: bool, trained: int, at_once: list[int]
 ) -> None:
     config = worker_config(staleness={"max": 1})
-    evaluation = {"size": 6, "samples": 4, "every_steps": 1, "pin_version": pinned}
-    config = changed(config, rollout={"concurrency": 16}, eval=evaluation)
+    evaluation = {"size": 6, "samples": 3, "every_steps": 1, "pin_version": pinned}
+    config = changed(config, rollout={"concurrency": 32}, eval=evaluation)
     stats, running, ended = WorkerStats("rollout/0"), [0], asyncio.Semaphore(0)
     seen = []
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import numpy as np
 
 from async_rl.config import Config, EvalConfig
-from async_rl.errors import RewardError, first_error
+from async_rl.errors import RewardError
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import IntArray, Prompt
@@ -21,11 +21,6 @@ from rollout_server.worker_stats import WorkerStats
 
 CORRECT = 1 - 1e-6
 """An answer with at least this reward counts as right; verifiers may also give partial credit."""
-IDLE_SHARE, BUSY_SHARE = 1 / 8, 1 / 32
-"""How many answers an evaluation beside training samples at once, as a share of those that training may: while no group
-is in flight, and else. So it takes little from training, and no longer than a few times what it took alone."""
-LOOK_S = 0.02
-"""How often a prompt that waits looks whether a group is in flight."""
 _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
 
@@ -51,14 +46,15 @@ class Evaluation:
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep to IDLE_SHARE and BUSY_SHARE of the places: all prompts at once would delay the
+            beside_training: keep at most rollout.concurrency prompts in flight, because all at once would delay the
                 groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
         """
         evaluation = self._config.eval
-        has_room = self._has_room if beside_training and not evaluation.pin_version else lambda running: True
+        is_limited = beside_training and not evaluation.pin_version
+        places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, evaluation.size))
         with self._stats.evaluating():
             prompts = await asyncio.to_thread(self._task.eval_prompts)
-            groups = await self._play(prompts, has_room)
+            groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
         rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
         answers = [reward for group in rewards for reward in group]
         rows = [row for group in groups for episode in group if episode for row in episode.rows]
@@ -77,30 +73,9 @@ class Evaluation:
         )
         return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
-    def _has_room(self, running: int) -> bool:
-        """Return whether another held-out prompt may start beside `running` others and the groups that are trained."""
-        rollout, samples = self._config.rollout, self._config.eval.samples
-        share = BUSY_SHARE if self._stats.in_flight else IDLE_SHARE
-        return running == 0 or (running + 1) * samples <= share * rollout.concurrency * rollout.group_size
-
-    async def _play(
-        self, prompts: Sequence[Prompt], has_room: Callable[[int], bool]
-    ) -> list[Sequence[Episode | None]]:
-        """Play all prompts, each as soon as `has_room` says so of the number of those that run."""
-        tasks: list[asyncio.Task[Sequence[Episode | None]]] = []
-        running: set[asyncio.Task[Sequence[Episode | None]]] = set()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for prompt in prompts:
-                    while not has_room(len(running)):
-                        _, running = await asyncio.wait(running, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                    tasks.append(group.create_task(self._group(prompt)))
-                    running.add(tasks[-1])
-        except BaseExceptionGroup as failed:
-            raise first_error(failed) from None
-        return [task.result() for task in tasks]
-
-    async def _group(self, prompt: Prompt) -> Sequence[Episode | None]:
+    async def _group(
+        self, prompt: Prompt, places: asyncio.Semaphore
+    ) -> Sequence[Episode | None]:
         """Return the eval.samples episodes of a prompt with their rewards, or as many None if a reward failed."""
         rollout = self._config.rollout
         request = GenerationRequest(
@@ -109,7 +84,8 @@ class Evaluation:
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
         try:
-            return await self._answer(request)
+            async with places:
+                return await self._answer(request)
         except RewardError:
             return [None] * request.n
 

@@ -214,8 +214,7 @@ class EvalConfig:
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. Beside training an evaluation keeps
-    to an eighth of rollout.concurrency while no group is in flight, else to a thirty-second; with pin_version all its
-    prompts run at once."""
+    rollout.concurrency prompts in flight, as many as training may; with pin_version all of them at once."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1

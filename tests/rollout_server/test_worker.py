@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.errors import RewardError, WaitTimeoutError
+from async_rl.errors import RewardError
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
-from rollout_server.run_eval import Evaluation
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
-from rollout_server.worker_stats import WorkerStats
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.engines.replies import request_for
@@ -119,56 +117,19 @@ def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside_training", "pinned", "trained", "at_once"),
-    [
-        (True, False, 0, [4, 4, 4]),  # 32 groups of 3 are 96 answers, of which an eighth is 4 prompts of 3 samples
-        (True, False, 1, [1, 1, 1]),  # a thirty-second is 3 answers
-        (True, True, 1, [6]),
-        (False, False, 1, [6]),
-    ],
+    ("beside_training", "pinned", "at_once"), [(True, False, 2), (True, True, 6), (False, False, 6)]
 )
-def test_an_evaluation_beside_training_takes_an_eighth_while_idle_and_else_a_32nd(
-    beside_training: bool, pinned: bool, trained: int, at_once: list[int]
+def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
+    beside_training: bool, pinned: bool, at_once: int
 ) -> None:
     config = worker_config(staleness={"max": 1})
-    evaluation = {"size": 6, "samples": 3, "every_steps": 1, "pin_version": pinned}
-    config = changed(config, rollout={"concurrency": 32}, eval=evaluation)
-    stats, running, ended = WorkerStats("rollout/0"), [0], asyncio.Semaphore(0)
-    seen = []
-
-    async def play(request: GenerationRequest) -> list[Episode]:
-        running[0] += 1
-        await ended.acquire()
-        running[0] -= 1
-        raise RewardError("it is not scored")
-
-    async def evaluate() -> None:
-        for group in range(trained):
-            stats.begin_group(group)
-        run = asyncio.create_task(
-            Evaluation(config, play, open_task(config, TOKENIZER), stats).run(1, beside_training=beside_training)
-        )
-        for _ in at_once:
-            await asyncio.sleep(0.3)
-            seen.append(running[0])
-            ended.release()
-        for _ in range(6):
-            ended.release()
-        await run
-
-    asyncio.run(evaluate())
-    assert seen == at_once
-
-
-def test_an_evaluation_that_the_engine_fails_ends_with_the_error_of_the_engine() -> None:
-    config = worker_config(staleness={"max": 1})
-
-    async def play(request: GenerationRequest) -> list[Episode]:
-        raise WaitTimeoutError("the engine does not answer")
-
-    evaluation = Evaluation(config, play, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
-    with pytest.raises(WaitTimeoutError, match=r"^the engine does not answer$"):
-        asyncio.run(evaluation.run(1, beside_training=True))
+    config = changed(config, rollout={"concurrency": 2}, eval={"size": 6, "every_steps": 1, "pin_version": pinned})
+    engine = CountingEngine()
+    rolled_out(
+        config, engine, lambda question, text: 1.0,
+        beside=lambda worker: worker.player.evaluate(1, beside_training=beside_training),
+    )
+    assert engine.most[False] == at_once
 
 
 def test_evaluation_reports_accuracy_over_held_out_prompts_and_samples() -> None:

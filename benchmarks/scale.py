@@ -56,8 +56,8 @@ HANDOUTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """What is varied: rollout workers, groups in flight or waiting, and tokens of an answer."""
+class ScaleCell:
+    """The sizes that are varied: rollout workers, groups in flight or waiting, and tokens of an answer."""
 
     workers: int = 8
     groups: int = 1024
@@ -69,8 +69,8 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What one cell costs."""
+class CellFigures:
+    """The costs of one cell."""
 
     groups_per_s: float
     buffer_us: float
@@ -83,9 +83,9 @@ class Figures:
 
 
 CELLS = (
-    *(Cell(workers=number) for number in (1, 4, 16, 64)),
-    *(Cell(groups=number, tokens=100) for number in (64, 256, 1024, 4096, 16_384)),
-    *(Cell(groups=256, tokens=number) for number in (100, 1000, 8000, 32_000)),
+    *(ScaleCell(workers=number) for number in (1, 4, 16, 64)),
+    *(ScaleCell(groups=number, tokens=100) for number in (64, 256, 1024, 4096, 16_384)),
+    *(ScaleCell(groups=256, tokens=number) for number in (100, 1000, 8000, 32_000)),
 )
 
 
@@ -116,7 +116,7 @@ class SleepingEngine:
         return [reply] * request.n
 
 
-def configured(cell: Cell, folder: str) -> Config:
+def configured(cell: ScaleCell, folder: str) -> Config:
     return load_config(str(CONFIG), [
         f"run.dir={folder}", "run.name=scale", "run.steps=1000000", "eval.size=0", f"staleness.max={BOUND}",
         f"learner.prompts_per_step={cell.batch}", f"rollout.group_size={GROUP_SIZE}",
@@ -127,7 +127,7 @@ def configured(cell: Cell, folder: str) -> Config:
     ])  # fmt: skip
 
 
-def run_workers(config: Config, cell: Cell, indices: Sequence[int], address: str, pipe: Connection) -> None:
+def run_workers(config: Config, cell: ScaleCell, indices: Sequence[int], address: str, pipe: Connection) -> None:
     """Run some of the rollout workers, and send their reports through the pipe, until the process is ended."""
     tokenizer = character_tokenizer()
     task = open_task(config, tokenizer)
@@ -154,7 +154,7 @@ def run_driver(config: Config, pipes: Sequence[Connection]) -> None:
                 log.add(*pipe.recv())
 
 
-def measure(cell: Cell, seconds: float) -> Figures:
+def measure(cell: ScaleCell, seconds: float) -> CellFigures:
     """Run a cell for at least `seconds` and three steps after its warm-up."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = configured(cell, folder)
@@ -181,9 +181,9 @@ def measure(cell: Cell, seconds: float) -> Figures:
 
 
 def learn(
-    config: Config, cell: Cell, seconds: float, address: str, processes: Sequence[Sequence[BaseProcess]],
+    config: Config, cell: ScaleCell, seconds: float, address: str, processes: Sequence[Sequence[BaseProcess]],
     reports: Connection,
-) -> Figures:
+) -> CellFigures:
     """Take batches as a learner does, and return what they cost the processes of buffer, workers and driver."""
     client = LearnerClient(address, config.timeouts, config.network.keys)
     client.served(0)
@@ -219,7 +219,7 @@ def learn(
         time.sleep(0.5 + 2 * cell.batch / rate)
         handouts_s.append(step())
     client.close()
-    return Figures(
+    return CellFigures(
         rate, buffer_us, workers_us, driver_us, memory_mib, 1e3 * statistics.median(handouts_s)
     )
 
@@ -228,7 +228,7 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def table(found: Sequence[tuple[Cell, Figures]]) -> Table:
+def table(found: Sequence[tuple[ScaleCell, CellFigures]]) -> Table:
     header = (
         "workers", "groups in flight", "tokens an answer", "groups/s", "CPU, us a group: buffer", "workers", "driver",
         "buffer, MiB", "hand-out, ms",

@@ -26,7 +26,7 @@ WORTH_A_MOVE = 1.015
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What is known of a run when its depth is to be chosen."""
+    """The state of a run when its depth is to be chosen."""
 
     workload: Workload
     ceiling: int
@@ -48,7 +48,7 @@ class Forecast:
     staleness: float
     """The mean staleness of the groups trained on."""
     efficiency: float
-    """What a step teaches, in steps on data of the newest policy."""
+    """The worth of a step, in steps on data of the newest policy."""
 
     @property
     def worth(self) -> float:

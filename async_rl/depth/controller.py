@@ -27,7 +27,7 @@ from async_rl.depth.choice import (
     forecast,
     near,
 )
-from async_rl.depth.window import Window
+from async_rl.depth.window import RecentWindow
 from async_rl.messages.reports import GroupRecord
 from async_rl.telemetry.metrics import Metric
 
@@ -66,7 +66,7 @@ class DepthController:
         self._config = config
         self._fresh = config.fresh_per_step
         self._lowest = math.ceil(4 * (config.fewest_slots / self._fresh - 1)) / 4
-        self._window = Window(config)
+        self._window = RecentWindow(config)
         self._version = version
         self._hold_until = self._next_at = version + MEASURED_STEPS
         self._moved_at = version

@@ -1,4 +1,4 @@
-"""What a run measured lately, of its groups and its steps: the simulator's workload for the next steps."""
+"""The groups and steps that a run measured lately, as the simulator's workload for the next steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Step:
     values: Mapping[str, float]
 
 
-class Window:
+class RecentWindow:
     """Keeps the last LOAD_BATCHES batches' worth of groups and the last WINDOW_STEPS steps of one run."""
 
     def __init__(self, config: Config) -> None:

@@ -16,30 +16,28 @@ WORKER_S_PER_GROUP, WORKER_S_PER_TOKEN = 1400e-6, 0.22e-6
 DRIVER_S_PER_REPORT = 0.73e-3
 """CPU time of the driver for a worker's report: 0.13 ms for its log, 0.6 ms for Ray's stream."""
 REPORTS_PER_S, MOST_REPORTS_PER_S = 2.0, 200.0
-"""Of one worker, and of all (rollout_server/worker.py)."""
+"""The reports of one worker, and of all together (rollout_server/worker.py)."""
 BYTES_PER_TOKEN = 13.0
 """Token, logprob, version and mask of a trained token in a group's message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSpeed:
     """A model on rollout servers of usual hardware, as assumed."""
 
     name: str
     server: str
     tokens_per_s: float
     """Sampled by a full server."""
-    weight_gb: float
-    """In bfloat16."""
 
 
 MODELS = (
-    Model("7B", "1 GPU of 80 GB", 10_000.0, 15.0), Model("70B", "8 GPUs of 80 GB, tensor-parallel", 8_000.0, 141.0),
+    ModelSpeed("7B", "1 GPU of 80 GB", 10_000.0), ModelSpeed("70B", "8 GPUs of 80 GB, tensor-parallel", 8_000.0),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PartLoad:
     """How much of one part is used, and the number of servers at which it is full."""
 
     part: str
@@ -47,7 +45,7 @@ class Load:
     servers: float
 
 
-def loads(model: Model, servers: int, tokens: float, group_size: int, link_gbps: float) -> list[Load]:
+def loads(model: ModelSpeed, servers: int, tokens: float, group_size: int, link_gbps: float) -> list[PartLoad]:
     """Return how much of each part `servers` full servers use, the fullest first.
 
     Args:
@@ -58,14 +56,14 @@ def loads(model: Model, servers: int, tokens: float, group_size: int, link_gbps:
     groups_per_s = model.tokens_per_s / per_group
     bits_per_s = model.tokens_per_s * BYTES_PER_TOKEN * 8
     of_one = {
-        "buffer: one core": groups_per_s * (BUFFER_S_PER_GROUP + BUFFER_S_PER_TOKEN * per_group),
+        "buffer, one core": groups_per_s * (BUFFER_S_PER_GROUP + BUFFER_S_PER_TOKEN * per_group),
         "network of the buffer's node": 2 * bits_per_s / (link_gbps * 1e9),
     }
-    found = [Load(part, servers * used, 1 / used) for part, used in of_one.items()]
+    found = [PartLoad(part, servers * used, 1 / used) for part, used in of_one.items()]
     worker = groups_per_s * (WORKER_S_PER_GROUP + WORKER_S_PER_TOKEN * per_group)
-    found.append(Load("each rollout worker: one core", worker, float("inf")))
+    found.append(PartLoad("each rollout worker, one core", worker, float("inf")))
     reports_per_s = min(servers * REPORTS_PER_S, MOST_REPORTS_PER_S)
-    found.append(Load("driver: one core", reports_per_s * DRIVER_S_PER_REPORT, float("inf")))
+    found.append(PartLoad("driver, one core", reports_per_s * DRIVER_S_PER_REPORT, float("inf")))
     return sorted(found, key=lambda load: -load.used)
 
 
@@ -85,6 +83,6 @@ def describe_capacity(servers: int, tokens: float, group_size: int, link_gbps: f
         lines += [
             "", f"A {model.name} model, {model.tokens_per_s:,.0f} tokens/s a server ({model.server}; assumed): "
             f"{groups_per_s:,.0f} groups/s.", "", Table(("part", "used", "full at servers"), rows).markdown(),
-            f"{first.part} is full first, at {first.servers:,.0f} servers.",
+            f"Full first: {first.part}, at {first.servers:,.0f} servers.",
         ]
     return "\n".join(lines)

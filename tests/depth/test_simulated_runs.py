@@ -44,6 +44,7 @@ def of(world: World, exponent: float, seeds: int, other: float) -> float:
     return score(world, exponent, "auto", seeds) / other
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [world for world in WORLDS if world.name in QUICK], ids=str)
 def test_auto_learns_no_slower_than_the_best_fixed_bound(world: World) -> None:
     bounds = [score(world, 0.286, f"bound {bound}", 1) for bound in (1, 4, 8)]

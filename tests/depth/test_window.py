@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import Config
-from async_rl.depth.window import KL_PER_VERSION, Window, rules_of, without_load
+from async_rl.depth.window import KL_PER_VERSION, RecentWindow, rules_of, without_load
 from async_rl.messages.reports import GroupRecord
 from tests.kit.configs import make_config
 from tests.kit.depth.steps import step_values
@@ -26,8 +26,8 @@ def records(load: float, at: tuple[int, int], number: int = 400, noise: float = 
     return made
 
 
-def filled(config: Config = CONFIG) -> Window:
-    window = Window(config)
+def filled(config: Config = CONFIG) -> RecentWindow:
+    window = RecentWindow(config)
     window.add_groups(records(0.0, (2, 4), 40))
     for version in range(1, 6):
         window.add_step(version, step_values(buffer__trained=4.0 * version, buffer__dropped_failed=2.0 * version))
@@ -74,7 +74,7 @@ def test_the_workload_has_the_rules_of_the_run_and_the_means_of_the_window() -> 
 
 
 def test_kl_and_ess_are_those_of_one_version_in_the_median() -> None:
-    window = Window(CONFIG)
+    window = RecentWindow(CONFIG)
     assert window.kl_per_version == KL_PER_VERSION
     measured = [(1.0, 0.01, 0.98), (2.0, 0.06, 0.9), (4.0, 0.08, 0.84), (0.1, 5.0, 0.0)]
     for version, (staleness, kl, ess) in enumerate(measured):
@@ -86,7 +86,7 @@ def test_kl_and_ess_are_those_of_one_version_in_the_median() -> None:
 
 
 def test_the_duration_of_steps_counts_from_a_version_on_if_there_are_four() -> None:
-    window = Window(CONFIG)
+    window = RecentWindow(CONFIG)
     assert not window.is_filled
     for version in range(1, 8):
         window.add_step(version, step_values(time__step_s=float(version)))

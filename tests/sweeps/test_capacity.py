@@ -4,10 +4,10 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.sweeps import capacity
-from async_rl.sweeps.capacity import Model, loads
+from async_rl.sweeps.capacity import ModelSpeed, loads
 from rollout_server import worker
 
-MODEL = Model("1B", "a GPU", tokens_per_s=8000.0, weight_gb=2.0)
+MODEL = ModelSpeed("1B", "a GPU", tokens_per_s=8000.0)
 
 
 def test_each_part_is_used_by_what_passes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,12 +17,12 @@ def test_each_part_is_used_by_what_passes_through_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(capacity, "WORKER_S_PER_GROUP", 2e-3)
     monkeypatch.setattr(capacity, "WORKER_S_PER_TOKEN", 2e-6)
     monkeypatch.setattr(capacity, "DRIVER_S_PER_REPORT", 1e-3)
-    found = {load.part.partition(":")[0]: load for load in loads(MODEL, 10, 1000.0, 4, link_gbps=1.0)}
+    found = {load.part.partition(",")[0]: load for load in loads(MODEL, 10, 1000.0, 4, link_gbps=1.0)}
     assert found["buffer"].used == pytest.approx(20 * (1e-3 + 4000e-6))
     assert found["buffer"].servers == pytest.approx(100)
     assert found["driver"].used == pytest.approx(10 * 2 * 1e-3)
     many = {load.part: load for load in loads(MODEL, 5000, 1000.0, 4, link_gbps=1.0)}
-    assert many["driver: one core"].used == pytest.approx(200 * 1e-3)  # more workers report less often
+    assert many["driver, one core"].used == pytest.approx(200 * 1e-3)  # more workers report less often
     assert found["each rollout worker"].used == pytest.approx(2 * (2e-3 + 8e-3))
     assert found["network of the buffer's node"].used == pytest.approx(2 * 80_000 * 13 * 8 / 1e9)
 
@@ -37,7 +37,7 @@ def test_the_answer_prints_what_it_assumes_and_which_part_is_full_first(capsys: 
     text = capsys.readouterr().out
     assert "1,000 rollout servers that are always full, groups of 8 answers of 4,000 tokens" in text
     assert "A 7B model, 10,000 tokens/s a server (1 GPU of 80 GB; assumed)" in text
-    assert "A 70B model" in text and text.count("is full first, at") == 2
+    assert "A 70B model" in text and text.count("Full first: buffer, one core, at") == 2
 
 
 @pytest.mark.parametrize("option", ["--servers", "--tokens", "--group-size"])

@@ -36,6 +36,8 @@ MEASURED_STEPS = 8
 EVERY_STEPS = 15
 EVERYWHERE_EVERY = 8
 """One in so many decisions looks at all depths, the first included; the others at those near the present one."""
+MOST_UP = 1.0
+"""A move goes up by no more than this: the groups that a window misses, as they still run, are the long ones."""
 ALARMS = {"ess": "the ESS is low", "kl": "the KL is high", "truncated": "many importance weights are truncated"}
 """[name in learner/alarms.py] the alarms that a smaller depth may end."""
 ALARM_STEP = 0.5
@@ -132,7 +134,7 @@ class DepthController:
         self._here = here
         if step_s := self._window.step_s(self._moved_at):
             self._ratios.append(60 / step_s / here.steps_per_min)
-        best = best_of(forecasts)
+        best = best_of({depth: each for depth, each in forecasts.items() if depth <= self.depth + MOST_UP})
         if best.worth <= WORTH_A_MOVE * here.worth:
             return None
         self._here = best

@@ -59,6 +59,17 @@ def test_a_depth_worth_two_percent_more_is_moved_to_and_one_percent_is_not() -> 
     assert made.depth == 2.25
 
 
+def test_a_move_goes_up_by_a_batch_at_most_and_down_as_far_as_it_is_worth() -> None:
+    made = controller(depth=1.0)
+    steps(made, 1, 8)
+    move = made.decide(forecasts(d1=5.0, d2=6.0, d3=9.0))
+    assert move and move.depth == 2.0
+    made = controller(depth=5.0)
+    steps(made, 1, 8)
+    move = made.decide(forecasts(d1=9.0, d5=5.0))
+    assert move and move.depth == 1.0
+
+
 def test_after_a_move_nothing_is_decided_until_the_old_groups_are_trained() -> None:
     made = controller(depth=4.0)
     steps(made, 1, 8)

@@ -198,12 +198,20 @@ def test_a_learner_that_dies_while_a_server_joins_ends_the_run_and_is_named(star
     assert len([note for note in run.notes if "is lost, and started again" in note]) == 1
 
 
+def kill(actor: Any) -> None:
+    """Kill an actor, and wait until it is dead: `ray.kill` returns before that, and calls may still be answered."""
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.status.remote(), timeout=30)
+
+
 def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: Any) -> None:
     run = start_run(servers=2, work_s=3)
     run.tell("rollout-1-answers", "learner-0-ends")
     servers = run.train().end_restarts()
     assert servers == ["rollout/0", "rollout/1"]
-    ray.kill(run.processes.actors["rollout/0"])
+    kill(run.processes.actors["rollout/0"])
     _evaluate_trained(run.config, run.processes, run.log, servers)
     assert re.fullmatch(r"rollout/0 did not evaluate version \d+: rollout/0 on 10\.0\.0\.9 died .*", run.notes[-2])
     assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(run.log.version, 0.5)]
@@ -222,7 +230,7 @@ def test_a_server_that_died_after_training_costs_no_summary(start_run: Any) -> N
     run = start_run(servers=2)
     run.tell("learner-0-ends")
     run.train()
-    ray.kill(run.processes.actors["rollout/1"])
+    kill(run.processes.actors["rollout/1"])
     counters = _close_buffer(run.config, run.processes, run.log, lambda death: pytest.fail(str(death)))
     assert counters == {"buffer/unaccounted": 0}
     assert run.notes[-1].startswith("rollout/1 did not end by itself: rollout/1 on 10.0.0.9 died")

@@ -64,7 +64,8 @@ def efficiency(kl: float) -> float:
 def forecast(prospect: Prospect, depth: float, ceiling: int | None = None) -> Forecast:
     """Simulate the next steps at a depth, below another ceiling than staleness.max if one is given."""
     workload = prospect.workload
-    steps = max(FEWEST_STEPS, min(STEPS, MOST_GROUPS // workload.prompts_per_step))
+    arriving = workload.prompts_per_step / (1 - workload.failed)
+    steps = max(FEWEST_STEPS, min(STEPS, int(MOST_GROUPS / arriving)))
     result = simulate(workload, prospect.ceiling if ceiling is None else ceiling, steps, depth=depth, begin=BEGIN)
     worth = efficiency(prospect.kl_per_version * result.mean_staleness)
     if prospect.ess_loss_per_version is not None:

@@ -64,10 +64,10 @@ class DepthController:
     """
 
     def __init__(self, config: Config, depth: float, version: int) -> None:
-        self.depth = depth
         self._config = config
         self._fresh = config.fresh_per_step
         self._lowest = math.ceil(4 * (config.fewest_slots / self._fresh - 1)) / 4
+        self.depth = max(depth, self._lowest)
         self._window = RecentWindow(config)
         self._version = version
         self._hold_until = self._next_at = version + MEASURED_STEPS
@@ -112,6 +112,9 @@ class DepthController:
         """Return what a decision needs to know if one is due, else None."""
         if self._version < max(self._hold_until, self._next_at) or not self._window.is_filled:
             return None
+        return self._prospect()
+
+    def _prospect(self) -> Prospect:
         loss = self._window.ess_loss_per_version if self._config.learner.lr_by_ess != "off" else None
         return Prospect(
             self._window.workload(self._servers), self._config.staleness.max, self.depth, self._lowest,
@@ -165,14 +168,13 @@ class DepthController:
             values["auto/measured_over_predicted"] = ratio
         return [Metric(key, value, "last") for key, value in values.items()]
 
-    def outlook(self) -> str:
-        """Return in words what twice the ceiling would have given; "" if too little was measured. It simulates."""
-        if not self._window.is_filled:
-            return ""
-        ceiling = self._config.staleness.max
-        prospect = Prospect(
-            self._window.workload(self._servers), ceiling, self.depth, self._lowest, self._window.kl_per_version, None
-        )
+    def last_prospect(self) -> Prospect | None:
+        """Return what `outlook` needs to know; None if too little was measured."""
+        return self._prospect() if self._window.is_filled else None
+
+    def outlook(self, prospect: Prospect) -> str:
+        """Return in words what twice the ceiling would have given. It simulates."""
+        ceiling = prospect.ceiling
         here, higher = forecast(prospect, self.depth), forecast(prospect, self.depth, 2 * ceiling)
         gain = higher.steps_per_min / here.steps_per_min - 1
         limited = ", which limits the depth," * (self.depth == ceiling)

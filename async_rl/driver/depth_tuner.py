@@ -23,7 +23,6 @@ from async_rl.messages.reports import (
     Report,
     ServersLost,
     StepDone,
-    TrainingEnded,
     WorkerReport,
 )
 from async_rl.storage.checkpoints import resumed_training_state
@@ -77,11 +76,7 @@ class DepthTuner:
                 self._send(controller.add_step(report.version, values, is_disturbed=is_disturbed))
                 self._is_disturbed = is_evaluating
                 log.add_metrics([*controller.metrics(), Metric("auto/cpu_s", self._cpu_s, "last")])
-                if report.version == self._config.run.steps:
-                    return self._tell_outlook()
                 return self._decision()
-            case TrainingEnded():
-                return self._tell_outlook()
         return None
 
     def _decision(self) -> Coroutine[Any, Any, None] | None:
@@ -101,9 +96,10 @@ class DepthTuner:
         began_s = time.thread_time()
         return self._controller.look(prospect), time.thread_time() - began_s
 
-    async def _tell_outlook(self) -> None:
-        if outlook := await asyncio.to_thread(self._controller.outlook):
-            self._log.logger.note(outlook)
+    async def tell_outlook(self) -> None:
+        """Say on the console, after training, what a higher bound would have given, if enough was measured."""
+        if prospect := self._controller.last_prospect():
+            self._log.logger.note(await asyncio.to_thread(self._controller.outlook, prospect))
 
     def _send(self, move: Move | None) -> None:
         if move:

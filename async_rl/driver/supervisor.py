@@ -91,6 +91,8 @@ class Supervisor:
                 endless = [self._keep_buffer(), *map(self._keep_server, servers), self._watch(), self._end_on(stop)]
                 background = [self._tasks.create_task(each) for each in endless]
                 await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
+                if self._tuner:
+                    await self._tuner.tell_outlook()
                 limit = self._config.timeouts.limit("startup_s")
                 await self._wait_until(lambda: not self._log.has_open_steps, limit, "the rollout servers' last reports")
                 while self._evaluations:

@@ -50,7 +50,7 @@ def loads(model: ModelSpeed, servers: int, tokens: float, group_size: int, link_
 
     Args:
         tokens: the mean length of an answer.
-        link_gbps: the network of each node, and what a push sends over it to each server at once.
+        link_gbps: the network of the buffer's node, over which groups come and batches go.
     """
     per_group = tokens * group_size
     groups_per_s = model.tokens_per_s / per_group
@@ -70,7 +70,8 @@ def loads(model: ModelSpeed, servers: int, tokens: float, group_size: int, link_
 def describe_capacity(servers: int, tokens: float, group_size: int, link_gbps: float) -> str:
     lines = [
         f"{servers:,} rollout servers that are always full, groups of {group_size} answers of {tokens:,.0f} tokens, "
-        f"{link_gbps:g} Gb/s of network a node. Costs of the pipeline's own parts as measured by benchmarks.scale.",
+        f"{link_gbps:g} Gb/s of network a node. Costs of the pipeline's own parts as measured by benchmarks.scale; "
+        "training and weight pushes (--params) are not in it.",
     ]
     for model in MODELS:
         found = loads(model, servers, tokens, group_size, link_gbps)

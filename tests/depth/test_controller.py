@@ -131,6 +131,20 @@ def test_far_depths_are_not_looked_at_when_the_model_is_far_from_what_was_measur
     assert sorted(made.look(prospect)) == [1.5, 1.75, 2, 2.25, 2.5]
 
 
+def test_a_start_between_quarters_is_never_below_what_the_learner_can_live_with() -> None:
+    """2 * 8 groups between pushes, of which 3 a batch are fresh: 16 slots, depth 4.33. Below 4.5 it would wait."""
+    config = make_config(
+        staleness={"max": 8, "depth": "auto"}, learner={"prompts_per_step": 8}, weight_sync={"every_steps": 2},
+        buffer={"max_uses": 3, "fresh_fraction": 0.375},
+    )
+    made = DepthController(config, 4.25, 0)
+    made.add_groups(GROUPS)
+    steps(made, 1, 8, buffer__trained=3.0)
+    prospect = made.prospect()
+    assert prospect and prospect.depth == 4.5
+    assert 4.5 in made.look(prospect)
+
+
 def test_the_metrics_say_the_depth_and_what_is_expected_of_it() -> None:
     made = controller()
     assert reduce_metrics(made.metrics()) == {"staleness/depth": 2.0, "auto/moves": 0.0}
@@ -144,9 +158,11 @@ def test_the_metrics_say_the_depth_and_what_is_expected_of_it() -> None:
 
 def test_the_outlook_says_what_twice_the_bound_would_have_given() -> None:
     made = controller(depth=8.0)
-    assert made.outlook() == ""
+    assert made.last_prospect() is None
     made.add_groups([GroupRecord(4.0, 60.0 * (i % 8 == 0), 100, 2.0 + i % 3) for i in range(64)])
     steps(made, 1, 8)
-    text = made.outlook()
+    prospect = made.last_prospect()
+    assert prospect
+    text = made.outlook(prospect)
     assert text.startswith("depth 8 at the end, after 0 moves. Simulated with the last groups, staleness.max 16 in ")
     assert "place of 8, which limits the depth, would give" in text

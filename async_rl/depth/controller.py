@@ -179,7 +179,7 @@ class DepthController:
         gain = higher.steps_per_min / here.steps_per_min - 1
         limited = ", which limits the depth," * (self.depth == ceiling)
         return (
-            f"depth {self.depth:g} at the end, after {self._moves} moves. Simulated with the last groups, "
+            f"depth {self.depth:g} at the end, after {self._moves} move(s). Simulated with the last groups, "
             f"staleness.max {2 * ceiling} in place of {ceiling}{limited} would give {max(0.0, 100 * gain):.0f} % more "
             "steps at this depth"
         )

@@ -164,5 +164,5 @@ def test_the_outlook_says_what_twice_the_bound_would_have_given() -> None:
     prospect = made.last_prospect()
     assert prospect
     text = made.outlook(prospect)
-    assert text.startswith("depth 8 at the end, after 0 moves. Simulated with the last groups, staleness.max 16 in ")
+    assert text.startswith("depth 8 at the end, after 0 move(s). Simulated with the last groups, staleness.max 16 in ")
     assert "place of 8, which limits the depth, would give" in text

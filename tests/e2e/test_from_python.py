@@ -26,7 +26,7 @@ def test_a_notebooks_cell_watches_a_run_saves_it_and_ends_it(smoke_yaml: Path) -
         seen.append(step)
         if step.version == 1:
             step.run.save()
-        if step.version == 3:
+        if step.version >= 3 and list_checkpoints(step.run.run_dir):
             step.run.end("three steps are enough")
 
     async def cell() -> dict[str, object]:
@@ -48,6 +48,7 @@ def test_a_notebooks_cell_watches_a_run_saves_it_and_ends_it(smoke_yaml: Path) -
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_the_programs_of_the_page_run_as_they_stand(smoke_yaml: Path, tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     smoke = smoke_yaml.read_text().replace(str(smoke_yaml.parent / "runs"), "runs")
@@ -56,7 +57,7 @@ def test_the_programs_of_the_page_run_as_they_stand(smoke_yaml: Path, tmp_path: 
     assert len(programs) == 4
     for program in programs:
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240,
+            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=280,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert done.returncode == 0, done.stderr

@@ -35,8 +35,9 @@ class HttpEngine(ABC):
         self.url = ""
         self.vocab_size = 0
         self._config = config
-        self._name = f"{program} server rollout/{index}"
-        self._log_file = log_dir / f"{program.lower()}-rollout-{index}.log"
+        name = config.server_names[index]
+        self._name = f"{program} server {name}"
+        self._log_file = log_dir / f"{program.lower()}-{name.replace('/', '-')}.log"
         self._server: ServerProcess | None = None
         """The server process; None if the run uses the server at rollout.server_url."""
         self._resubmits = config.weight_sync.on_update == "abort"

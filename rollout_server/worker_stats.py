@@ -50,7 +50,7 @@ class WorkerStats:
         is_for_evaluations = pool.startswith("eval")
         self._evaluating: State = "busy" if is_for_evaluations else "eval"
         self._idle = ("a version to evaluate", "learner/0") if is_for_evaluations else ("admission", "buffer (learner)")
-        """What an idle worker waits for, and on whom."""
+        """The reason for which an idle worker waits, and the process that ends it."""
         self._span_start_s = time.monotonic()
         self._changed_s = self._span_start_s
         """The time at which in_flight last rose from 0 or fell to 0."""

@@ -15,7 +15,7 @@ from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDone, EvaluationDue
 
 
-class Evaluations:
+class RunningEvaluations:
     """The evaluations that are going on. The result of each is logged; a version that stays without one is counted.
 
     Args:

@@ -23,7 +23,7 @@ from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import server_class
 from async_rl.driver.depth_tuner import DepthTuner
-from async_rl.driver.evaluations import Evaluations
+from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.restart_limit import RestartLimit
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
@@ -61,7 +61,7 @@ class Supervisor:
         self._restarts = RestartLimit(config)
         self._streams: dict[str, Any] = {}
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
-        self._evaluations = Evaluations(config, processes, log, self._running, self._declare_lost)
+        self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
         self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
 

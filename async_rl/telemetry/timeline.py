@@ -1,8 +1,8 @@
 """Accounting of time: computes the share of time that each pool spent in each state from the spans of its work.
 
 Pools are named `learner/<rank>`, `rollout/<index>` and `eval/<index>`. Every instant of a pool counts as exactly one
-state, so the shares of a pool add up to 1. Times are in seconds of `time.monotonic()`, which is the same for all processes
-of a host.
+state, so the shares of a pool add up to 1. Times are in seconds of `time.monotonic()`, which is the same for all
+processes of a host.
 
 The definition of busy, for measurements and predictions:
     learner   the rank computes an update

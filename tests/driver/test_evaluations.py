@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.config import Limit
-from async_rl.driver.evaluations import Evaluations
+from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDone, EvaluationDue
 from async_rl.telemetry.metrics import Metric, reduce_metrics
@@ -63,7 +63,7 @@ class Fixture:
         self.log, self.processes = Log(), Processes(**answers)
         self.running = {name for name in self.processes.actors if name != "learner/0"}
         self.lost: list[str] = []
-        self.evaluations = Evaluations(
+        self.evaluations = RunningEvaluations(
             make_config(), self.processes, self.log, self.running, self._lose,  # type: ignore[arg-type]
         )
 
@@ -98,7 +98,7 @@ def failing(error: AsyncRLError) -> Answer:
     return answer
 
 
-def test_each_evaluation_server_answers_a_part_of_the_prompts_and_the_result_is_that_of_all() -> None:
+def test_evaluation_servers_share_the_prompts_and_their_result_is_that_of_all() -> None:
     asked: list[Any] = []
     fixture = Fixture(rollout_0=answering([]), eval_0=answering(asked, 0.5, 3), eval_1=answering(asked, 1.0))
     fixture.evaluate("eval/0", "eval/1")
@@ -122,7 +122,7 @@ def test_the_part_of_a_server_that_dies_goes_to_one_that_still_serves_the_versio
     assert fixture.lost == ["eval/0"] and len(fixture.log.results) == 1
 
 
-def test_a_version_whose_only_evaluation_server_dies_is_skipped_and_not_asked_of_its_successor() -> None:
+def test_a_version_whose_only_server_dies_is_not_asked_of_its_successor() -> None:
     asked: list[Any] = []
     fixture = Fixture(rollout_0=answering(asked))
 

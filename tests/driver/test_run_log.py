@@ -71,7 +71,7 @@ def test_a_step_is_logged_once_the_rollout_pool_has_reported_beyond_its_end(tmp_
     log.close()
 
 
-def test_a_step_does_not_wait_for_evaluation_servers_and_counts_the_versions_they_skip(tmp_path: Path) -> None:
+def test_a_step_waits_for_no_evaluation_server_and_counts_skipped_versions(tmp_path: Path) -> None:
     log = make_log(tmp_path, evals=1, eval=EvalConfig(every_steps=1))
     for step in (1, 2):
         log.add("eval/0", WorkerReport(spans=(Span("eval/0", "busy", 0.0, 1.0),)))

@@ -66,7 +66,7 @@ class RunningEvaluations:
         own = {name: self._processes.actors.get(name) for name in due.servers}
         while parts and not problem:
             if not (actors := self._able(own)):
-                problem = f"no {'evaluation' if own else 'rollout'} server that serves it is up"
+                problem = "no evaluation server that serves it is up" if own else "no rollout server is up"
                 break
             asked = [self._ask(*actors[i % len(actors)], due, (part, count)) for i, part in enumerate(parts)]
             try:

@@ -137,6 +137,13 @@ def test_a_version_whose_only_server_dies_is_not_asked_of_its_successor() -> Non
     assert (asked, fixture.lost, fixture.log.results) == ([], [], [])
 
 
+def test_without_any_server_that_is_up_a_version_is_skipped() -> None:
+    fixture = Fixture(rollout_0=answering([]), eval_0=answering([]))
+    fixture.running.discard("rollout/0")
+    fixture.evaluate()
+    assert fixture.log.skipped == [(4, "no rollout server is up")]
+
+
 @pytest.mark.parametrize("servers", [(), ("eval/0",)])
 def test_a_version_whose_evaluation_takes_too_long_is_skipped(servers: tuple[str, ...]) -> None:
     late = failing(WaitTimeoutError("the driver waited 9 s\nand more"))

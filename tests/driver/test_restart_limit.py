@@ -15,5 +15,5 @@ def test_exact_mode_ends_with_a_rollout_server_and_outlives_an_evaluation_server
     limit.count("eval/0", ProcessDiedError("gone"))
     with pytest.raises(ProcessDiedError, match=r"It died 2 times since the last step"):
         limit.count("eval/0", ProcessDiedError("gone"))
-    with pytest.raises(ProcessDiedError, match="^gone$"):
+    with pytest.raises(ProcessDiedError, match=r"^gone$"):
         limit.count("rollout/0", ProcessDiedError("gone"))

@@ -143,7 +143,7 @@ def test_an_evaluation_server_that_dies_costs_its_evaluation_and_no_step(start_r
 def test_an_evaluation_server_that_dies_again_and_again_ends_the_run(start_run: Any) -> None:
     run = start_run(evals=1)
     run.tell("rollout-0-answers", "rollout-1-dies", "learner-0-hangs")
-    with pytest.raises(ProcessKilledError, match=r"(?s)eval/0 on .*It died 2 times since the last step \(placement\.rol"):
+    with pytest.raises(ProcessKilledError, match=r"(?s)eval/0 on .*It died 2 times since the last step"):
         run.train()
 
 

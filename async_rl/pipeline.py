@@ -15,6 +15,7 @@
     train             learner/learner.py             a batch         the buffer's hand-out    its own push
     supervise         async_rl/driver/supervisor.py  reports         any process              a report, a crash
 
+The servers eval/i (placement.eval.servers), which only answer held-out prompts, get the versions that they evaluate.
 async_rl/driver/actors.py says what each process is, async_rl/driver/placement.py where it runs.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
 buffer grants ahead. No code below depends on it, except that at 0 a server and the learner may take turns on one GPU.
@@ -118,7 +119,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         try:
             buffer_address = _start(config, processes, log, one_by_one=servers_per_gpu(reservation.bundles) > 1)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
-            if not config.run.resume:
+            if not config.run.resume and not config.placement.eval.servers:  # these do it beside training
                 _evaluate(config, processes, log, "rollout/0", version=0)
             control.connect(processes.actors["learner/0"])
             supervisor.train(buffer_address, revive_buffer, signals)
@@ -139,19 +140,23 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
 
 
 def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bool) -> str:
-    """Start the buffer, every rollout server and every learner rank, and connect them; returns the buffer's address.
+    """Start the buffer, every server and every learner rank, and connect them; returns the buffer's address.
 
     Args:
         one_by_one: start each server when the one before it is up: they share a GPU, and each measures what is free.
     """
-    from async_rl.driver.actors import BufferActor, LearnerActor, RolloutActor, learner_threads
+    from async_rl.driver.actors import BufferActor, LearnerActor, learner_threads, server_class
 
     limit = config.timeouts.limit("startup_s")
-    servers, ranks = config.placement.rollout.servers, config.placement.learner.ranks
-    engines = ", ".join(config.engine_entries)
-    log.logger.note(f"starting buffer, {servers} rollout server(s) ({engines}), {ranks} learner rank(s)")
+    placement, engines = config.placement, ", ".join(config.engine_entries)
+    ranks, apart = placement.learner.ranks, placement.eval.servers
+    servers = f"{placement.rollout.servers} rollout server(s) ({engines})"
+    servers += f", {apart} evaluation server(s)" if apart else ""
+    log.logger.note(f"starting buffer, {servers}, {ranks} learner rank(s)")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
-    servers_by_name = {f"rollout/{i}": processes.start(f"rollout/{i}", RolloutActor, config, i) for i in range(servers)}
+    servers_by_name = {
+        name: processes.start(name, server_class(name), config, index) for index, name in enumerate(config.server_names)
+    }
     learners = {
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)

@@ -67,7 +67,7 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
             group_id=index, prompt=task.prompt(index), start_version=0, seed=0, n=rollout.group_size,
             max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
         )
-        body = request_body(request, [OpenReply()], ends, "") | {"extra_key": f"plain-{next(CACHE_KEYS)}"}
+        body = request_body(request, [OpenReply()], ends, "", 0) | {"extra_key": f"plain-{next(CACHE_KEYS)}"}
         body["sampling_params"][0]["n"] = request.n
         del body["rid"]  # the server gives the samples ids itself
         async with gate, session.post(f"{engine.url}/generate", json=body) as reply:

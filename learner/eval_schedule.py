@@ -1,4 +1,4 @@
-"""Decides which versions are evaluated beside training; with eval.pin_version the next push waits for the result."""
+"""Decides which versions are evaluated beside training, and knows whether an evaluation runs that others wait for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class EvalSchedule:
     def __init__(self, config: Config) -> None:
         self._eval = config.eval
         self._timeout_s = config.timeouts.work_s
-        self._served = 0
+        # Version 0 is due on evaluation servers; else the driver has it evaluated before training.
+        self._served = -1 if config.placement.eval.servers else 0
         self._idle = threading.Event()
         self._idle.set()
 
@@ -30,17 +31,23 @@ class EvalSchedule:
         before, self._served = self._served, version
         if self._eval.every_steps == 0 or self._eval.size == 0:
             return False
-        is_due = before // self._eval.every_steps < version // self._eval.every_steps
-        if is_due and self._eval.pin_version:
-            self._idle.clear()
-        return is_due
+        return before // self._eval.every_steps < version // self._eval.every_steps
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no evaluation runs that began with `begin`."""
+        return self._idle.is_set()
+
+    def begin(self) -> None:
+        """Note, before the driver is told, that an evaluation runs until `ended` is called."""
+        self._idle.clear()
 
     def ended(self) -> None:
-        """Let pushes go on: the evaluation has ended, or its result is not wanted any more."""
+        """Note that the evaluation has ended, or that its result is not wanted any more."""
         self._idle.set()
 
     def wait(self) -> None:
-        """Wait until the running evaluation has ended, if eval.pin_version holds the next push back for it.
+        """Wait until the running evaluation has ended.
 
         Raises:
             WaitTimeoutError: the evaluation did not end within timeouts.work_s.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.messages.reports import DepthMoved, EvaluationDue, LearnerReport, StepDone, TrainingEnded
+from async_rl.messages.reports import DepthMoved, LearnerReport, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.storage.unlogged_steps import RecentSteps
 from async_rl.telemetry.examples import choose_examples
@@ -30,7 +30,7 @@ from learner.batch_taking import NoBatch, ask_buffer, share_taken
 from learner.checkpointing import Checkpointer
 from learner.depth_moves import DepthMoves
 from learner.driver_requests import DriverRequests
-from learner.eval_schedule import EvalSchedule
+from learner.evaluations import Evaluations
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
 from learner.pusher import Pusher
@@ -45,7 +45,7 @@ class Learner:
 
     Args:
         master_address, master_port: where rank 0 serves the rendezvous of all ranks.
-        engine_urls: URLs of the rollout servers, in the order of their pools.
+        engine_urls: URLs of all servers, in the order of config.server_names.
         listener: rank 0's socket that listens at (master_address, master_port); None: it is opened here.
 
     Raises:
@@ -66,13 +66,19 @@ class Learner:
         self._push_metrics: list[Metric] = []
         self._push_spans: list[Span] = []
         """The measurements of the pushes since the last report: metrics, and the pauses of the servers."""
-        self._publisher = open_publisher(config, engine_urls, rank, self._device)
-        self.servers = ServerMembership()
-        """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""
-        self.evaluations = EvalSchedule(config)
+        num_rollout = config.placement.rollout.servers
+        self._publisher = open_publisher(config, engine_urls[:num_rollout], rank, self._device)
+        self.servers = {"rollout": ServerMembership(), "eval": ServerMembership()}
+        """[pool] The servers to push to. From another thread the driver reports here to rank 0 which died or came back.
+        """
         self.depth_moves = DepthMoves()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
-        self._weights = Pusher(config, self._updater, self._publisher, self.servers)
+        self._weights = Pusher(config, self._updater, self._publisher, self.servers["rollout"])
+        of_eval = None
+        if urls := engine_urls[num_rollout:]:
+            publisher = open_publisher(config, urls, rank, self._device, "eval")
+            of_eval = Pusher(config, self._updater, publisher, self.servers["eval"])
+        self.evaluations = Evaluations(config, rank, self._device, self._timeline, of_eval)
         self._alarms = Alarms(rules_for(self._updater.dtype))
         self.requests = DriverRequests()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
@@ -85,14 +91,14 @@ class Learner:
         state = self._checkpointer.load(Path(config.run.resume)) if config.run.resume else None
         if state:
             self.version = self._saved_version = state.version
-            self.evaluations.resume(state.version)
+            self.evaluations.schedule.resume(state.version)
             self._updater.objective.kl_coef = state.kl_coef
         self._log_ratios = LogRatioRecorder(config, rank, state) if config.buffer.journal else None
 
     def stop(self) -> None:
         """Let `run` end after the current step, with a checkpoint. May be called from another thread."""
         self.requests.stop()
-        self.evaluations.ended()
+        self.evaluations.schedule.ended()
 
     def run(self) -> Iterator[LearnerReport]:
         """Train on the buffer's batches until the last step, a stop, or the end of the batches.
@@ -138,11 +144,9 @@ class Learner:
     def _begin(self) -> list[LearnerReport]:
         """Make every server serve this version, and open admission for it. Returns the reports for the driver."""
         self._publisher.connect()
+        self.evaluations.connect()
         events: list[LearnerReport] = self._push() if self.version > 0 else []  # the servers have loaded version 0
-        events += self._release()
-        if self.evaluations.served(self.version):
-            events.append(EvaluationDue(version=self.version))
-        return events
+        return [*events, *self._release(), *self.evaluations.make_due(self.version, None)]
 
     def _take(self) -> Batch | NoBatch:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
@@ -153,14 +157,14 @@ class Learner:
         taken = None
         with self._timeline.span("wait_data", "batch"):
             if self._client:
-                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, self.servers.someone_waits)
+                someone_waits = self.servers["rollout"].someone_waits
+                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, someone_waits)
             taken = share_taken(taken, self._device)
         return taken if isinstance(taken, NoBatch) else decode_batch(taken)
 
     def _release_server_memory(self) -> None:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
-        if self.config.eval.pin_version:
-            self._await_evaluation()
+        self.evaluations.await_end()
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:
                 self._publisher.release_server_memory()
@@ -190,8 +194,8 @@ class Learner:
             is_last: it is the push after the last step, so admission stays shut.
         """
         is_new = self.version > self._served_version
-        if is_new and self.config.eval.pin_version:
-            self._await_evaluation()
+        if is_new:
+            self.evaluations.await_end()
         if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
             with self._timeline.span("wait_data", "drain"):  # no group may start, until none runs any more
                 if self._client:
@@ -200,9 +204,7 @@ class Learner:
         events: list[LearnerReport] = self._push(batch)
         if is_new and not is_last:  # after the last step no group may start
             events += self._release()
-        if not is_last and self.evaluations.served(self.version):
-            events.append(EvaluationDue(version=self.version))
-        return events
+        return events if is_last else [*events, *self.evaluations.make_due(self.version, batch)]
 
     def _push(self, batch: Batch | None = None) -> list[LearnerReport]:
         """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`."""
@@ -250,7 +252,7 @@ class Learner:
 
     def _measured(self) -> tuple[list[Metric], tuple[Span, ...]]:
         """Return (metrics of the pushes, all timeline spans) since the last call."""
-        measured = self._push_metrics, (*self._push_spans, *self._timeline.drain())
+        measured = self._push_metrics, (*self._push_spans, *self.evaluations.drain_spans(), *self._timeline.drain())
         self._push_metrics, self._push_spans = [], []
         return measured
 
@@ -286,7 +288,8 @@ class Learner:
                 doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
                 return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
             case "sync":
-                servers = self._publisher.servers  # each may die in a push, which is then repeated without that server
+                weights = self.evaluations.weights if name == "eval push" else self._weights
+                servers = weights.servers if weights else ()  # each may die in a push: it is repeated without that one
                 limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
                 return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
         return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
@@ -324,13 +327,6 @@ class Learner:
             dist.broadcast(late, 0)
         return self.version >= run.steps or bool(late)
 
-    def _await_evaluation(self) -> None:
-        """Wait on every rank until the running evaluation, if any, holds pushes back no more."""
-        with self._timeline.span("eval", "held push"):
-            if self.rank == 0:
-                self.evaluations.wait()
-            dist.barrier()
-
     def _save(self) -> None:
         with self._timeline.span("checkpoint", "save"):
             source, target = Path(self.config.model.path), self.config.run_dir / "model"
@@ -344,5 +340,6 @@ class Learner:
         if self._client:
             self._client.close()
         self._publisher.close()
+        self.evaluations.close()
         self._gpus.close()
         dist.destroy_process_group()

@@ -25,18 +25,28 @@ VERIFY_TOKENS = 32
 
 
 class Pusher:
-    """Pushes the policy's weights to the rollout servers, and verifies the first push. All ranks call both methods.
+    """Pushes the policy's weights to servers, and verifies the first push. All ranks call `push` and `verify_once`.
 
     Only rank 0 talks to servers and has measurements.
     """
 
     def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerMembership) -> None:
         self._updater = updater
-        self._publisher = publisher
+        self.publisher = publisher
         self._servers = servers
         self._is_verified = not config.weight_sync.verify
         self._may_erase = not config.rollout.server_url
         """A server that the run did not start may have others' requests to answer, and can't be asked."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The names of the servers that get the next push; other ranks than 0 know those of the start."""
+        return tuple(self.publisher.servers)
+
+    def has_servers(self) -> bool:
+        """Take in on rank 0 which servers died or came back, and return whether there is one to push to."""
+        self._servers.apply(self.publisher.servers)
+        return bool(self.publisher.servers)
 
     def push(self, version: int) -> tuple[PushReport, list[ServersLost]]:
         """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
@@ -48,15 +58,15 @@ class Pusher:
         """
         lost: list[ServersLost] = []
         while True:
-            self._servers.apply(self._publisher.servers)
-            urls = dict(self._publisher.servers)
+            self._servers.apply(self.publisher.servers)
+            urls = dict(self.publisher.servers)
             weights = full_parameters(self._updater.policy, self._updater.dtype)
-            report = self._publisher.push(weights, version, erases=self._may_erase and not self._is_verified)
-            self._servers.pushed(self._publisher.servers, report.lost)
+            report = self.publisher.push(weights, version, erases=self._may_erase and not self._is_verified)
+            self._servers.pushed(self.publisher.servers, report.lost)
             if report.lost:
                 died = tuple((name, urls[name]) for name in report.lost)
                 lost.append(ServersLost(servers=died, cause=report.cause))
-            failed = torch.tensor(bool(report.lost), device=self._publisher.device)
+            failed = torch.tensor(bool(report.lost), device=self.publisher.device)
             dist.broadcast(failed, 0)
             if not failed:
                 return report, lost
@@ -71,7 +81,7 @@ class Pusher:
         """
         if self._is_verified:
             return
-        is_served = torch.tensor(bool(self._publisher.servers), device=self._publisher.device)
+        is_served = torch.tensor(bool(self.publisher.servers), device=self.publisher.device)
         dist.broadcast(is_served, 0)
         if not is_served:
             return
@@ -79,5 +89,5 @@ class Pusher:
         group = batch.groups[0]
         tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
         logprobs = self._updater.probe_logprobs(tokens)
-        if self._publisher.rank == 0:
-            self._publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
+        if self.publisher.rank == 0:
+            self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])

@@ -1,4 +1,4 @@
-"""Tracks which rollout servers get the weights. The driver reports, from another thread, which died or came back."""
+"""Tracks which servers of a pool get the weights. The driver reports, from another thread, which died or came back."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ class ServerMembership:
             self._fail(name)
             self._urls[name] = ""
 
+    def add(self, name: str, url: str) -> Future[None]:
+        """Add the new server `name` at `url` to those that get the next push, which ends the returned future."""
+        with self._lock:
+            self._urls[name] = url
+            joined = self._joining[url] = Future()
+        return joined
+
     def join(self, name: str, url: str, limit: Limit) -> None:
         """Add the new server `name` at `url`, and wait until it holds the learner's current version.
 
         Raises:
             WeightSyncError, WaitTimeoutError: the server died before that, or there was no push within `limit`.
         """
-        with self._lock:
-            self._urls[name] = url
-            joined = self._joining[url] = Future()
         try:
-            joined.result(limit.seconds)
+            self.add(name, url).result(limit.seconds)
         except TimeoutError:
             raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Evaluation:
         self._stats = stats
         self._numbers = itertools.count()  # of the prompts of all evaluations
 
-    async def run(self, version: int, *, beside_training: bool) -> EvaluationDone:
+    async def run(self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)) -> EvaluationDone:
         """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
         eval.size prompts get eval.samples answers each. If the reward of one fails, all answers to its prompt count as
@@ -48,12 +48,15 @@ class Evaluation:
             version: the policy version that the engine serves.
             beside_training: keep at most rollout.concurrency prompts in flight, because all at once would delay the
                 groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
+            part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,
+                reduced together, are those of the whole.
         """
         evaluation = self._config.eval
         is_limited = beside_training and not evaluation.pin_version
         places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, evaluation.size))
         with self._stats.evaluating():
-            prompts = await asyncio.to_thread(self._task.eval_prompts)
+            held_out = await asyncio.to_thread(self._task.eval_prompts)
+            prompts = held_out[part[0] :: part[1]]
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
         rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
         answers = [reward for group in rewards for reward in group]
@@ -62,14 +65,14 @@ class Evaluation:
             return EvaluationDone(version=version, spans=self._stats.drain_spans())
         scored = [reward for reward in answers if reward is not None]
         metrics = (
-            Metric("eval/accuracy", sum(reward >= CORRECT for reward in scored) / len(answers)),
-            Metric("eval/reward", sum(scored) / len(answers)),
-            Metric("eval/response_length", sum(int(row.mask.sum()) for row in rows) / len(answers)),
+            _mean("eval/accuracy", sum(reward >= CORRECT for reward in scored), len(answers)),
+            _mean("eval/reward", sum(scored), len(answers)),
+            _mean("eval/response_length", sum(int(row.mask.sum()) for row in rows), len(answers)),
             Metric("eval/failed", len(answers) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
             *_version_metrics([row.versions[row.mask] for row in rows]),
             *_at_k_metrics(rewards, evaluation),
-            *_source_metrics([prompt.source for prompt in prompts], rewards),
+            *_source_metrics([prompt.source for prompt in prompts], rewards, {prompt.source for prompt in held_out}),
         )
         return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
@@ -105,17 +108,31 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
     if samples == 1:
         return
     correct = [sum(reward is not None and reward >= CORRECT for reward in group) for group in rewards]
-    yield Metric(f"eval/avg_at_{samples}", sum(correct) / (samples * len(correct)))
+    yield _mean(f"eval/avg_at_{samples}", sum(correct), samples * len(correct))
     for k in evaluation.pass_at:
-        yield Metric(f"eval/pass_at_{k}", sum(pass_at_k(c, samples, k) for c in correct) / len(correct))
+        yield _mean(f"eval/pass_at_{k}", sum(pass_at_k(c, samples, k) for c in correct), len(correct))
 
 
-def _source_metrics(sources: Sequence[str], rewards: Sequence[Sequence[float | None]]) -> Iterator[Metric]:
-    """Yield the share of right answers to the prompts of each source, if there are several sources."""
-    for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
+def _source_metrics(
+    sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str]
+) -> Iterator[Metric]:
+    """Yield the share of right answers to the prompts of each source, if the held-out prompts have several.
+
+    Args:
+        sources: the source of each prompt that has `rewards`.
+        known: the sources of all held-out prompts.
+    """
+    for source in sorted(set(sources)) if len(known) > 1 else ():
         found = [reward for each, group in zip(sources, rewards, strict=True) if each == source for reward in group]
-        right = sum(reward is not None and reward >= CORRECT for reward in found)
-        yield Metric(f"eval/accuracy/{source}", right / len(found))
+        yield _mean(
+            f"eval/accuracy/{source}", sum(reward is not None and reward >= CORRECT for reward in found), len(found)
+        )
+
+
+def _mean(key: str, total: float, count: int) -> Metric:
+    """Return the mean of `count` values, weighted by their number, so that several parts reduce to that of the whole.
+    """
+    return Metric(key, total / count, weight=count)
 
 
 def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:

@@ -33,11 +33,11 @@ class ScoredPlayer:
     It may be created in any thread; all its coroutines run in one event loop.
 
     Args:
-        index: the number of the rollout server.
+        index: the index of the server in `config.server_names`.
     """
 
     def __init__(self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any) -> None:
-        self.name = f"rollout/{index}"
+        self.name = config.server_names[index]
         self.engine = engine
         self.task = task
         self.stats = WorkerStats(self.name)
@@ -69,9 +69,11 @@ class ScoredPlayer:
         )
         return (await self.play(greedy))[0].reward
 
-    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
+    async def evaluate(
+        self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
+    ) -> EvaluationDone:
         """Measure the held-out accuracy of the weights that the engine serves now; see Evaluation.run."""
-        return await self._evaluation.run(version, beside_training=beside_training)
+        return await self._evaluation.run(version, beside_training=beside_training, part=part)
 
     def drain_metrics(self) -> list[Metric]:
         """Return the metrics of the episodes since the last call, and the counts of the agents' endpoint."""

@@ -4,7 +4,7 @@
     admit    slots, prompts     one task per slot  a free slot               the buffer's served version
     group    one slot           a Group     the engine, the rewards   their threads
     abort    dropped group ids  a cancelled task   the buffer's late policy  a batch without the group
-    report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock
+    report   statistics         a WorkerReport     REPORT_INTERVAL_S         the clock (EvalWorker.run)
 
 The way of a group, from slot to buffer, is `Worker._run_group`; how its answers are sampled and scored is in
 rollout_server/scored_player.py.
@@ -13,60 +13,48 @@ rollout_server/scored_player.py.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from async_rl.config import Config
 from async_rl.errors import RewardError, first_error
 from async_rl.messages.reports import WorkerReport
 from async_rl.telemetry.metrics import Metric
-from async_rl.telemetry.nvml import GpuSampler
-from async_rl.telemetry.status import Status
-from async_rl.telemetry.timeline import Sample
 from async_rl.types import Group, Prompt, Slot
 from buffer.client import WorkerClient
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
+from rollout_server.eval_worker import EvalWorker
 from rollout_server.flat_rewards import FlatRewards
 from rollout_server.scored_player import ScoredPlayer
 
-REPORT_INTERVAL_S = 0.5
-MOST_REPORTS_PER_S = 200.0
-"""The most reports a second of all workers together, each of which takes 0.7 ms of the driver (benchmarks/scale.py).
-With more than a hundred workers each reports less often."""
 WARN_AFTER_BATCHES = 2
 """A warning is logged once so many batches' worth of groups in a row had no difference in reward."""
 _COUNTED = ("groups", "rows", "tokens", "failed", "aborted")
 
 
-class Worker:
+class Worker(EvalWorker):
     """Asks the buffer for slots, has each slot's prompt answered and scored, sends the group back, and reports.
 
     It may be created in any thread; all its coroutines run in one event loop.
     """
 
     def __init__(self, config: Config, player: ScoredPlayer, buffer_address: str) -> None:
-        self.player = player
-        self._config = config
-        self._name = player.name
-        self._stats = player.stats
+        super().__init__(config, player)
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
-        self._gpus = GpuSampler(self._name)
         self._counts: Counter[str] = Counter()
-        self._report_interval_s = max(REPORT_INTERVAL_S, config.placement.rollout.servers / MOST_REPORTS_PER_S)
         self._failures_in_a_row = 0
         has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
         self._flat = FlatRewards(max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer)
         self._group_ended = asyncio.Event()
-        self._is_stopped = False
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
 
-    async def run(self) -> AsyncIterator[WorkerReport]:
+    async def run(self) -> AsyncGenerator[WorkerReport]:
         """Make groups until `stop` is called, and yield a report of them twice a second.
 
         Raises:
@@ -77,27 +65,18 @@ class Worker:
         self._admitting = asyncio.create_task(self._admit())
         self._admitting.add_done_callback(lambda _: self.player.log.report_now.set())
         try:
-            while not self._is_stopped:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._report_interval_s):
-                        await self.player.log.report_now.wait()
-                self.player.log.report_now.clear()
-                if self._admitting.done() and not self._admitting.cancelled():
-                    self._admitting.result()
-                yield await self._report()
+            async with aclosing(super().run()) as reports:
+                async for report in reports:
+                    yield report
         finally:
             await self._cancel_groups()
-
-    def status(self) -> Status:
-        return self._stats.status()
 
     async def stop(self) -> None:
         """End `run`, cancel the groups in flight, and close the connection to the buffer."""
         self._is_stopped = True
         await self._cancel_groups()
-        await self.player.aclose()
+        await super().stop()
         await self._client.close()
-        self._gpus.close()
 
     async def _cancel_groups(self) -> None:
         if self._admitting is not None:
@@ -205,18 +184,16 @@ class Worker:
             await self._client.fail(slot.group_id, str(error), requeue=False, data_row=prompt.data_row)
 
     async def _report(self) -> WorkerReport:
-        """Return a report of the time since the last one: counts, console lines, timeline spans and load samples."""
-        load, now_s = await self.player.engine.load(), time.monotonic()
-        occupancy = (Sample(self._name, "occupancy", now_s, load.running / load.slots),) if load and load.slots else ()
+        """Return a report of the time since the last one, also of the groups. An error of `_admit` is raised here."""
+        if self._admitting and self._admitting.done() and not self._admitting.cancelled():
+            self._admitting.result()
+        report = await super()._report()
         counts, self._counts = self._counts, Counter()
         metrics = [
             *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
             Metric("rollout/in_flight", self._stats.in_flight),
             Metric("rollout/skipped_long_prompts", self.player.task.skipped_long, "last"),
             *self._stats.drain_groups(),
-            *self.player.drain_metrics(),
+            *report.metrics,
         ]
-        return WorkerReport(
-            metrics=tuple(metrics), notes=self.player.drain_notes(), spans=self._stats.drain_spans(),
-            samples=occupancy + self._gpus.drain(), groups=self._stats.drain_records(),
-        )
+        return replace(report, metrics=tuple(metrics), groups=self._stats.drain_records())

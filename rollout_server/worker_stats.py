@@ -41,11 +41,16 @@ class WorkerStats:
     """Counts the groups, evaluations and waits of one worker, for its timeline, its status and its metrics.
 
     The timeline is `busy` while a group is in flight; else `eval` while an evaluation runs; else `wait_weights`,
-    because a worker without a group waits for admission, which opens with the next served weights.
+    because a worker without a group waits for admission, which opens with the next served weights. That of an
+    evaluation server is `busy` while an evaluation runs, which is all that it is for.
     """
 
     def __init__(self, pool: str) -> None:
         self._timeline = Timeline(pool)
+        is_for_evaluations = pool.startswith("eval")
+        self._evaluating: State = "busy" if is_for_evaluations else "eval"
+        self._idle = ("a version to evaluate", "learner/0") if is_for_evaluations else ("admission", "buffer (learner)")
+        """The reason for which an idle worker waits, and the process that ends it."""
         self._span_start_s = time.monotonic()
         self._changed_s = self._span_start_s
         """The time at which in_flight last rose from 0 or fell to 0."""
@@ -121,7 +126,7 @@ class WorkerStats:
         """Return for the watchdog how many requests are doing what, and the wait that is closest to its limit."""
         now_s = time.monotonic()
         if not self._waits:
-            doing, waits_on = "waits for admission", "buffer (learner)"
+            doing, waits_on = f"waits for {self._idle[0]}", self._idle[1]
             if self.in_flight:
                 doing, waits_on = f"prepares {self.in_flight} groups", ""
             return Status(doing=doing, waits_on=waits_on, since_s=self._changed_s, told_s=now_s)
@@ -167,6 +172,6 @@ class WorkerStats:
     def _close_span(self) -> None:
         """Add the time since the last call to the timeline, as busy, eval or wait_weights."""
         now_s = time.monotonic()
-        idle: State = "eval" if self._num_evaluations else "wait_weights"
+        idle: State = self._evaluating if self._num_evaluations else "wait_weights"
         self._timeline.add("busy" if self.in_flight else idle, self._span_start_s, now_s)
         self._span_start_s = now_s

@@ -25,6 +25,7 @@ from async_rl.config.learning import (
 from async_rl.config.section import Section, section
 from async_rl.config.system import (
     CheckpointConfig,
+    EvalPlacement,
     LearnerPlacement,
     Limit,
     LoggingConfig,
@@ -139,21 +140,29 @@ class Config:
         return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
 
     @property
+    def server_names(self) -> tuple[str, ...]:
+        """The names of all servers, which are also those of their pools: rollout/0, rollout/1, ..., eval/0, ..."""
+        counts = {"rollout": self.placement.rollout.servers, "eval": self.placement.eval.servers}
+        return tuple(f"{pool}/{number}" for pool, count in counts.items() for number in range(count))
+
+    @property
     def engines(self) -> tuple[str, ...]:
-        """The names of the engines of the rollout servers, one for each server, in the order of the servers."""
-        return self.placement.rollout.engines or (self.rollout.engine,) * self.placement.rollout.servers
+        """The names of the engines of all servers, one for each server, in the order of `server_names`."""
+        placement, engine = self.placement, self.rollout.engine
+        of_rollout = placement.rollout.engines or (engine,) * placement.rollout.servers
+        return of_rollout + (engine,) * placement.eval.servers
 
     @property
     def engine_entries(self) -> dict[str, EngineEntry]:
-        """The entries of the engines of all rollout servers, by name."""
+        """The entries of the engines of all servers, by name."""
         return {name: find_entry(ENGINES, name, "placement.rollout.engines") for name in self.engines}
 
-    def of_server(self, index: int) -> Config:
-        """Return the configuration for rollout server `index`: with its engine as rollout.engine of all servers."""
+    def of_server(self, server: str) -> Config:
+        """Return the configuration for a server, one of `server_names`: with its engine as rollout.engine of all."""
         placement, rollout = self.placement, self.rollout
         if not placement.rollout.engines:
             return self
-        name = self.engines[index]
+        name = self.engines[self.server_names.index(server)]
         python = rollout.python if self.engine_entries[name].python else ""
         server_args, params = (rollout.server_args, rollout.params) if name == rollout.engine else ({}, {})
         return replace(
@@ -166,6 +175,11 @@ class Config:
         """Whether learner and engine share GPUs and, at staleness.max 0, take turns in using their memory."""
         release = all(entry.releases_memory for entry in self.engine_entries.values())
         return self.placement.colocated and self.staleness.max == 0 and release
+
+    @property
+    def evaluations_hold_pushes(self) -> bool:
+        """Whether a push waits for the end of an evaluation: eval.pin_version, if rollout servers evaluate."""
+        return self.eval.pin_version and self.placement.eval.servers == 0
 
     @property
     def drops_zero_variance(self) -> bool:

@@ -25,10 +25,12 @@ def check_cross_section(config: Config) -> None:
     _check_slots(config)
     _check_replay(config)
     _check_best(config)
+    _check_eval_servers(config)
     _check_updates(config)
     if config.placement.rollout.engines:
         for name in config.engine_entries:
-            config.of_server(config.engines.index(name))  # making it makes these checks for the engine
+            server = config.server_names[config.engines.index(name)]
+            config.of_server(server)  # making it makes these checks for the engine
     else:
         _check_engine(config)
         _check_transport(config)
@@ -166,6 +168,18 @@ def _check_best(config: Config) -> None:
         f"a multiple of eval.every_steps = {evals} {needed}",
         "Else eval/accuracy is not measured at each checkpoint's version.",
     )
+
+
+def _check_eval_servers(config: Config) -> None:
+    """Check that evaluation servers, if there are any, are ones that the run starts and that have evaluations to make.
+    """
+    servers, evaluation = config.placement.eval.servers, config.eval
+    for unfit, key, hint in (
+        (config.rollout.server_url, "rollout.server_url", "The URL names the run's only server. Leave it empty."),
+        (evaluation.size == 0, "eval.size 0", "There are no held-out prompts then. Set eval.size."),
+        (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),
+    ):
+        check(not (servers and unfit), "placement.eval.servers", servers, f"0 with {key}", hint)
 
 
 def _check_updates(config: Config) -> None:

@@ -214,14 +214,16 @@ class EvalConfig:
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. Beside training an evaluation keeps
-    rollout.concurrency prompts in flight, as many as training may; with pin_version all of them at once."""
+    rollout.concurrency prompts in flight, as many as training may; with pin_version, and on servers of its own
+    (placement.eval.servers), all of them at once."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1
     """The number of answers to each held-out prompt."""
     pin_version: bool = False
     """The next push waits for an evaluation beside training, so that all its answers come from one version. Otherwise
-    no push waits, and eval/oldest_version and eval/newest_version tell which versions sampled the answers."""
+    no push waits, and eval/oldest_version and eval/newest_version tell which versions sampled the answers. With
+    placement.eval.servers no push waits and all answers come from one version, whatever this is."""
 
     def __post_init__(self) -> None:
         check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -109,7 +110,8 @@ class RolloutPlacement:
     resource: str = ""
     """Like placement.learner.resource, for the nodes reserved for rollout servers."""
     max_restarts: NonNegativeInt = 3
-    """Restarts allowed for each server between two learner steps; one more failure ends the run."""
+    """Restarts allowed for each server, evaluation servers included, between two learner steps; one more failure ends
+    the run."""
 
     def __post_init__(self) -> None:
         check(
@@ -122,17 +124,30 @@ class RolloutPlacement:
         )
 
 
+@section("placement.eval")
+class EvalPlacement:
+    """The evaluation servers, which answer held-out prompts and nothing else, so that training does not wait for them.
+    """
+
+    servers: NonNegativeInt = 0
+    """Servers that make the evaluations beside training, on the nodes of the rollout servers, each with rollout.engine
+    and placement.rollout.tp GPUs. A version that is due is pushed to them, so that all of its answers come from it, and
+    no other push waits; if they are still busy then, the version is skipped. 0: a rollout server evaluates, which takes
+    the work from training."""
+
+
 @section("placement")
 class PlacementConfig:
-    """The nodes, GPUs and cores that learner ranks and rollout servers get, and whether they share GPUs."""
+    """The nodes, GPUs and cores that learner ranks and servers get, and whether they share GPUs."""
 
     learner: Section[LearnerPlacement] = field(default_factory=LearnerPlacement)
     rollout: Section[RolloutPlacement] = field(default_factory=RolloutPlacement)
+    eval: Section[EvalPlacement] = field(default_factory=EvalPlacement)
     colocated: bool = False
     """Learner ranks and servers share GPUs, one of each on a GPU; rollout.mem_fraction splits the memory."""
     pin_cpus: bool = False
-    """Each rollout server and learner rank gets cores of its own, an equal share of this host's. Without GPUs, rollout
-    and learner work at the same time only with this."""
+    """Each server and learner rank gets cores of its own, an equal share of this host's. Without GPUs, rollout and
+    learner work at the same time only with this."""
 
     def __post_init__(self) -> None:
         check(
@@ -143,6 +158,10 @@ class PlacementConfig:
             self.rollout.nodes > 0 or self.rollout.servers % self.learner.nodes == 0, "placement.rollout.servers",
             self.rollout.servers, f"a multiple of the learner's {self.learner.nodes} nodes, which they share",
         )
+        check(
+            not (self.colocated and self.eval.servers), "placement.eval.servers", self.eval.servers,
+            "0 with placement.colocated", "Evaluation servers want GPUs that no learner rank uses.",
+        )
         check(not (self.pin_cpus and self.num_nodes > 1), "placement.pin_cpus", True, "false on several nodes")
 
     @property
@@ -151,15 +170,20 @@ class PlacementConfig:
         return self.learner.nodes + self.rollout.nodes
 
     @property
+    def num_servers(self) -> int:
+        """The number of rollout and evaluation servers of the whole run."""
+        return self.rollout.servers + self.eval.servers
+
+    @property
     def processes_per_node(self) -> int:
-        """The largest number of learner ranks and rollout servers that are on one node and share its cores."""
+        """The largest number of learner ranks and servers that are on one node and share its cores."""
         ranks = self.learner.ranks // self.learner.nodes
         return max(ranks, self.servers_per_node) if self.rollout.nodes else ranks + self.servers_per_node
 
     @property
     def servers_per_node(self) -> int:
-        """The number of rollout servers on each node that has any."""
-        return self.rollout.servers // (self.rollout.nodes or self.learner.nodes)
+        """The largest number of rollout and evaluation servers that are on one node."""
+        return math.ceil(self.num_servers / (self.rollout.nodes or self.learner.nodes))
 
 
 @section("checkpoint")

@@ -1,4 +1,4 @@
-"""The processes of a run, as Ray actors: buffer, rollout servers and learner ranks. ActorGroup starts and ends them.
+"""The processes of a run, as Ray actors: buffer, servers and learner ranks. ActorGroup starts and ends them.
 
 Ray carries control only: no trajectory and no weight passes through it.
 """
@@ -28,7 +28,8 @@ from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
-    from rollout_server.worker import Worker
+    from rollout_server.eval_worker import EvalWorker
+    from rollout_server.scored_player import ScoredPlayer
 
 
 class BufferActor:
@@ -74,10 +75,15 @@ class BufferActor:
 
 
 class RolloutActor:
-    """A rollout process: one rollout server and the worker that generates with it."""
+    """A rollout process: one rollout server and the worker that generates with it.
+
+    Args:
+        index: its index in `config.server_names`.
+    """
 
     def __init__(self, folder: str, config: Config, index: int) -> None:
-        self._config = enter(folder, config, f"rollout-{index}").of_server(index)
+        name = config.server_names[index]
+        self._config = enter(folder, config, name.replace("/", "-")).of_server(name)
         pin_cpus(config, index)
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
@@ -107,14 +113,17 @@ class RolloutActor:
         self._doing, self._since_s = "opens its reward, environment and tools", time.monotonic()
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 
-    def _open_worker(self, buffer_address: str) -> Worker:
-        from rollout_server.rewards.base import open_reward
-        from rollout_server.scored_player import ScoredPlayer
+    def _open_worker(self, buffer_address: str) -> EvalWorker:
         from rollout_server.worker import Worker
 
+        return Worker(self._config, self._open_player(), buffer_address)
+
+    def _open_player(self) -> ScoredPlayer:
+        from rollout_server.rewards.base import open_reward
+        from rollout_server.scored_player import ScoredPlayer
+
         reward = open_reward(self._config, self._task)
-        player = ScoredPlayer(self._config, self._index, self._engine, self._task, reward, self._tokenizer)
-        return Worker(self._config, player, buffer_address)
+        return ScoredPlayer(self._config, self._index, self._engine, self._task, reward, self._tokenizer)
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         # All that is loaded by now lives as long as the process. Otherwise full collections visit it again and again,
@@ -133,8 +142,11 @@ class RolloutActor:
     async def dump_stacks(self) -> None:
         dump_stacks()
 
-    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
-        return await self._worker.player.evaluate(version, beside_training=beside_training)
+    async def evaluate(
+        self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
+    ) -> EvaluationDone:
+        """Measure the held-out accuracy of the weights that the engine serves now; see Evaluation.run."""
+        return await self._worker.player.evaluate(version, beside_training=beside_training, part=part)
 
     async def stop(self) -> None:
         if hasattr(self, "_worker"):
@@ -143,10 +155,24 @@ class RolloutActor:
             await self._engine.aclose()
 
 
+class EvalActor(RolloutActor):
+    """The process of an evaluation server, which never asks the buffer for slots."""
+
+    def _open_worker(self, buffer_address: str) -> EvalWorker:
+        from rollout_server.eval_worker import EvalWorker
+
+        return EvalWorker(self._config, self._open_player())
+
+
+def server_class(name: str) -> type[RolloutActor]:
+    """Return the class of the process of a server, by its name in `config.server_names`."""
+    return EvalActor if name.startswith("eval") else RolloutActor
+
+
 def learner_threads(config: Config) -> dict[str, int]:
     """Return the number of threads for each Ray concurrency group of LearnerActor, by the group's name.
 
-    Each server has a thread in `join`, because all of them may wait there at once.
+    Each rollout server has a thread in `join`, because all of them may wait there at once.
     """
     return {"control": 8, "join": config.placement.rollout.servers}
 
@@ -156,7 +182,7 @@ class LearnerActor:
 
     def __init__(self, folder: str, config: Config, rank: int) -> None:
         self._config = enter(folder, config, f"learner-{rank}")
-        pin_cpus(config, config.placement.rollout.servers + rank)
+        pin_cpus(config, config.placement.num_servers + rank)
         self._rank = rank
         self._listener: socket.socket | None = None
 
@@ -198,13 +224,18 @@ class LearnerActor:
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
         """Wait, for timeouts.work_s, until a restarted server at `url` has got the weights; returns their version."""
-        self._learner.servers.join(name, url, self._config.timeouts.limit("work_s"))
+        self._learner.servers["rollout"].join(name, url, self._config.timeouts.limit("work_s"))
         return self._learner.version
 
     @ray.method(concurrency_group="control")
+    def add_eval_server(self, name: str, url: str) -> None:
+        """Let a restarted evaluation server at `url` get the version that is evaluated next."""
+        self._learner.servers["eval"].add(name, url)
+
+    @ray.method(concurrency_group="control")
     def evaluated(self) -> None:
-        """Tell the learner that the evaluation which was due has ended, so that a push that waits for it may go on."""
-        self._learner.evaluations.ended()
+        """Tell the learner that the evaluation which was due has ended, so that whoever waits for it may go on."""
+        self._learner.evaluations.schedule.ended()
 
     @ray.method(concurrency_group="control")
     def move_depth(self, slots: int, reason: str) -> None:
@@ -213,7 +244,7 @@ class LearnerActor:
 
     @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None:
-        self._learner.servers.leave(name)
+        self._learner.servers[name.partition("/")[0]].leave(name)
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
@@ -271,12 +302,12 @@ def share_of_cores(config: Config, number: int, cores: list[int]) -> list[int]:
     """Return those of `cores` that process `number` gets; all get equally many. ConfigError: less than one each.
 
     Args:
-        number: index of the process, counted over all rollout servers and then all learner ranks.
+        number: index of the process, counted over all servers and then all learner ranks.
     """
-    processes = config.placement.rollout.servers + config.placement.learner.ranks
+    processes = config.placement.num_servers + config.placement.learner.ranks
     size = len(cores) // processes
     check(
         size >= 1, "placement.pin_cpus", True, f"false on a host with {len(cores)} cores for {processes} processes",
-        "Lower placement.rollout.servers or placement.learner.ranks.",
+        "Lower placement.rollout.servers, placement.eval.servers or placement.learner.ranks.",
     )
     return cores[number * size : (number + 1) * size]

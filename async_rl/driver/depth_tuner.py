@@ -55,13 +55,13 @@ class DepthTuner:
 
         Args:
             servers: the number of rollout servers that are up.
-            is_evaluating: whether an evaluation runs beside training.
+            is_evaluating: whether a rollout server makes an evaluation.
         """
         controller, log = self._controller, self._log
         match report:
             case WorkerReport():
                 controller.add_groups(report.groups)
-            case EvaluationDue() | ServersLost():
+            case EvaluationDue(servers=()) | ServersLost():
                 self._is_disturbed = True
             case DepthMoved():
                 depth = report.slots / self._config.fresh_per_step - 1

@@ -127,7 +127,8 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
 def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
     """Return how many of the servers that the run starts share a GPU; 1: none does."""
     shared = [part.gpus_of for part in parts if part.gpus <= 1]
-    return max((sum(n.startswith("rollout") and gpus > 0 for n, gpus in of.items()) for of in shared), default=1) or 1
+    counts = [sum(n.startswith(("rollout", "eval")) and gpus > 0 for n, gpus in gpus_of.items()) for gpus_of in shared]
+    return max(counts, default=1) or 1
 
 
 def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
@@ -189,7 +190,7 @@ def open_ray(config: Config) -> Iterator[None]:
             ) from None
     else:
         ray.init(
-            address="local", include_dashboard=False, num_cpus=1 + placement.rollout.servers + placement.learner.ranks,
+            address="local", include_dashboard=False, num_cpus=1 + placement.num_servers + placement.learner.ranks,
             object_store_memory=128 * 2**20,  # only reports travel through it
             **quiet,
         )

@@ -69,7 +69,8 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
     if not config.rollout.server_url:
         for name in config.engine_entries:
-            checks_model = partial(check_model, config.of_server(config.engines.index(name)))
+            server = config.server_names[config.engines.index(name)]
+            checks_model = partial(check_model, config.of_server(server))
             checks.append(PreflightCheck("rollout.engine", name, checks_model, MODEL, everywhere=True))
     for name, entry in config.engine_entries.items():
         what = "how the learner updates servers"
@@ -108,6 +109,8 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 
     placement, keys = config.placement, config.network.keys
     processes = f"{placement.learner.ranks} learner rank(s), {placement.rollout.servers} rollout server(s)"
+    if placement.eval.servers:
+        processes += f", {placement.eval.servers} evaluation server(s)"
     checks = [
         PreflightCheck("placement", processes, lambda: _check_placement(config)),
         PreflightCheck("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config)),
@@ -205,7 +208,7 @@ def _check_reward(config: Config, task: Task) -> None:
 def _check_placement(config: Config) -> list[str]:
     check_gpu_driver()
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
-    wanted = learner.ranks + rollout.servers * rollout.tp
+    wanted = learner.ranks + config.placement.num_servers * rollout.tp
     check(
         rollout.tp == 1 or gpus >= wanted or bool(config.rollout.server_url), "placement.rollout.tp", rollout.tp,
         f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
@@ -216,8 +219,9 @@ def _check_placement(config: Config) -> list[str]:
     if processes <= cores or config.placement.pin_cpus:
         return []
     return [
-        f"placement: {processes} learner ranks and rollout servers share {cores} cores, so they take turns, and the "
-        "start may take longer than timeouts.startup_s. Lower placement.learner.ranks or placement.rollout.servers."
+        f"placement: {processes} learner ranks and servers share {cores} cores, so they take turns, and the start may "
+        "take longer than timeouts.startup_s. Lower placement.learner.ranks, placement.rollout.servers or "
+        "placement.eval.servers."
     ]
 
 

@@ -75,18 +75,21 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     with_learner, per_rank = rollout.nodes == 0, _gpus_per_rank(config, gpus_there)
-    of_server = per_rank * _gpus_of_servers(config) / rollout.servers
+    of_server = per_rank * _gpus_of_servers(config) / placement.num_servers
+    counts = {"rollout": rollout.servers, "eval": placement.eval.servers}
+
+    def servers(nodes: int, node: int) -> dict[str, float]:
+        return {f"{pool}/{i}": of_server for pool, count in counts.items() for i in _part(count, nodes, node)}
+
     result = []
     for node in range(learner.nodes):
         ranks = _part(learner.ranks, learner.nodes, node)
-        servers = _part(rollout.servers, learner.nodes, node) if with_learner else range(0)
         processes = {"buffer": 0.0} if node == 0 else {}
-        processes |= {f"rollout/{i}": of_server for i in servers}
+        processes |= servers(learner.nodes, node) if with_learner else {}
         processes |= {f"learner/{r}": per_rank for r in ranks}
         result.append(_demand(processes, learner.resource, placement.colocated))
     for node in range(rollout.nodes):
-        servers = _part(rollout.servers, rollout.nodes, node)
-        result.append(_demand({f"rollout/{i}": of_server for i in servers}, rollout.resource, False))
+        result.append(_demand(servers(rollout.nodes, node), rollout.resource, False))
     return result
 
 
@@ -107,10 +110,11 @@ def _gpus_per_rank(config: Config, gpus_there: float) -> float:
         return 0.0
     check(
         gpus_there == learner.ranks == rollout.tp == placement.num_nodes == 1, "placement",
-        f"{learner.ranks} learner rank(s) and {rollout.servers} server(s) of {rollout.tp} GPU(s)",
+        f"{learner.ranks} learner rank(s) and {placement.num_servers} server(s) of {rollout.tp} GPU(s)",
         f"what {gpus_there:g} GPU(s) have room for",
         "The GPU of a single host may be shared by one rank and all servers, several only by pairs: set "
-        "placement.colocated: true. Or lower placement.learner.ranks, placement.rollout.servers or tp; "
+        "placement.colocated: true. Or lower placement.learner.ranks, placement.rollout.servers or tp, or "
+        "placement.eval.servers; "
         "CUDA_VISIBLE_DEVICES= runs all on the CPU.",
     )
     return int(100 / wanted) / 100
@@ -118,12 +122,12 @@ def _gpus_per_rank(config: Config, gpus_there: float) -> float:
 
 def _gpus_of_servers(config: Config) -> int:
     """Return the number of GPUs of the servers that the run starts; 0 if rollout.server_url names a running one."""
-    return 0 if config.rollout.server_url else config.placement.rollout.servers * config.placement.rollout.tp
+    return 0 if config.rollout.server_url else config.placement.num_servers * config.placement.rollout.tp
 
 
 def _demand(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> HostDemand:
     parts = []
-    for kind, noun in (("learner", "learner rank"), ("rollout", "server")):
+    for kind, noun in (("learner", "learner rank"), ("rollout", "server"), ("eval", "evaluation server")):
         of_kind = [gpus for name, gpus in gpus_of.items() if name.startswith(kind)]
         if of_kind:
             parts.append(f"{len(of_kind)} {noun}{'s' if len(of_kind) != 1 else ''} x {of_kind[0]:g}")

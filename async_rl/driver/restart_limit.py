@@ -1,4 +1,4 @@
-"""Limits how often the driver restarts a rollout server."""
+"""Limits how often the driver restarts a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError, We
 
 
 class RestartLimit:
-    """Counts the deaths of each rollout server since the last step."""
+    """Counts the deaths of each server since the last step."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -17,12 +17,13 @@ class RestartLimit:
 
     def count(self, name: str, error: AsyncRLError) -> None:
         """Count a death. Raise `error`, by which the server was lost, if a restart can't mend it, if staleness.mode is
-        exact, or if the server has died more than placement.rollout.max_restarts times since the last step.
+        exact and its groups are lost, or if it has died more than placement.rollout.max_restarts times since the last
+        step.
         """
         self._deaths[name] += 1
         limit = self._config.placement.rollout.max_restarts
         is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
-        if not is_mendable or self._config.staleness.mode == "exact":
+        if not is_mendable or (self._config.staleness.mode == "exact" and name.startswith("rollout")):
             raise error
         if self._deaths[name] > limit:
             often = f"\nIt died {limit + 1} times since the last step (placement.rollout.max_restarts)."

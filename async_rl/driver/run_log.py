@@ -58,6 +58,8 @@ class RunLog:
         """The policy version of the last step that was logged."""
         self.ended = ""
         """The reason for which training ended before run.steps; empty if it did not."""
+        self._num_skipped_evals = 0
+        """The number of versions of which an evaluation beside training was due and is not made."""
         self._num_failed = 0
         """The number of groups that were dropped because a reward failed."""
         self._best_values: dict[int, float] = {}
@@ -85,7 +87,9 @@ class RunLog:
         """The steps of learner/0 that are not logged yet."""
         self._clocks = HostClocks()
         self._from_workers: list[Metric] = []
-        self._reported_until_s = {f"rollout/{i}": 0.0 for i in range(config.placement.rollout.servers)}
+        self._awaited = {name for name in config.server_names if name.startswith("rollout")}
+        """The processes of which a step waits for the spans; the evaluation servers work beside the steps."""
+        self._reported_until_s = dict.fromkeys(self._awaited, 0.0)
         self._lost_s: dict[str, float] = {}
         """[process] time.monotonic() at which a rollout process was lost that is not back yet."""
         self._reported_steps = {f"learner/{rank}": 0 for rank in range(config.placement.learner.ranks)}
@@ -140,7 +144,8 @@ class RunLog:
                     self.logger.note(text)
                 newest_s = max((span.end_s for span in spans), default=0.0)
                 waited_for = self._reported_until_s.get(process)
-                if waited_for is not None or newest_s >= (self.step_ends_s or [0.0])[-1]:
+                is_back = process in self._awaited and newest_s >= (self.step_ends_s or [0.0])[-1]
+                if waited_for is not None or is_back:
                     self._reported_until_s[process] = max(waited_for or 0.0, newest_s)
         self._close_steps()
 
@@ -149,14 +154,19 @@ class RunLog:
         self._from_workers.extend(metrics)
 
     def lost(self, process: str) -> None:
-        """Log steps without waiting for the spans of a rollout process that died, until it reports again."""
+        """Log steps without waiting for the spans of a server that died, until it reports again."""
         self._reported_until_s.pop(process, None)
         self._lost_s.setdefault(process, time.monotonic())
         self._close_steps()
 
-    def restarted(self, process: str, version: int) -> None:
-        """Note that a rollout process works again, with the weights of `version`, and record the time without it."""
-        self.logger.note(f"{process} is back, with the weights of version {version}")
+    def restarted(self, process: str, version: int | None) -> None:
+        """Note that a server works again, and record the time without it.
+
+        Args:
+            version: the version of its weights; None: it gets the one that is evaluated next.
+        """
+        weights = f"with the weights of version {version}" if version is not None else "for the next evaluation"
+        self.logger.note(f"{process} is back, {weights}")
         back_s = time.monotonic()
         self._add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
 
@@ -185,15 +195,27 @@ class RunLog:
         """Whether a step is not logged yet, because reports of some process are missing."""
         return bool(self._pending)
 
-    def add_eval(self, report: EvaluationDone) -> None:
-        """Log the metrics of an evaluation in a record of its own, and prune checkpoints: the best are kept."""
-        self._add_usage(report)
-        values = reduce_metrics(m for m in report.metrics if m.key.startswith("eval/"))
+    def add_eval(self, *reports: EvaluationDone) -> None:
+        """Log the metrics of an evaluation in a record of its own, and prune checkpoints: the best are kept.
+
+        Args:
+            reports: those of all parts of the evaluation.
+        """
+        for report in reports:
+            self._add_usage(report)
+        values = reduce_metrics(m for report in reports for m in report.metrics if m.key.startswith("eval/"))
         if values:
-            self._note_values(report.version, values)
+            version = reports[0].version
+            self._note_values(version, values)
             self._prune()
-            self.logger.log_eval(report.version, values)
+            self.logger.log_eval(version, values)
             self._evals_to_tell |= values
+
+    def skipped_eval(self, version: int, reason: str) -> None:
+        """Say and count that a version stays without the evaluation that was due."""
+        self._num_skipped_evals += 1
+        self.logger.note(f"version {version} is not evaluated: {reason}")
+        self.add_metrics([Metric("eval/skipped", float(self._num_skipped_evals), "last")])
 
     def _add_usage(self, report: TimedReport) -> list[Span]:
         """Keep the spans and samples of a report; returns the spans in times of the driver's clock."""
@@ -308,6 +330,8 @@ class RunLog:
             "pause_ms": (figures.get("push/pause_s") or 0.0) * 1e3,
             "buffer": buffer_counters,
         }
+        if self._num_skipped_evals:
+            summary["skipped_evaluations"] = self._num_skipped_evals
         if self._num_failed:
             summary["failed_groups"] = self._num_failed
         if self.ended:

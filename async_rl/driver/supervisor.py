@@ -1,8 +1,8 @@
 """The driver's supervision of a run: one asyncio task reads the reports of each process, one looks for hanging ones.
 
     event                                       the driver's action
-    a rollout server or its worker dies         restarts both, see Supervisor._restart
-    a weight push drops a rollout server        restarts the server and its worker
+    a server or its worker dies                 restarts both, see Supervisor._restart
+    a weight push drops a server                restarts the server and its worker
     the buffer's process dies                   starts a new one from the journal; without a journal the run ends
     a learner rank fails or dies                ends the run with one error that names it, its host and its last log
     a process does not answer                   treats it as dead after timeouts.silent_s; a buffer with a journal
@@ -21,21 +21,22 @@ from ray.actor import ActorHandle
 
 from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.actors import RolloutActor
+from async_rl.driver.actors import server_class
 from async_rl.driver.depth_tuner import DepthTuner
+from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.restart_limit import RestartLimit
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.watchdog import Watchdog
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
-from async_rl.messages.reports import EvaluationDue, LearnerReport, ServersLost, StepDone
+from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
 
 GRACE_S = 3.0
 """Time to wait after a learner rank fails: if a peer's death is the cause, that is known by then and ends the run."""
 
 
 class ServerLostError(Exception):
-    """A rollout server is lost and may be restarted; `args[0]` is the AsyncRLError that says why."""
+    """A server is lost and may be restarted; `args[0]` is the AsyncRLError that says why."""
 
 
 ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
@@ -43,7 +44,7 @@ ReviveBuffer = Callable[[ProcessKilledError], Coroutine[Any, Any, None]]
 
 
 class Supervisor:
-    """Collects the reports of all processes until training ends, and restarts rollout servers and buffers that die."""
+    """Collects the reports of all processes until training ends, and restarts servers and buffers that die."""
 
     def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
         self._config = config
@@ -54,13 +55,13 @@ class Supervisor:
         self._reasons: dict[str, AsyncRLError] = {}
         """The reason why a process was declared lost, until its `_until_lost` raises it."""
         self._running: set[str] = set()
-        """The rollout servers that generate; the others are being restarted."""
+        """The servers that work; the others are being restarted."""
         self._urls: dict[str, str] = {}
-        """The URLs of the rollout servers that were restarted."""
+        """The URLs of the servers that were restarted."""
         self._restarts = RestartLimit(config)
         self._streams: dict[str, Any] = {}
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
-        self._evaluations: set[asyncio.Task[None]] = set()
+        self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
         self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
 
@@ -74,9 +75,14 @@ class Supervisor:
         finally:
             signals.is_heeded = True
 
+    @property
+    def _rollouts(self) -> list[str]:
+        """The rollout servers that work."""
+        return sorted(name for name in self._running if name.startswith("rollout"))
+
     async def _train(self, signals: StopSignals) -> None:
         names = list(self._processes.actors)
-        servers = [name for name in names if name.startswith("rollout")]
+        servers = [name for name in names if name in self._config.server_names]
         self._learning = {name for name in names if name.startswith("learner")}
         self._buffer: ActorHandle | None = self._processes.actors["buffer"]
         self._changed = asyncio.Condition()
@@ -96,8 +102,7 @@ class Supervisor:
                     await self._tuner.tell_outlook()
                 limit = self._config.timeouts.limit("startup_s")
                 await self._wait_until(lambda: not self._log.has_open_steps, limit, "the rollout servers' last reports")
-                while self._evaluations:
-                    await asyncio.wait(self._evaluations)  # no time limit: `_evaluate` has one
+                await self._evaluations.wait()
                 for task in background:
                     task.cancel()
 
@@ -112,8 +117,8 @@ class Supervisor:
         self._learning.discard(name)
 
     async def _keep_server(self, name: str) -> None:
-        """Log the reports of a rollout server, and restart it each time it is lost, as often as may be."""
-        life = self._generate(name)
+        """Log the reports of a server, and restart it each time it is lost, as often as may be."""
+        life = self._serve(name)
         while True:
             try:
                 await self._until_lost(name, life)
@@ -127,28 +132,32 @@ class Supervisor:
             life = self._restart(name)
 
     async def _restart(self, name: str) -> None:
-        """Restart a lost rollout server, wait for a push of the learner's weights to it, and log its reports.
+        """Restart a lost server, wait for a push of the learner's weights to a rollout server, and log its reports.
 
         If a process dies during the restart:
             this server     ServerLostError is raised, and `_keep_server` restarts the server once more
             the buffer      `_abandon` asks the next one; `connect` only opens a socket, which reaches the next one too
             the learner     `_follow_learner` ends the run, which cancels the restart
         """
-        timeouts = self._config.timeouts
-        num_groups = await self._abandon(name)
-        whither = "go to other servers" if self._running else "wait until a server is back: no other one runs"
-        self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
-        actor = self._processes.start(name, RolloutActor, self._config, int(name.partition("/")[2]))
+        timeouts, has_groups = self._config.timeouts, name.startswith("rollout")
+        if has_groups:
+            num_groups = await self._abandon(name)
+            whither = "go to other servers" if self._rollouts else "wait until a server is back: no other one runs"
+            self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
+        index = self._config.server_names.index(name)
+        actor = self._processes.start(name, server_class(name), self._config, index)
         self.watchdog.begin(name)
         url = self._urls[name] = await self._call_server(
             name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
         )
-        await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
+        if has_groups:
+            await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
         connecting = actor.connect.remote(self._buffer_address)
         await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
-        version = await self._join(name, url)
-        self._log.restarted(name, version)
-        await self._generate(name)
+        self._log.restarted(name, await self._join(name, url) if has_groups else None)
+        if not has_groups:  # it gets the version that is evaluated next, and no push is made for it
+            self._processes.actors["learner/0"].add_eval_server.remote(name, url)
+        await self._serve(name)
 
     async def _abandon(self, name: str) -> int:
         """Have the buffer fail the running groups of a dead server, so that others get the prompts; returns a count."""
@@ -175,8 +184,8 @@ class Supervisor:
         except WeightSyncError as error:  # the push failed at the server; another error is the learner's
             raise ServerLostError(error) from None
 
-    async def _generate(self, name: str) -> None:
-        """Have a server generate, and log its reports, until it is lost, which raises ServerLostError."""
+    async def _serve(self, name: str) -> None:
+        """Have a server work, and log its reports, until it is lost, which raises ServerLostError."""
         self._running.add(name)
         try:
             await self._read_reports(name)
@@ -233,8 +242,7 @@ class Supervisor:
         )
         for name in self._learning:
             self._processes.actors[name].stop.remote()
-        for evaluation in self._evaluations:
-            evaluation.cancel()
+        self._evaluations.cancel()
         await asyncio.sleep(limit_s)
         raise KeyboardInterrupt(f"no checkpoint within {limit_s:.0f} s of the interrupt (timeouts.interrupt_s)")
 
@@ -242,7 +250,7 @@ class Supervisor:
         """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.
 
         Raises:
-            ServerLostError: `name` is a rollout server that was declared lost.
+            ServerLostError: `name` is a server that was declared lost.
             AsyncRLError: the reason for which another process was declared lost, or an error of `life`.
         """
         task = self._lives[name] = asyncio.create_task(life)
@@ -251,7 +259,7 @@ class Supervisor:
         except asyncio.CancelledError:
             if (reason := self._reasons.pop(name, None)) is None:
                 raise
-            raise ServerLostError(reason) if name.startswith("rollout") else reason from None
+            raise ServerLostError(reason) if name in self._config.server_names else reason from None
 
     def _declare_lost(self, name: str, error: AsyncRLError) -> None:
         """Treat a process as dead though no call to it failed: cancel its `life`; `_until_lost` then raises `error`."""
@@ -279,8 +287,10 @@ class Supervisor:
             self._log.add(name, report)
             if name == "learner/0":
                 self._on_learner_report(report)
-            if self._tuner and (decision := self._tuner.add(report, len(self._running), bool(self._evaluations))):
-                self._tasks.create_task(decision)
+            if self._tuner:
+                disturbs = self._evaluations.take_from_training
+                if decision := self._tuner.add(report, len(self._rollouts), disturbs):
+                    self._tasks.create_task(decision)
             await self._notify()
 
     def _on_learner_report(self, report: LearnerReport) -> None:
@@ -297,33 +307,9 @@ class Supervisor:
                             f"{self._processes.log_tail(name)}"
                         ))
             case EvaluationDue():
-                evaluation = self._tasks.create_task(self._evaluate(report.version))
-                self._evaluations.add(evaluation)
-                evaluation.add_done_callback(self._evaluations.discard)
-
-    async def _evaluate(self, version: int) -> None:
-        """Have one rollout server evaluate `version` while training goes on, and log the result.
-
-        If the server dies, another one is asked. After timeouts.work_s, the version stays without an evaluation.
-        """
-        limit = self._config.timeouts.limit("work_s")
-        while self._running:
-            name = min(self._running)
-            actor: Any = self._processes.actors[name]
-            call = actor.evaluate.remote(version, beside_training=True)
-            try:
-                report = await self._processes.call(name, call, limit, f"the evaluation of version {version}")
-                self._log.add_eval(report)
-                break
-            except WaitTimeoutError as error:
-                self._log.logger.note(f"version {version} is not evaluated: {str(error).splitlines()[0]}")
-                break
-            except ProcessDiedError as error:
-                if self._processes.actors.get(name) is actor:
-                    self._declare_lost(name, error)
-        else:
-            self._log.logger.note(f"version {version} is not evaluated: no rollout server is up")
-        self._processes.actors["learner/0"].evaluated.remote()
+                self._evaluations.begin(report, self._tasks)
+            case EvaluationSkipped():
+                self._log.skipped_eval(report.version, report.reason)
 
     def _remove_server(self, name: str) -> None:
         self.watchdog.forget(name)
@@ -332,10 +318,11 @@ class Supervisor:
         self._processes.kill(name)
 
     def end_restarts(self) -> list[str]:
-        """After training, kill the servers that are still being restarted; returns the names of those that work."""
-        for name in [n for n in self._processes.actors if n.startswith("rollout") and n not in self._running]:
+        """After training, kill the servers that are still being restarted; returns the rollout servers that work."""
+        names = self._config.server_names
+        for name in [n for n in self._processes.actors if n in names and n not in self._running]:
             self._remove_server(name)
-        return sorted(self._running)
+        return self._rollouts
 
     def give_up(self, error: BaseException) -> None:
         """Write into status.json that the run ends by `error`; if that is a timeout, all processes log their stacks."""

@@ -56,9 +56,19 @@ class ServersLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDue:
-    """Every server serves `version`, and a held-out evaluation of this version is due."""
+    """Every rollout server serves `version`, and a held-out evaluation of this version is due."""
 
     version: int
+    servers: tuple[str, ...] = ()
+    """The evaluation servers that make it: they serve this version until it ends. Empty: a rollout server makes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSkipped:
+    """A held-out evaluation of `version` was due, and is not made."""
+
+    version: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,5 +123,5 @@ class EvaluationDone(TimedReport):
     metrics: tuple[Metric, ...] = ()
 
 
-LearnerReport = StepDone | ServersLost | EvaluationDue | DepthMoved | TrainingEnded
+LearnerReport = StepDone | ServersLost | EvaluationDue | EvaluationSkipped | DepthMoved | TrainingEnded
 Report = LearnerReport | WorkerReport

@@ -21,7 +21,7 @@ class EngineEntry:
     """A rollout engine: its code and what it can do. rollout_server/engines/base.py describes the code."""
 
     open: Code
-    """(config, index of the server, folder for its logs) -> `Engine` that is not started yet."""
+    """(config, index in config.server_names, folder for its logs) -> `Engine` that is not started yet."""
     open_admin: Code
     """(config, base URL of a server) -> `ServerAdmin`, by which the learner pauses, updates and resumes it."""
     update_policies: tuple[str, ...]

@@ -16,7 +16,7 @@ WORKER_S_PER_GROUP, WORKER_S_PER_TOKEN = 1400e-6, 0.22e-6
 DRIVER_S_PER_REPORT = 0.73e-3
 """CPU time of the driver for a worker's report: 0.13 ms for its log, 0.6 ms for Ray's stream."""
 REPORTS_PER_S, MOST_REPORTS_PER_S = 2.0, 200.0
-"""The reports of one worker, and of all together (rollout_server/worker.py)."""
+"""The reports of one worker, and of all together (rollout_server/eval_worker.py)."""
 BYTES_PER_TOKEN = 13.0
 """Token, logprob, version and mask of a trained token in a group's message."""
 

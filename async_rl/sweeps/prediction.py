@@ -214,7 +214,7 @@ def rules_of(run: Run) -> Workload:
             f"no prediction for {run.folder}: a few long episodes of several turns decide how long a batch takes, and "
             "the simulator knows only the mean and spread of groups. Measure the bounds with `async-rl sweep`"
         )
-    if config["eval"]["pin_version"]:
+    if config["eval"]["pin_version"] and not config["placement"].get("eval", {}).get("servers"):
         raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
     return Workload(

@@ -1,11 +1,13 @@
 """Accounting of time: computes the share of time that each pool spent in each state from the spans of its work.
 
-Pools are named `learner/<rank>` and `rollout/<index>`. Every instant of a pool counts as exactly one state, so the
-shares of a pool add up to 1. Times are in seconds of `time.monotonic()`, which is the same for all processes of a host.
+Pools are named `learner/<rank>`, `rollout/<index>` and `eval/<index>`. Every instant of a pool counts as exactly one
+state, so the shares of a pool add up to 1. Times are in seconds of `time.monotonic()`, which is the same for all
+processes of a host.
 
 The definition of busy, for measurements and predictions:
     learner   the rank computes an update
     rollout   at least one group is in flight (granted, and not yet in the buffer), and no push delays it
+    eval      a held-out evaluation is going on, and no push delays it
 The occupancy of a busy rollout pool, its running requests over its slots, is a Sample and not a state.
 """
 

@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["PushReport", "WeightPublisher", "open_publisher"]
 
 
-def open_publisher(config: Config, engine_urls: list[str], rank: int, device: torch.device) -> WeightPublisher:
-    """Return the publisher of weight_sync.transport, by which every learner rank pushes weights to the servers.
+def open_publisher(
+    config: Config, engine_urls: list[str], rank: int, device: torch.device, pool: str = "rollout"
+) -> WeightPublisher:
+    """Return the publisher of weight_sync.transport, by which every learner rank pushes weights to servers.
 
     The driver, which knows the placement, has replaced `auto`. Without a driver, `auto` gives the transport for learner
     and server on one device.
+
+    Args:
+        engine_urls: URLs of the servers `pool`/0, `pool`/1, ...
     """
     transport = config.weight_sync.transport_entry or TRANSPORTS[
         choose_transport(config.engine_entries.values(), device.type, one_device=True, own_gpus=False)
     ]
     publisher: WeightPublisher = transport.load()(config, engine_urls, rank, device)
+    publisher.servers = {f"{pool}/{number}": url for number, url in enumerate(engine_urls)}
     return publisher

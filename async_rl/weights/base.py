@@ -33,7 +33,7 @@ class PushReport:
     """Time for which the servers were paused."""
     num_bytes: int = 0
     spans: tuple[Span, ...] = ()
-    """The pause as a span of state `sync` for each server's pool `rollout/<index>`."""
+    """The pause as a span of state `sync` for each server's pool."""
     lost: tuple[str, ...] = ()
     """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
     cause: str = ""
@@ -123,7 +123,7 @@ class WeightPublisher(ABC):
         """Return the ServerAdmin, of the engine's class, that pauses, updates and resumes the server `name`."""
         key = (name, self.servers[name])
         if key not in self._admins:
-            config = self.config.of_server(int(name.removeprefix("rollout/")))
+            config = self.config.of_server(name)
             self._admins[key] = config.rollout.engine_entry.load_admin()(config, self.servers[name])
         return self._admins[key]
 

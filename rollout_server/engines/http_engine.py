@@ -21,7 +21,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ProcessDiedError
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
-from rollout_server.engines.base import GenerationRequest, SampledReply, check_prompt
+from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply, check_prompt
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.server_process import ServerProcess
 
@@ -35,12 +35,15 @@ class HttpEngine(ABC):
         self.url = ""
         self.vocab_size = 0
         self._config = config
-        self._name = f"{program} server rollout/{index}"
-        self._log_file = log_dir / f"{program.lower()}-rollout-{index}.log"
+        name = config.server_names[index]
+        self._name = f"{program} server {name}"
+        self._log_file = log_dir / f"{program.lower()}-{name.replace('/', '-')}.log"
         self._server: ServerProcess | None = None
         """The server process; None if the run uses the server at rollout.server_url."""
         self._resubmits = config.weight_sync.on_update == "abort"
         self._attempts = itertools.count()
+        self._newest = 0
+        """The newest start version of a request so far."""
         self._cancelled: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
@@ -86,6 +89,15 @@ class HttpEngine(ABC):
     @abstractmethod
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         """Return (path, body) of the POST request that ends a request on the server."""
+
+    def _priority(self, request: GenerationRequest) -> int:
+        """Return the priority of a request at the server, which is to begin with lower ones first.
+
+        The groups with the nearest deadline go first. An evaluation, which has none, comes after all groups that were
+        admitted by now. It comes before those of later versions, as it would wait for ever at a server that is full.
+        """
+        self._newest = max(self._newest, request.start_version)
+        return self._newest + 1 if request.purpose is Purpose.EVALUATION else request.start_version
 
     async def _post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], key: str) -> Any:
         """Send requests for replies, and return the JSON of the response. If cancelled, end them on the server.

@@ -164,7 +164,7 @@ def test_more_processes_than_cores_are_a_caution(
     assert check_inputs(config) == []
     crowded = dataclasses.replace(config, placement=PlacementConfig(learner=LearnerPlacement(ranks=8)))
     (caution,) = check_inputs(crowded)
-    assert caution.startswith("placement: 9 learner ranks and rollout servers share 2 cores, so they take turns")
+    assert caution.startswith("placement: 9 learner ranks and servers share 2 cores, so they take turns")
 
 
 def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_path: Path) -> None:

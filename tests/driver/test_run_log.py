@@ -13,6 +13,7 @@ from async_rl.config import (
     CheckpointConfig,
     Config,
     EvalConfig,
+    EvalPlacement,
     LearnerPlacement,
     LoggingConfig,
     ModelConfig,
@@ -30,12 +31,17 @@ from async_rl.telemetry.timeline import Sample, Span, State, Usage
 from tests.kit.runs import logged
 
 
-def make_log(tmp_path: Path, servers: int = 1, ranks: int = 1, resume: str = "", **sections: Any) -> RunLog:
+def make_log(
+    tmp_path: Path, servers: int = 1, ranks: int = 1, resume: str = "", evals: int = 0, **sections: Any
+) -> RunLog:
     return RunLog(
         Config(
             model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
             run=RunConfig(name="r", dir=str(tmp_path), resume=resume), logging=LoggingConfig(wandb="disabled"),
-            placement=PlacementConfig(learner=LearnerPlacement(ranks=ranks), rollout=RolloutPlacement(servers=servers)),
+            placement=PlacementConfig(
+                learner=LearnerPlacement(ranks=ranks), rollout=RolloutPlacement(servers=servers),
+                eval=EvalPlacement(servers=evals),
+            ),
             **sections,
         )
     )
@@ -62,6 +68,23 @@ def test_a_step_is_logged_once_the_rollout_pool_has_reported_beyond_its_end(tmp_
     second = lines(tmp_path)[1]
     assert second["utilisation/learner"] == 1.0
     assert second["utilisation/rollout"] == 0.5  # busy for 5 of the 10 seconds
+    log.close()
+
+
+def test_a_step_waits_for_no_evaluation_server_and_counts_skipped_versions(tmp_path: Path) -> None:
+    log = make_log(tmp_path, evals=1, eval=EvalConfig(every_steps=1))
+    for step in (1, 2):
+        log.add("eval/0", WorkerReport(spans=(Span("eval/0", "busy", 0.0, 1.0),)))
+        log.add("learner/0", learner_step(step, step * 10.0 - 10, step * 10.0))
+        log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", step * 10.0 - 10, step * 10.0 + 1),)))
+        log.skipped_eval(step, "the evaluation before it is still running")
+    log.lost("eval/0")
+    log.add("eval/0", WorkerReport(spans=(Span("eval/0", "busy", 21.0, 22.0),)))
+    log.add("learner/0", learner_step(3, 20.0, 30.0))
+    log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", 21.0, 31.0),)))
+    assert not log.has_open_steps
+    assert [line.get("eval/skipped") for line in lines(tmp_path)] == [None, 1.0, 2.0]
+    assert log.summary({})["skipped_evaluations"] == 2
     log.close()
 
 

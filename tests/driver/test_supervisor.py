@@ -26,12 +26,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 @pytest.fixture
 def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervision, "RolloutActor", Rollout)
+    monkeypatch.setattr(supervision, "server_class", lambda _: Rollout)
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
     runs: list[FakeRun] = []
 
-    def start(servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, **more_s: float) -> FakeRun:
-        runs.append(FakeRun(tmp_path, servers, ranks, TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)))
+    def start(
+        servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, evals: int = 0, **more_s: float
+    ) -> FakeRun:
+        timeouts = TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)
+        runs.append(FakeRun(tmp_path, servers, ranks, timeouts, evals))
         return runs[0]
 
     yield start
@@ -118,6 +121,30 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_r
     line = next(line for line in format_status(run.config.run_dir).splitlines() if line.startswith("learner/0"))
     assert line.split()[:7] == ["learner/0", "10.0.0.9", "waits", "for", "a", "batch", "buffer"]
     assert line.split()[-2:] == ["1800", "s"]
+
+
+def test_an_evaluation_server_that_dies_costs_its_evaluation_and_no_step(start_run: Any) -> None:
+    run = start_run(evals=1)
+    run.tell("rollout-0-answers", "rollout-1-dies when asked")
+    thread = ends_when(run, lambda: "eval/0 is back, for the next evaluation" in run.notes and run.log.version > 10)
+    supervisor = run.train()
+    thread.join(5)
+    assert "version 3 is not evaluated: no evaluation server that serves it is up" in run.notes
+    assert any(note.startswith("eval/0 is lost, and started again: eval/0 on 10.0.0.9 died") for note in run.notes)
+    assert not any("running groups" in note for note in run.notes), "it had none"
+    events = (run.folder / "events").read_text().splitlines()
+    assert events == ["eval/0 connected", "eval/0 gets the next evaluation at http://new"]
+    assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
+    assert not (run.folder / "rollout-0-evaluates").exists()
+    assert supervisor.end_restarts() == ["rollout/0"]
+    assert run.log.summary({})["skipped_evaluations"] == 1
+
+
+def test_an_evaluation_server_that_dies_again_and_again_ends_the_run(start_run: Any) -> None:
+    run = start_run(evals=1)
+    run.tell("rollout-0-answers", "rollout-1-dies", "learner-0-hangs")
+    with pytest.raises(ProcessKilledError, match=r"(?s)eval/0 on .*It died 2 times since the last step"):
+        run.train()
 
 
 def test_a_live_server_that_a_push_dropped_is_started_again_once(start_run: Any) -> None:

@@ -98,7 +98,7 @@ def _evaluate(engine: EngineInThread, worker: Worker, learner: Learner, version:
 
     async def evaluate() -> None:
         result.evals[version] = reduce_metrics((await worker.player.evaluate(version, beside_training=True)).metrics)
-        learner.evaluations.ended()
+        learner.evaluations.schedule.ended()
 
     return asyncio.run_coroutine_threadsafe(evaluate(), engine._loop)
 

@@ -37,7 +37,7 @@ class FakeProcess:
     """A process that does what files in the working directory tell it to do."""
 
     def __init__(self, folder: str, config: Config, index: int = 0) -> None:
-        self._folder, self._index = Path(folder), index
+        self._folder, self._index, self._config = Path(folder), index, config
 
     def told(self, what: str) -> bool:
         return (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").exists()
@@ -88,20 +88,25 @@ class Rollout(FakeProcess):
         return "http://new"
 
     async def connect(self, address: str) -> None:
-        self.note(f"rollout/{self._index} connected")
+        self.note(f"{self._config.server_names[self._index]} connected")
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         start_s = time.monotonic()
         while True:
             await asyncio.sleep(0.05)
             self.obey()
-            yield WorkerReport(spans=(Span(f"rollout/{self._index}", "busy", start_s, time.monotonic()),))
+            span = Span(self._config.server_names[self._index], "busy", start_s, time.monotonic())
+            yield WorkerReport(spans=(span,))
 
     async def status(self) -> Status:
         return Status(doing="generates 7 groups", waits_on="its engine", since_s=time.monotonic())
 
-    async def evaluate(self, version: int, *, beside_training: bool) -> EvaluationDone:
+    async def evaluate(
+        self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
+    ) -> EvaluationDone:
         self.tell("evaluates")
+        if self.told("dies when asked"):
+            os._exit(9)
         if self.told("hangs when asked"):
             (self._folder / f"rollout-{self._index}-hangs when asked").unlink()
             time.sleep(1000)
@@ -121,7 +126,8 @@ class Learner(FakeProcess):
             if self.told("drops a server"):
                 yield ServersLost(servers=(("rollout/0", "http://old"),), cause="the network was cut")
             if step == 3:
-                yield EvaluationDue(version=step)
+                apart = self._config.server_names[self._config.placement.rollout.servers :]
+                yield EvaluationDue(version=step, servers=apart)
             if self.told("ends"):
                 return
 
@@ -132,6 +138,10 @@ class Learner(FakeProcess):
         if self.told("can not push"):
             raise WaitTimeoutError(f"{name} waited 1800 s (timeouts.work_s) for the learner's current weights")
         return 5
+
+    @ray.method(concurrency_group="control")
+    def add_eval_server(self, name: str, url: str) -> None:
+        self.note(f"{name} gets the next evaluation at {url}")
 
     @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None: ...
@@ -157,13 +167,18 @@ class FakeReservation:
 
 
 class FakeRun:
-    """A run with a supervisor in `folder`, whose processes do what the files there tell them."""
+    """A run with a supervisor in `folder`, whose processes do what the files there tell them.
 
-    def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig) -> None:
+    Args:
+        evals: the number of evaluation servers. The first of them is told what to do as rollout server `servers`.
+    """
+
+    def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, evals: int = 0) -> None:
         self.folder = folder
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"},
-            placement={"rollout": {"servers": servers, "max_restarts": 1}}, timeouts=timeouts,
+            placement={"rollout": {"servers": servers, "max_restarts": 1}, "eval": {"servers": evals}},
+            timeouts=timeouts, eval={"every_steps": 3},
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
         for name in ("learner-0", "learner-1", "rollout-0"):
@@ -171,10 +186,11 @@ class FakeRun:
         self.log = RunLog(self.config)
         self.processes = ActorGroup(self.config.run_dir, cast(Reservation, FakeReservation()), StopSignals())
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
-        for kind, cls, count in (("rollout", Rollout, servers), ("learner", Learner, ranks)):
-            for index in range(count):
-                threads = learner_threads(self.config) if cls is Learner else None
-                self.processes.start(f"{kind}/{index}", cls, self.config, index, threads=threads)
+        for index, name in enumerate(self.config.server_names):
+            self.processes.start(name, Rollout, self.config, index)
+        for rank in range(ranks):
+            threads = learner_threads(self.config)
+            self.processes.start(f"learner/{rank}", Learner, self.config, rank, threads=threads)
         ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
         self.notes: list[str] = []
         self.log.logger.note = self.notes.append  # type: ignore[method-assign]

@@ -257,7 +257,7 @@ def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
         for report in learner.run():
             if isinstance(report, EvaluationDue):
                 found.append(report.version)
-                learner.evaluations.ended()
+                learner.evaluations.schedule.ended()
         return found
 
     run = RunConfig(name="a", steps=7, dir=str(tmp_path))
@@ -274,6 +274,7 @@ def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path:
     assert not evaluations.served(1)
     evaluations.wait()
     assert evaluations.served(2)
+    evaluations.begin()
     with pytest.raises(WaitTimeoutError, match=r"held its push back .* evaluation of version 2.*eval\.pin_version"):
         evaluations.wait()
     evaluations.ended()

@@ -131,7 +131,7 @@ def test_a_pinned_evaluation_ends_before_the_learner_takes_the_gpus_memory(
 
     def end_the_evaluation() -> None:
         publisher.calls.append(("evaluated", -1))
-        learner.evaluations.ended()
+        learner.evaluations.schedule.ended()
 
     for report in learner.run():
         if isinstance(report, EvaluationDue):
@@ -198,7 +198,7 @@ def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
         monkeypatch.setattr(f"tests.kit.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})
     for report in learner.run():
         if isinstance(report, EvaluationDue):
-            threading.Timer(0.2, learner.evaluations.ended).start()
+            threading.Timer(0.2, learner.evaluations.schedule.ended).start()
             continue
         assert isinstance(report, StepDone)
         values = {metric.key: metric.value for metric in report.metrics}

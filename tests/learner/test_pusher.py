@@ -19,9 +19,9 @@ from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pus
 def joining(learner: Learner) -> threading.Thread:
     """Start a thread in which a server that has come back waits for weights."""
     limit = learner.config.timeouts.limit("work_s")
-    thread = threading.Thread(target=learner.servers.join, args=("rollout/1", "http://new", limit))
+    thread = threading.Thread(target=learner.servers["rollout"].join, args=("rollout/1", "http://new", limit))
     thread.start()
-    until_someone_waits(learner.servers)
+    until_someone_waits(learner.servers["rollout"])
     return thread
 
 
@@ -73,7 +73,7 @@ def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
 
     def end_the_evaluation() -> None:
         calls.append(("evaluated", -1))
-        learner.evaluations.ended()
+        learner.evaluations.schedule.ended()
 
     reports = []
     for report in learner.run():

@@ -32,10 +32,12 @@ def test_an_evaluation_of_several_answers_reports_avg_and_pass_at_k() -> None:
 
 def test_accuracy_is_reported_by_source_where_there_are_several() -> None:
     rewards = [[1.0, 0.2], [0.0, 1.0], [None, 1.0], [1.0, 1.0]]
-    assert reduce_metrics(_source_metrics(["gsm8k", "math", "math", "gsm8k"], rewards)) == {
+    assert reduce_metrics(_source_metrics(["gsm8k", "math", "math", "gsm8k"], rewards, {"gsm8k", "math"})) == {
         "eval/accuracy/gsm8k": 0.75, "eval/accuracy/math": 0.5
     }
-    assert list(_source_metrics(["gsm8k"] * 4, rewards)) == []
+    assert list(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k"})) == []
+    part = reduce_metrics(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k", "math"}))
+    assert part == {"eval/accuracy/gsm8k": 0.625}, "other parts have the other source"
 
 
 def test_an_evaluation_reports_which_versions_sampled_its_answers() -> None:

@@ -5,7 +5,7 @@ import pytest
 from async_rl.cli import main
 from async_rl.sweeps import capacity
 from async_rl.sweeps.capacity import ModelSpeed, loads
-from rollout_server import worker
+from rollout_server import eval_worker
 
 MODEL = ModelSpeed("1B", "a GPU", tokens_per_s=8000.0)
 
@@ -28,8 +28,8 @@ def test_each_part_is_used_by_what_passes_through_it(monkeypatch: pytest.MonkeyP
 
 
 def test_the_figures_of_reports_are_those_of_the_worker() -> None:
-    assert capacity.MOST_REPORTS_PER_S == worker.MOST_REPORTS_PER_S
-    assert 1 / capacity.REPORTS_PER_S == worker.REPORT_INTERVAL_S
+    assert capacity.MOST_REPORTS_PER_S == eval_worker.MOST_REPORTS_PER_S
+    assert 1 / capacity.REPORTS_PER_S == eval_worker.REPORT_INTERVAL_S
 
 
 def test_the_answer_prints_what_it_assumes_and_which_part_is_full_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ const WAITS = {
   "batch/wait_weights": "a batch, while no group was allowed to start", "batch/eval": "a batch, while servers evaluated",
   "batch/restart": "a batch, while a rollout server was started again",
   "batch/other": "a batch, while rollout did something else", drain: "running groups, before a push",
-  "held push": "an evaluation, before a push", push: "a weight push", "release memory": "the servers' memory",
+  "held push": "an evaluation, before a push", push: "a weight push", "eval push": "a push to the evaluation servers",
+  "release memory": "the servers' memory",
   copy: "a checkpoint", save: "a checkpoint", write: "a checkpoint", other: "other work",
 };
 const MOST_STEPS_NAMED = 28;

@@ -45,7 +45,7 @@ class HFEngine:
         self.vocab_size = 0
         self.version = 0
         self._config = config
-        self._name = f"hf engine rollout/{index}"
+        self._name = f"hf engine {config.server_names[index]}"
         self._changed = threading.Condition()
         # _changed guards the next four attributes.
         self._arrivals: list[OpenRequest] = []

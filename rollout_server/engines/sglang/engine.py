@@ -45,9 +45,10 @@ class SGLangEngine(HttpEngine):
     async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
         prefix = f"{request.key}.{next(self._attempts)}."
-        bodies = [request_body(request, replies, self._end_tokens, prefix)]
+        priority = self._priority(request)
+        bodies = [request_body(request, replies, self._end_tokens, prefix, priority)]
         if len(replies) > 1:
-            bodies.insert(0, primer_body(request, prefix))
+            bodies.insert(0, primer_body(request, prefix, priority))
         for body in bodies:
             responses = await self._post("/generate", body, body["rid"], request.key)
         for reply, response in zip(replies, responses, strict=True):
@@ -107,25 +108,27 @@ def sampling_seed(request: GenerationRequest, sample: int) -> int:
     return int(source.generate_state(1)[0]) >> 1
 
 
-def primer_body(request: GenerationRequest, prefix: str) -> dict[str, Any]:
+def primer_body(request: GenerationRequest, prefix: str, priority: int) -> dict[str, Any]:
     """Return the body of a /generate request that computes the prompt's KV and samples nothing.
 
     Args:
         prefix: what the request's id begins with.
+        priority: SGLang's scheduler, with the flags of `server_flags`, prefers requests with lower ones.
     """
     return {
         "rid": [f"{prefix}prompt."], "input_ids": [request.prompt.tokens.tolist()],
-        "sampling_params": [{"max_new_tokens": 0}], "extra_key": cache_key(request),
+        "sampling_params": [{"max_new_tokens": 0}], "extra_key": cache_key(request), "priority": priority,
     }
 
 
 def request_body(
-    request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str
+    request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int
 ) -> dict[str, Any]:
     """Return the body of one /generate request that samples the missing rest of each of `replies`.
 
     Args:
         prefix: what the ids of the replies' requests begin with.
+        priority: as for `primer_body`.
     """
     prompt = request.prompt.tokens.tolist()
     sampling = {  # every parameter that could exclude tokens, even if it has SGLang's default
@@ -143,7 +146,7 @@ def request_body(
             for reply in replies
         ],
         "return_logprob": True,
-        "extra_key": cache_key(request),
+        "extra_key": cache_key(request), "priority": priority,
     }
 
 

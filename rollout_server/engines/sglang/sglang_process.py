@@ -22,6 +22,8 @@ from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIAB
 
 _RESERVED_TOKENS = 8
 """The number of positions of a context that SGLang keeps for itself."""
+_POLICIES_WITH_PRIORITY = ("fcfs", "lof")
+"""The values of SGLang's schedule-policy with which it starts with priorities."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HINTS = (
     ("out of memory", "Lower rollout.mem_fraction."),
@@ -70,6 +72,11 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
             ),
         }
     user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
+    if user.get("schedule-policy", "fcfs") in _POLICIES_WITH_PRIORITY:
+        # Requests wait by their priority, but none is preempted: its KV would be computed again with newer weights.
+        flags |= dict.fromkeys(
+            ("enable-priority-scheduling", "schedule-low-priority-values-first", "disable-priority-preemption"), True
+        )
     return flags | user
 
 

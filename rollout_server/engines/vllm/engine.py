@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from async_rl.config import Config
-from rollout_server.engines.base import GenerationRequest, Load, Purpose
+from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_engine import HttpEngine
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.vllm.admin import GENERATE, VLLMAdmin
@@ -29,8 +29,6 @@ class VLLMEngine(HttpEngine):
 
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "vLLM")
-        self._newest = 0
-        """The newest start version of a request so far."""
 
     async def _open_server(self, model: Any, on_gpu: bool) -> None:
         free_bytes = psutil.virtual_memory().available
@@ -46,11 +44,8 @@ class VLLMEngine(HttpEngine):
 
     async def _extend_equal(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
         """Extend `replies`, which have the same tokens so far, by the tokens that one request samples for them."""
-        self._newest = max(self._newest, request.start_version)
-        # The groups with the nearest deadline go first. An evaluation, which has none, queues like the newest group.
-        priority = self._newest if request.purpose is Purpose.EVALUATION else request.start_version
         key = f"{request.key}.{next(self._attempts)}"
-        body = request_body(request, replies, self._end_tokens, key, priority)
+        body = request_body(request, replies, self._end_tokens, key, self._priority(request))
         response = await self._post(GENERATE, body, [key], request.key)
         for reply, choice in zip(replies, response["choices"], strict=True):
             extend_reply(reply, choice, request.max_tokens, self._end_tokens, may_abort=self._resubmits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,9 @@ def pushed_bytes(report: LearnerReport) -> list[float]:
     return [metric.value for metric in report.metrics if metric.key == "push/bytes"]
 
 
-def open_learner(path: Path, buffer_address: str = "tcp://127.0.0.1:1", **overrides: Any) -> Learner:
+def open_learner(
+    path: Path, buffer_address: str = "tcp://127.0.0.1:1", engine_urls: Sequence[str] = ("http://x",), **overrides: Any
+) -> Learner:
     listener = socket.create_server(("127.0.0.1", 0))
     config = learner_config(path, **overrides)
-    return Learner(config, 0, 1, *listener.getsockname(), buffer_address, ["http://x"], listener=listener)
+    return Learner(config, 0, 1, *listener.getsockname(), buffer_address, list(engine_urls), listener=listener)

@@ -23,6 +23,7 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError
+from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
 from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
@@ -92,6 +93,26 @@ def test_overlap_scheduling_is_off_for_pauses_in_place_and_on_cpus(on_update: st
     assert flags(pausing, on_gpu=on_gpu)["disable-overlap-schedule"] == (on_update == "in_place" or not on_gpu)
 
 
+@pytest.mark.parametrize(("policy", "has_priorities"), [("", True), ("lof", True), ("lpm", False)])
+def test_requests_wait_by_their_priority_where_sglang_can_and_none_is_preempted(
+    policy: str, has_priorities: bool
+) -> None:
+    chosen = flags(config(server_args={"schedule_policy": policy} if policy else {}))
+    ordering = {"enable-priority-scheduling", "schedule-low-priority-values-first", "disable-priority-preemption"}
+    assert {name for name in ordering if chosen.get(name)} == (ordering if has_priorities else set())
+
+
+def test_baselines_queue_with_their_groups_and_evaluations_behind_all(tmp_path: Path) -> None:
+    engine = SGLangEngine(config(), 0, tmp_path)
+    priorities = [
+        engine._priority(request_for(1, purpose=purpose, start_version=version)) for purpose, version in (
+            (Purpose.TRAINING, 7), (Purpose.TRAINING, 6), (Purpose.BASELINE, 6), (Purpose.EVALUATION, 0),
+            (Purpose.TRAINING, 8), (Purpose.EVALUATION, 0),
+        )
+    ]
+    assert priorities == [7, 6, 6, 8, 8, 9]
+
+
 def test_a_users_flags_replace_defaults_except_those_the_pipeline_needs() -> None:
     chosen = flags(config(server_args={"log_level": "info", "max-running-requests": 7}))
     assert (chosen["log-level"], chosen["max-running-requests"]) == ("info", 7)
@@ -137,12 +158,13 @@ def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
 
 
 def test_a_request_asks_for_the_full_support_of_the_distribution() -> None:
-    body = request_body(request_for(0, temperature=0.7, max_tokens=9), [OpenReply()] * 3, [2, 5], "0.1.")
+    body = request_body(request_for(0, temperature=0.7, max_tokens=9), [OpenReply()] * 3, [2, 5], "0.1.", 4)
     expected = {"temperature": 0.7, "max_new_tokens": 9, "stop_token_ids": [2, 5]}
     full_support = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     assert len(body["sampling_params"]) == 3
     assert all((expected | full_support).items() <= sampling.items() for sampling in body["sampling_params"])
     assert body["return_logprob"] and body["extra_key"] == "training-0" and body["rid"][0] == "0.1.0."
+    assert body["priority"] == primer_body(request_for(0), "0.1.", 4)["priority"] == 4
 
 
 def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:
@@ -151,7 +173,7 @@ def test_each_answer_of_a_group_has_its_own_seed_also_after_an_abort() -> None:
     assert len(set(seeds)) == 64 and seeds == [sampling_seed(request, sample) for sample in range(64)]
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert sampling_seed(dataclasses.replace(request, seed=2), 0) != seeds[0] != sampling_seed(request_for(4), 0)
-    body = request_body(request, [OpenReply(sample=5), OpenReply(tokens=[7], sample=9)], [], "k")
+    body = request_body(request, [OpenReply(sample=5), OpenReply(tokens=[7], sample=9)], [], "k", 0)
     assert [sampling["sampling_seed"] for sampling in body["sampling_params"]] == [seeds[5], seeds[9]]
 
 
@@ -159,7 +181,9 @@ def test_no_request_id_begins_with_another() -> None:
     """SGLang aborts all requests whose id begins with the given one."""
     request = request_for(0)
     keys = [f"{group}.{attempt}." for group in (1, 11) for attempt in (0, 1, 10, 11)]
-    bodies = [b for k in keys for b in (primer_body(request, k), request_body(request, [OpenReply()] * 12, [], k))]
+    bodies = [
+        b for k in keys for b in (primer_body(request, k, 0), request_body(request, [OpenReply()] * 12, [], k, 0))
+    ]
     ids = [rid for body in bodies for rid in body["rid"]]
     assert len(ids) == 8 * 13
     assert [(a, b) for a in ids for b in ids if a != b and b.startswith(a)] == []
@@ -167,7 +191,7 @@ def test_no_request_id_begins_with_another() -> None:
 
 def test_the_rest_of_an_aborted_answer_is_requested_anew() -> None:
     request = request_for(0, max_tokens=4)
-    body = request_body(request, [OpenReply(tokens=[7, 8])], [2, 5], "k")
+    body = request_body(request, [OpenReply(tokens=[7, 8])], [2, 5], "k", 0)
     assert body["input_ids"] == [[*request.prompt.tokens.tolist(), 7, 8]]
     assert body["sampling_params"][0]["max_new_tokens"] == 2
 

@@ -209,7 +209,7 @@ def test_baselines_queue_with_their_groups_and_evaluations_last(tmp_path: Path) 
 
     engine._post = post  # type: ignore[method-assign]
     asyncio.run(generate())
-    assert priorities == [7, 6, 6, 7]
+    assert priorities == [7, 6, 6, 8]
 
 
 @pytest.mark.parametrize(("given", "passes"), [(b"Bearer right", True), (b"Bearer wrong", False), (None, False)])

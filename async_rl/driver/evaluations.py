@@ -1,0 +1,108 @@
+"""Has held-out evaluations made while training goes on: by the evaluation servers, else by a rollout server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Set
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from async_rl.config import Config
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.run_log import RunLog
+from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.messages.reports import EvaluationDone, EvaluationDue
+
+
+class RunningEvaluations:
+    """The evaluations that are going on. The result of each is logged; a version that stays without one is counted.
+
+    Args:
+        running: the names of the servers that are up; the caller changes it.
+        declare_lost: is called with the name of a server that has died, and the error of the call to it.
+    """
+
+    def __init__(
+        self, config: Config, processes: ActorGroup, log: RunLog, running: Set[str],
+        declare_lost: Callable[[str, AsyncRLError], None],
+    ) -> None:
+        self._limit = config.timeouts.limit("work_s")
+        self._processes = processes
+        self._log = log
+        self._running = running
+        self._declare_lost = declare_lost
+        self._tasks: dict[asyncio.Task[None], EvaluationDue] = {}
+
+    @property
+    def take_from_training(self) -> bool:
+        """Whether a rollout server makes an evaluation now."""
+        return any(not due.servers for due in self._tasks.values())
+
+    def begin(self, due: EvaluationDue, tasks: asyncio.TaskGroup) -> None:
+        """Have `due` evaluated by a task of `tasks`."""
+        task = tasks.create_task(self._evaluate(due))
+        self._tasks[task] = due
+        task.add_done_callback(self._tasks.pop)
+
+    def cancel(self) -> None:
+        """Give up the evaluations that are going on, because the user ends the run."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Wait until no evaluation is going on."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)  # no time limit: `_evaluate` has one
+
+    async def _evaluate(self, due: EvaluationDue) -> None:
+        """Evaluate a version, and log the result.
+
+        Each evaluation server answers an equal part of the prompts. The part of one that dies is given to another that
+        still serves the version. After timeouts.work_s, the version stays without an evaluation.
+        """
+        count = max(1, len(due.servers))
+        parts, reports, problem = list(range(count)), list[EvaluationDone](), ""
+        own = {name: self._processes.actors.get(name) for name in due.servers}
+        while parts and not problem:
+            if not (actors := self._able(own)):
+                problem = "no evaluation server that serves it is up" if own else "no rollout server is up"
+                break
+            asked = [self._ask(*actors[i % len(actors)], due, (part, count)) for i, part in enumerate(parts)]
+            try:
+                answers = await asyncio.gather(*asked)
+            except WaitTimeoutError as error:
+                problem = str(error).splitlines()[0]
+            else:
+                reports += filter(None, answers)
+                parts = [part for part, answer in zip(parts, answers, strict=True) if answer is None]
+        if problem:
+            self._log.skipped_eval(due.version, problem)
+        else:
+            self._log.add_eval(*reports)
+        self._processes.actors["learner/0"].evaluated.remote()
+
+    def _able(self, own: dict[str, ActorHandle | None]) -> list[tuple[str, Any]]:
+        """Return (name, actor) of the servers that can answer: of the evaluation servers `own`, which may be lost or
+        started again since, without the version; without any, of the first rollout server that is up.
+        """
+        if not own:
+            names = sorted(name for name in self._running if name.startswith("rollout"))[:1]
+            return [(name, self._processes.actors[name]) for name in names]
+        actors = self._processes.actors
+        return [(n, actor) for n, actor in own.items() if n in self._running and actors.get(n) is actor]
+
+    async def _ask(
+        self, name: str, actor: Any, due: EvaluationDue, part: tuple[int, int]
+    ) -> EvaluationDone | None:
+        """Return the report of one server on a part of the prompts; None: the server has died."""
+        call = actor.evaluate.remote(due.version, beside_training=not due.servers, part=part)
+        try:
+            report: EvaluationDone = await self._processes.call(
+                name, call, self._limit, f"the evaluation of version {due.version}"
+            )
+        except ProcessDiedError as error:
+            if self._processes.actors.get(name) is actor:
+                self._declare_lost(name, error)
+            return None
+        return report

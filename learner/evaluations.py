@@ -1,0 +1,96 @@
+"""Has held-out evaluations made beside training: decides on each learner rank what happens when one is due."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from async_rl.config import Config
+from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, ServersLost
+from async_rl.telemetry.timeline import Span, Timeline
+from async_rl.types import Batch
+from learner.eval_schedule import EvalSchedule
+from learner.pusher import Pusher
+
+_REASONS = ("", "the evaluation before it is still running", "no evaluation server is up")
+"""The reasons for which a version is skipped, by the number that rank 0 broadcasts; 0: it is evaluated."""
+
+
+class Evaluations:
+    """The evaluations beside training. A version that is due is pushed to the evaluation servers, if there are any.
+
+    Only the evaluation servers get that push, and only while they are idle: so they serve one version as long as they
+    answer, and training waits for none of their answers. Without such servers the rollout servers evaluate what they
+    serve, and with eval.pin_version the next push waits for the end.
+
+    Args:
+        weights: pushes to the evaluation servers; None: there are none.
+    """
+
+    def __init__(self, config: Config, rank: int, device: torch.device, timeline: Timeline, weights: Pusher | None):
+        self.schedule = EvalSchedule(config)
+        """Is told from other threads that an evaluation has ended."""
+        self.weights = weights
+        self._rank = rank
+        self._device = device
+        self._timeline = timeline
+        self._holds_pushes = config.evaluations_hold_pushes
+        self._push_spans: list[Span] = []
+
+    def connect(self) -> None:
+        """Prepare the pushes to the evaluation servers."""
+        if self.weights:
+            self.weights.publisher.connect()
+
+    def make_due(self, version: int, batch: Batch | None) -> list[EvaluationDue | EvaluationSkipped | ServersLost]:
+        """Note that all rollout servers serve `version`; return the reports for the driver if it is due. Collective.
+
+        Args:
+            batch: a batch with which the first push to the evaluation servers is verified.
+        """
+        if not self.schedule.served(version):
+            return []
+        if self.weights is None:
+            if self._holds_pushes:
+                self.schedule.begin()
+            return [EvaluationDue(version=version)]
+        if reason := self._why_skipped(self.weights):
+            return [EvaluationSkipped(version=version, reason=reason)]
+        lost: list[ServersLost] = []
+        if version > 0:  # the servers have loaded version 0
+            with self._timeline.span("sync", "eval push"):
+                report, lost = self.weights.push(version)
+                if batch:
+                    self.weights.verify_once(batch)
+            self._push_spans += report.spans
+        if not self.weights.servers:
+            return [*lost, EvaluationSkipped(version=version, reason=_REASONS[2])]
+        self.schedule.begin()
+        return [*lost, EvaluationDue(version=version, servers=self.weights.servers)]
+
+    def await_end(self) -> None:
+        """Wait on every rank until no evaluation holds pushes back."""
+        if not self._holds_pushes:
+            return
+        with self._timeline.span("eval", "held push"):
+            if self._rank == 0:
+                self.schedule.wait()
+            dist.barrier()
+
+    def close(self) -> None:
+        if self.weights:
+            self.weights.publisher.close()
+
+    def drain_spans(self) -> list[Span]:
+        """Return the pauses of the evaluation servers since the last call."""
+        spans, self._push_spans = self._push_spans, []
+        return spans
+
+    def _why_skipped(self, weights: Pusher) -> str:
+        """Return on every rank why rank 0 can't have an evaluation made now; "": it can."""
+        number = 0
+        if self._rank == 0:
+            number = 1 if not self.schedule.is_idle else 0 if weights.has_servers() else 2
+        shared = torch.tensor(number, device=self._device)
+        dist.broadcast(shared, 0)
+        return _REASONS[int(shared)]

@@ -1,0 +1,83 @@
+"""Evaluation servers (placement.eval.servers): names, engines, resources, and what they are refused with."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+from async_rl.driver.actors import share_of_cores
+from async_rl.driver.placement import servers_per_gpu
+from async_rl.driver.resources import host_demands
+from async_rl.errors import ConfigError
+
+BASE = ("model.path=m", "task.name=reasoning_gym/x", "eval.every_steps=5")
+
+
+def load(*overrides: str) -> Config:
+    return load_config(None, [*BASE, *overrides])
+
+
+def test_evaluation_servers_come_after_the_rollout_servers_and_have_the_runs_engine() -> None:
+    config = load(
+        "placement.eval.servers=2", "placement.rollout={servers: 2, engines: [sglang, vllm]}", "rollout.engine=hf",
+        "rollout.server_args={}",
+    )
+    assert config.server_names == ("rollout/0", "rollout/1", "eval/0", "eval/1")
+    assert config.engines == ("sglang", "vllm", "hf", "hf")
+    assert [config.of_server(name).rollout.engine for name in config.server_names] == ["sglang", "vllm", "hf", "hf"]
+    assert load().server_names == ("rollout/0",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement.colocated=true"], "must be 0 with placement.colocated, got 1"),
+        (["rollout.server_url=http://127.0.0.1:1"], "must be 0 with rollout.server_url, got 1"),
+        (["eval.size=0"], "must be 0 with eval.size 0, got 1"),
+        (["eval.every_steps=0"], "must be 0 with eval.every_steps 0, got 1"),
+    ],
+)
+def test_evaluation_servers_are_refused_where_they_have_no_work_or_no_place(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("placement.eval.servers=1", *overrides)
+    assert str(caught.value).startswith(f"placement.eval.servers {message}")
+
+
+@pytest.mark.parametrize(("servers", "holds"), [(0, True), (1, False)])
+def test_only_an_evaluation_by_rollout_servers_holds_pushes(servers: int, holds: bool) -> None:
+    assert load(f"placement.eval.servers={servers}", "eval.pin_version=true").evaluations_hold_pushes == holds
+    assert not load(f"placement.eval.servers={servers}").evaluations_hold_pushes
+
+
+def test_evaluation_servers_get_gpus_and_cores_beside_the_rollout_servers() -> None:
+    (demand,) = host_demands(load("placement.eval.servers=1", "placement.rollout={servers: 2, tp: 2}"), 8)
+    assert dict(demand.gpus_of) == {
+        "buffer": 0.0, "rollout/0": 2, "rollout/1": 2, "eval/0": 2, "learner/0": 1
+    }  # fmt: skip
+    assert (demand.gpus, demand.cpus) == (7, 4)
+    assert str(demand) == (
+        "buffer, rollout/0..1, eval/0, learner/0: 4 CPUs, 7 GPUs (1 learner rank x 1 + 2 servers x 2 + "
+        "1 evaluation server x 2)"
+    )
+    pinned = load("placement={eval: {servers: 1}, pin_cpus: true}")
+    assert [share_of_cores(pinned, number, [0, 1, 2]) for number in range(3)] == [[0], [1], [2]]
+    assert (pinned.placement.processes_per_node, pinned.placement.servers_per_node) == (3, 2)
+
+
+def test_evaluation_servers_are_on_the_nodes_of_the_rollout_servers() -> None:
+    learner, *rollout = host_demands(load(
+        "placement.learner.gpus_per_node=2", "placement.rollout={nodes: 2, servers: 2}", "placement.eval.servers=1",
+    ))
+    assert list(learner.gpus_of) == ["buffer", "learner/0", "learner/1"]
+    assert [list(demand.gpus_of) for demand in rollout] == [["rollout/0"], ["rollout/1", "eval/0"]]
+
+
+def test_an_evaluation_server_shares_the_only_gpu_and_its_memory() -> None:
+    (demand,) = host_demands(load("placement.eval.servers=1"), 1)
+    assert dict(demand.gpus_of) == {"buffer": 0.0, "rollout/0": 0.33, "eval/0": 0.33, "learner/0": 0.33}
+    assert servers_per_gpu([demand]) == 2
+    with pytest.raises(ConfigError, match=r"1 learner rank\(s\) and 2 server\(s\) of 1 GPU\(s\).* placement.eval.serv"):
+        host_demands(load("placement.eval.servers=1"), 2)

@@ -1,0 +1,152 @@
+"""Evaluations beside training: who is asked, and what happens if a server dies meanwhile. Processes are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_rl.config import Limit
+from async_rl.driver.evaluations import RunningEvaluations
+from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.messages.reports import EvaluationDone, EvaluationDue
+from async_rl.telemetry.metrics import Metric, reduce_metrics
+from tests.kit.configs import make_config
+
+Answer = Callable[[int, bool, tuple[int, int]], Awaitable[EvaluationDone]]
+
+
+class Log:
+    """Keeps the results, and the versions that were skipped."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[int, dict[str, float]]] = []
+        self.skipped: list[tuple[int, str]] = []
+
+    def add_eval(self, *reports: EvaluationDone) -> None:
+        values = reduce_metrics(metric for report in reports for metric in report.metrics)
+        self.results.append((reports[0].version, values))
+
+    def skipped_eval(self, version: int, reason: str) -> None:
+        self.skipped.append((version, reason))
+
+
+class Processes:
+    """Actors that answer an evaluation by a function, and a learner that counts how often one has ended."""
+
+    def __init__(self, **answers: Answer) -> None:
+        self.num_ended = 0
+        self.actors: dict[str, Any] = {
+            name.replace("_", "/"): self.actor(answer) for name, answer in answers.items()
+        }
+        self.actors["learner/0"] = SimpleNamespace(evaluated=SimpleNamespace(remote=self._end))
+
+    @staticmethod
+    def actor(answer: Answer) -> SimpleNamespace:
+        def remote(version: int, *, beside_training: bool, part: tuple[int, int]) -> Awaitable[EvaluationDone]:
+            return answer(version, beside_training, part)
+
+        return SimpleNamespace(evaluate=SimpleNamespace(remote=remote))
+
+    def _end(self) -> None:
+        self.num_ended += 1
+
+    async def call(self, name: str, call: Awaitable[EvaluationDone], limit: Limit, what: str) -> EvaluationDone:
+        return await call
+
+
+class Fixture:
+    def __init__(self, **answers: Answer) -> None:
+        self.log, self.processes = Log(), Processes(**answers)
+        self.running = {name for name in self.processes.actors if name != "learner/0"}
+        self.lost: list[str] = []
+        self.evaluations = RunningEvaluations(
+            make_config(), self.processes, self.log, self.running, self._lose,  # type: ignore[arg-type]
+        )
+
+    def _lose(self, name: str, error: AsyncRLError) -> None:
+        self.lost.append(name)
+        self.running.discard(name)
+
+    def evaluate(self, *servers: str, version: int = 4) -> None:
+        async def run() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                self.evaluations.begin(EvaluationDue(version=version, servers=servers), tasks)
+                assert self.evaluations.take_from_training == (not servers)
+                await self.evaluations.wait()
+            assert not self.evaluations.take_from_training
+
+        asyncio.run(run())
+        assert self.processes.num_ended == 1
+
+
+def answering(asked: list[Any], share_right: float = 0.5, weight: int = 1) -> Answer:
+    async def answer(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        asked.append((beside_training, part))
+        return EvaluationDone(version=version, metrics=(Metric("eval/accuracy", share_right, weight=weight),))
+
+    return answer
+
+
+def failing(error: AsyncRLError) -> Answer:
+    async def answer(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        raise error
+
+    return answer
+
+
+def test_evaluation_servers_share_the_prompts_and_their_result_is_that_of_all() -> None:
+    asked: list[Any] = []
+    fixture = Fixture(rollout_0=answering([]), eval_0=answering(asked, 0.5, 3), eval_1=answering(asked, 1.0))
+    fixture.evaluate("eval/0", "eval/1")
+    assert asked == [(False, (0, 2)), (False, (1, 2))]
+    assert fixture.log.results == [(4, {"eval/accuracy": 0.625})] and not fixture.log.skipped
+
+
+def test_without_evaluation_servers_the_first_rollout_server_that_is_up_evaluates() -> None:
+    asked: list[Any] = []
+    fixture = Fixture(rollout_0=answering([]), rollout_1=answering(asked), eval_0=answering([]))
+    fixture.running.discard("rollout/0")
+    fixture.evaluate()
+    assert asked == [(True, (0, 1))] and fixture.log.results == [(4, {"eval/accuracy": 0.5})]
+
+
+def test_the_part_of_a_server_that_dies_goes_to_one_that_still_serves_the_version() -> None:
+    asked: list[Any] = []
+    fixture = Fixture(rollout_0=answering([]), eval_0=failing(ProcessDiedError("gone")), eval_1=answering(asked))
+    fixture.evaluate("eval/0", "eval/1")
+    assert sorted(asked) == [(False, (0, 2)), (False, (1, 2))]
+    assert fixture.lost == ["eval/0"] and len(fixture.log.results) == 1
+
+
+def test_a_version_whose_only_server_dies_is_not_asked_of_its_successor() -> None:
+    asked: list[Any] = []
+    fixture = Fixture(rollout_0=answering(asked))
+
+    async def die_and_return(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        fixture.processes.actors["eval/0"] = Processes.actor(answering(asked))  # it serves version 0
+        raise ProcessDiedError("gone")
+
+    fixture.processes.actors["eval/0"] = Processes.actor(die_and_return)
+    fixture.running.add("eval/0")
+    fixture.evaluate("eval/0")
+    assert fixture.log.skipped == [(4, "no evaluation server that serves it is up")]
+    assert (asked, fixture.lost, fixture.log.results) == ([], [], [])
+
+
+def test_without_any_server_that_is_up_a_version_is_skipped() -> None:
+    fixture = Fixture(rollout_0=answering([]), eval_0=answering([]))
+    fixture.running.discard("rollout/0")
+    fixture.evaluate()
+    assert fixture.log.skipped == [(4, "no rollout server is up")]
+
+
+@pytest.mark.parametrize("servers", [(), ("eval/0",)])
+def test_a_version_whose_evaluation_takes_too_long_is_skipped(servers: tuple[str, ...]) -> None:
+    late = failing(WaitTimeoutError("the driver waited 9 s\nand more"))
+    fixture = Fixture(rollout_0=late, eval_0=late)
+    fixture.evaluate(*servers)
+    assert fixture.log.skipped == [(4, "the driver waited 9 s")] and not fixture.log.results

@@ -1,0 +1,112 @@
+"""A learner with evaluation servers: which versions it pushes to them, and that it waits for none of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import EvalConfig, EvalPlacement, PlacementConfig, RunConfig, WeightSyncConfig
+from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
+from learner import learner as learner_module
+from tests.kit.learner.fakes import FakePublisher, open_learner
+
+
+@pytest.fixture
+def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
+    """The publisher for the evaluation servers; `publisher` is that for the rollout servers."""
+    other = FakePublisher()
+    other.servers = {"eval/0": "http://e"}
+
+    def open_publisher(config: object, urls: Sequence[str], rank: int, device: object, pool: str = "") -> FakePublisher:
+        return other if pool == "eval" else publisher
+
+    monkeypatch.setattr(learner_module, "open_publisher", open_publisher)
+    return other
+
+
+def open_run(path: Path, folder: Path, steps: int, **more: Any) -> learner_module.Learner:
+    return open_learner(
+        path, run=RunConfig(steps=steps, dir=str(folder)), engine_urls=["http://x", "http://e"],
+        eval=EvalConfig(every_steps=2, pin_version=True), placement=PlacementConfig(eval=EvalPlacement(servers=1)),
+        **more,
+    )
+
+
+def evaluate(learner: learner_module.Learner, ends: Sequence[int]) -> Iterator[LearnerReport]:
+    """Yield the learner's reports; the evaluations of the versions in `ends` end before the next step."""
+    for report in learner.run():
+        yield report
+        if isinstance(report, EvaluationDue) and report.version in ends:
+            learner.evaluations.schedule.ended()
+
+
+def test_the_versions_that_are_due_are_pushed_to_the_evaluation_servers_alone(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_run(tiny_model_path, tmp_path, 6)
+    reports = list(evaluate(learner, ends=[0, 2, 4]))
+    due = [report for report in reports if not isinstance(report, StepDone)]
+    assert due == [EvaluationDue(version=version, servers=("eval/0",)) for version in (0, 2, 4)]
+    assert [version for name, version in publisher.calls if name == "push"] == [1, 2, 3, 4, 5, 6]
+    assert [version for name, version in of_eval.calls if name == "push"] == [2, 4], "they have loaded version 0"
+    assert len(publisher.verified) == len(of_eval.verified) == 1
+    steps = [report for report in reports if isinstance(report, StepDone)]
+    times = [{metric.key for metric in step.metrics if metric.key.startswith("time/")} for step in steps]
+    assert ["time/eval_push_s" in keys for keys in times] == [False, True, False, True, False, False]
+    assert not any("time/held_by_eval_s" in keys for keys in times), "though eval.pin_version is set"
+    assert "eval" not in {span.state for step in steps for span in step.spans}
+
+
+def test_a_version_is_skipped_while_the_evaluation_before_it_runs(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_run(tiny_model_path, tmp_path, 8)
+    reports = [report for report in evaluate(learner, ends=[0]) if not isinstance(report, StepDone)]
+    busy = "the evaluation before it is still running"
+    assert reports == [
+        EvaluationDue(version=0, servers=("eval/0",)), EvaluationDue(version=2, servers=("eval/0",)),
+        EvaluationSkipped(version=4, reason=busy), EvaluationSkipped(version=6, reason=busy),
+    ]
+    assert [version for name, version in of_eval.calls if name == "push"] == [2]
+
+
+def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_run(tiny_model_path, tmp_path, 8, weight_sync=WeightSyncConfig(verify=False))
+    of_eval.dies_next = "eval/0"
+    reports = []
+    for report in evaluate(learner, ends=[0, 2, 4, 6]):
+        reports.append(report)
+        if isinstance(report, EvaluationSkipped) and report.version == 4:
+            learner.servers["eval"].add("eval/0", "http://new")
+    gone = "no evaluation server is up"
+    assert [report for report in reports if not isinstance(report, StepDone)] == [
+        EvaluationDue(version=0, servers=("eval/0",)),
+        ServersLost(servers=(("eval/0", "http://e"),)), EvaluationSkipped(version=2, reason=gone),
+        EvaluationSkipped(version=4, reason=gone), EvaluationDue(version=6, servers=("eval/0",)),
+    ]
+    pushes = [version for name, version in of_eval.calls if name == "push"]
+    assert pushes == [2, 2, 6], "the push that lost it was repeated without it"
+    assert of_eval.servers == {"eval/0": "http://new"}
+
+
+def test_the_status_of_a_push_names_the_servers_that_get_it(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = open_run(tiny_model_path, tmp_path, 3)
+    said: list[str] = []
+    push = FakePublisher.push
+
+    def noting_push(self: FakePublisher, *arguments: Any, **more: Any) -> Any:
+        said.append(f"{learner.status().doing} {learner.status().waits_on}")
+        return push(self, *arguments, **more)
+
+    monkeypatch.setattr(FakePublisher, "push", noting_push)
+    list(evaluate(learner, ends=[0, 2]))
+    ours, theirs = "pushes weights rollout/0", "pushes weights eval/0"
+    assert said == [ours, ours, theirs, ours]

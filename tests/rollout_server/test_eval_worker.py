@@ -1,0 +1,85 @@
+"""The worker of an evaluation server, and the parts into which several such servers split an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.messages.reports import EvaluationDone, WorkerReport
+from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.telemetry.timeline import Usage
+from rollout_server.engines.base import Purpose
+from rollout_server.eval_worker import EvalWorker
+from rollout_server.question import Question
+from rollout_server.scored_player import ScoredPlayer
+from rollout_server.tasks.base import open_task
+from tests.kit.configs import changed, worker_config
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+
+
+def with_eval_server(config: Config) -> Config:
+    return changed(config, eval={"every_steps": 1}, placement={"eval": {"servers": 1}})
+
+
+def reward(question: Question, text: str) -> float:
+    return float(sum(map(ord, question.ground_truth)) % 3 == 0)
+
+
+def evaluated(config: Config, parts: list[tuple[int, int]]) -> tuple[list[EvaluationDone], list[WorkerReport], Any]:
+    """Run an evaluation server with EchoEngine; returns the results of the parts, its reports, and its engine."""
+
+    async def run() -> tuple[list[EvaluationDone], list[WorkerReport], Any]:
+        engine = EchoEngine()
+        await engine.start()
+        task = open_task(config, TOKENIZER)
+        worker = EvalWorker(config, ScoredPlayer(config, 1, engine, task, reward, TOKENIZER))
+        assert worker.status().doing == "waits for a version to evaluate" and worker.status().limit_s == 0
+        reports: list[WorkerReport] = []
+
+        async def collect() -> None:
+            async for report in worker.run():
+                reports.append(report)
+
+        collecting = asyncio.create_task(collect())
+        results = [await worker.player.evaluate(3, beside_training=False, part=part) for part in parts]
+        while not reports:
+            await asyncio.sleep(0.01)
+        await worker.stop()
+        await asyncio.wait_for(collecting, 10)
+        return results, reports, engine
+
+    return asyncio.run(run())
+
+
+def test_the_parts_of_an_evaluation_have_the_prompts_seeds_and_metrics_of_the_whole() -> None:
+    config = with_eval_server(worker_config())
+    (whole,), _, engine = evaluated(config, [(0, 1)])
+    parts, _, split = evaluated(config, [(0, 4), (1, 4), (2, 4), (3, 4)])
+    values = reduce_metrics(whole.metrics)
+    assert 0 < values["eval/accuracy"] < 1 and values["eval/version"] == 3
+    assert reduce_metrics(metric for part in parts for metric in part.metrics) == pytest.approx(values)
+
+    def asked(requests: Any) -> list[tuple[str, int, int, int]]:
+        return sorted((r.prompt.text, r.prompt.index, r.seed, r.n) for r in requests)
+
+    assert asked(split.requests) == asked(engine.requests) and len(engine.requests) == 6
+    assert {request.purpose for request in split.requests} == {Purpose.EVALUATION}
+
+
+def test_a_part_without_prompts_reports_nothing_and_changes_no_mean() -> None:
+    config = with_eval_server(worker_config())
+    (first, second), _, _ = evaluated(changed(config, eval={"size": 1}), [(0, 2), (1, 2)])
+    assert second.metrics == () and reduce_metrics((*first.metrics, *second.metrics)) == reduce_metrics(first.metrics)
+
+
+def test_an_evaluation_server_reports_its_time_and_no_groups() -> None:
+    (result,), reports, _ = evaluated(with_eval_server(worker_config()), [(0, 1)])
+    spans = [*result.spans, *(span for report in reports for span in report.spans)]
+    assert {span.pool for span in spans} == {"eval/0"}
+    start_s, end_s = min(span.start_s for span in spans), max(span.end_s for span in spans)
+    shares = Usage().add(spans, (), start_s, end_s).shares()["eval/0"]
+    assert shares["busy"] > 0 and shares["busy"] + shares["wait_weights"] == pytest.approx(1)
+    assert not [m.key for report in reports for m in report.metrics if m.key.startswith("rollout/")]

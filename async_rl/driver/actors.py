@@ -24,6 +24,8 @@ from async_rl.config.check import check
 from async_rl.cores import limit_spinning, threads_per_process
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network import agree_on_nccl, use_interface
+from async_rl.storage.hub import located
+from async_rl.storage.hub_data import fetch_all
 from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
@@ -82,6 +84,11 @@ class RolloutActor:
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
 
+    async def fetch(self) -> None:
+        """Download the models and data sets that the config names on the hub, unless this host has them."""
+        self._doing, self._since_s = "fetches models and data sets", time.monotonic()
+        await asyncio.to_thread(fetch_all, self._config)
+
     async def start(self) -> str:
         """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
         self._engine = await asyncio.to_thread(self._open_engine)  # a thread: a slow disk may take longer than silent_s
@@ -98,6 +105,7 @@ class RolloutActor:
 
             torch.set_num_threads(threads_per_process(self._config))
 
+        self._config = located(self._config)
         self._tokenizer = load_tokenizer(self._config.model.path)
         self._task = open_task(self._config, self._tokenizer)
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
@@ -166,6 +174,10 @@ class LearnerActor:
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
 
+    def fetch(self) -> None:
+        """Download the models and data sets that the config names on the hub, unless this host has them."""
+        fetch_all(self._config)
+
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
         import torch
 
@@ -174,7 +186,7 @@ class LearnerActor:
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks
         self._learner = Learner(
-            self._config, self._rank, ranks, *master, buffer_address, engine_urls, listener=self._listener
+            located(self._config), self._rank, ranks, *master, buffer_address, engine_urls, listener=self._listener
         )
 
     def run(self) -> Iterator[LearnerReport]:

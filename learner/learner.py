@@ -59,14 +59,14 @@ class Learner:
         self.config = config
         self.rank = rank
         self.version = 0
-        self._device = init_distributed(config, rank, world_size, master_address, master_port, listener)
-        self._updater = Updater(config, self._device)
+        device = init_distributed(config, rank, world_size, master_address, master_port, listener)
+        self._updater = Updater(config, device)
         self._timeline = Timeline(f"learner/{rank}")
         self._gpus = GpuSampler(f"learner/{rank}")
         self._push_metrics: list[Metric] = []
         self._push_spans: list[Span] = []
         """The measurements of the pushes since the last report: metrics, and the pauses of the servers."""
-        self._publisher = open_publisher(config, engine_urls, rank, self._device)
+        self._publisher = open_publisher(config, engine_urls, rank, device)
         self.servers = ServerMembership()
         """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""
         self.evaluations = EvalSchedule(config)
@@ -75,7 +75,7 @@ class Learner:
         self._weights = Pusher(config, self._updater, self._publisher, self.servers)
         self._alarms = Alarms(rules_for(self._updater.dtype))
         self._stopping = threading.Event()
-        self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
+        self._checkpointer = Checkpointer(config, self._updater.optimizers, device)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
         self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
@@ -151,7 +151,7 @@ class Learner:
         with self._timeline.span("wait_data", "batch"):
             if self._client:
                 taken = ask_buffer(self._client, self.version, self._stopping.is_set, self.servers.someone_waits)
-            taken = share_taken(taken, self._device)
+            taken = share_taken(taken)
         return taken if isinstance(taken, NoBatch) else decode_batch(taken)
 
     def _release_server_memory(self) -> None:
@@ -310,7 +310,7 @@ class Learner:
         run = self.config.run
         if self._first_step_s is None:
             self._first_step_s = now_s
-        late = torch.tensor(run.seconds > 0 and now_s - self._first_step_s >= run.seconds, device=self._device)
+        late = torch.tensor(run.seconds > 0 and now_s - self._first_step_s >= run.seconds)
         if run.seconds > 0:
             dist.broadcast(late, 0)
         return self.version >= run.steps or bool(late)

@@ -56,8 +56,8 @@ class Pusher:
             if report.lost:
                 died = tuple((name, urls[name]) for name in report.lost)
                 lost.append(ServersLost(servers=died, cause=report.cause))
-            failed = torch.tensor(bool(report.lost), device=self._publisher.device)
-            dist.broadcast(failed, 0)
+            failed = torch.tensor(bool(report.lost))
+            dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
                 return report, lost
 
@@ -71,7 +71,7 @@ class Pusher:
         """
         if self._is_verified:
             return
-        is_served = torch.tensor(bool(self._publisher.servers), device=self._publisher.device)
+        is_served = torch.tensor(bool(self._publisher.servers))
         dist.broadcast(is_served, 0)
         if not is_served:
             return

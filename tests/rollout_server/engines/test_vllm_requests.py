@@ -77,6 +77,7 @@ def test_on_a_gpu_the_memory_fraction_and_the_tensor_parallel_size_are_used() ->
     chosen = flags(wide, on_gpu=True)
     assert (chosen["gpu-memory-utilization"], chosen["tensor-parallel-size"]) == (0.4, 2)
     assert chosen["dtype"] == "bfloat16"
+    assert chosen["max-cudagraph-capture-size"] == 8 * 4 + 20
     assert not {"kv-cache-memory-bytes", "enforce-eager"} & set(chosen)
 
 

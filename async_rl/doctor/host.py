@@ -23,7 +23,7 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.cores import usable_cores
-from async_rl.driver.gpu_driver import check_gpu_driver
+from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpus
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
@@ -162,6 +162,9 @@ def _gpu(engines: Collection[EngineEntry]) -> Check:
         uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
         if uses_sglang and (missing := _missing_gpu_tools()):
             return Check("GPU", "broken" if engines else "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
+        if exclusive_gpus():
+            shared = "in compute mode EXCLUSIVE_PROCESS, which learner and server can't share"
+            return Check("GPU", "warn", f"{found}, {shared}", UNSHARED)
         return Check("GPU", "ok", found)
     try:
         check_gpu_driver()

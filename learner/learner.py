@@ -31,6 +31,7 @@ from learner.batch_taking import NoBatch, ask_buffer, share_taken
 from learner.checkpointing import Checkpointer
 from learner.depth_moves import DepthMoves
 from learner.eval_schedule import EvalSchedule
+from learner.gpu_turns import GpuTurns
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
 from learner.pusher import Pusher
@@ -71,6 +72,7 @@ class Learner:
         """The servers to push to. From another thread the driver reports here to rank 0 which died or came back."""
         self.evaluations = EvalSchedule(config)
         self.depth_moves = DepthMoves()
+        self.gpu_turns = GpuTurns()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = Pusher(config, self._updater, self._publisher, self.servers)
         self._alarms = Alarms(rules_for(self._updater.dtype))
@@ -120,6 +122,7 @@ class Learner:
             is_last = self._is_last(time.monotonic())
             is_push_due = is_last or self.version % self.config.weight_sync.every_steps == 0
             events = self._publish(taken, is_last) if is_push_due else []
+            self.gpu_turns.end_step()
             every_steps = self.config.checkpoint.every_steps
             if every_steps and (is_last or self.version % every_steps == 0):
                 self._keep_for_checkpoint(metrics, time.monotonic() - start_s)
@@ -158,6 +161,9 @@ class Learner:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
         if self.config.eval.pin_version:
             self._await_evaluation()
+        if self.rank == 0:
+            with self._timeline.span("wait_weights", "server start"):
+                self.gpu_turns.begin_step(self.config.timeouts.limit("work_s"))
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:
                 self._publisher.release_server_memory()
@@ -279,6 +285,9 @@ class Learner:
             case "eval":
                 on = "the held-out evaluation"
                 return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
+            case "wait_weights":
+                doing = "waits for a server to start on its GPU"
+                return Status(doing=doing, since_s=since_s, limit_s=timeouts.work_s)
             case "wait_data":
                 doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
                 return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)

@@ -124,6 +124,11 @@ class RolloutActor:
         player = ScoredPlayer(self._config, self._index, self._engine, self._task, reward, self._tokenizer)
         return Worker(self._config, player, buffer_address)
 
+    async def kv_tokens(self) -> int:
+        """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""
+        load = await self._engine.load()
+        return load.kv_tokens if load else 0
+
     async def run(self) -> AsyncIterator[WorkerReport]:
         # All that is loaded by now lives as long as the process. Otherwise full collections visit it again and again,
         # 0.3 s each, in which the worker sends the engine nothing.
@@ -212,6 +217,15 @@ class LearnerActor:
     def move_depth(self, slots: int, reason: str) -> None:
         """Have the buffer get this number of slots with the next version that is served. Called on rank 0 only."""
         self._learner.depth_moves.put(slots, reason)
+
+    @ray.method(concurrency_group="join")
+    def begin_start(self, name: str) -> None:
+        """Wait, for timeouts.work_s, until a lost server may start again on a GPU that it shares with the learner."""
+        self._learner.gpu_turns.begin_start(name, self._config.timeouts.limit("work_s"))
+
+    @ray.method(concurrency_group="control")
+    def end_start(self, name: str) -> None:
+        self._learner.gpu_turns.end_start(name)
 
     @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None:

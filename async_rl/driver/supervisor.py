@@ -25,6 +25,7 @@ from async_rl.driver.actors import RolloutActor
 from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.driver.restart_limit import RestartLimit
 from async_rl.driver.run_log import RunLog
+from async_rl.driver.server_memory import ServerMemory
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.watchdog import Watchdog
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
@@ -58,6 +59,7 @@ class Supervisor:
         self._urls: dict[str, str] = {}
         """The URLs of the rollout servers that were restarted."""
         self._restarts = RestartLimit(config)
+        self._memory = ServerMemory(config, processes, log)
         self._streams: dict[str, Any] = {}
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations: set[asyncio.Task[None]] = set()
@@ -137,11 +139,12 @@ class Supervisor:
         num_groups = await self._abandon(name)
         whither = "go to other servers" if self._running else "wait until a server is back: no other one runs"
         self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
-        actor = self._processes.start(name, RolloutActor, self._config, int(name.partition("/")[2]))
-        self.watchdog.begin(name)
-        url = self._urls[name] = await self._call_server(
-            name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
-        )
+        async with self._memory.turn(name):
+            actor = self._processes.start(name, RolloutActor, self._config, int(name.partition("/")[2]))
+            self.watchdog.begin(name)
+            url = self._urls[name] = await self._call_server(
+                name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
+            )
         await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
         connecting = actor.connect.remote(self._buffer_address)
         await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
@@ -178,6 +181,7 @@ class Supervisor:
         """Have a server generate, and log its reports, until it is lost, which raises ServerLostError."""
         self._running.add(name)
         try:
+            await self._memory.compare(name)
             await self._read_reports(name)
         except AsyncRLError as error:
             raise ServerLostError(error) from None

@@ -85,7 +85,12 @@ class Buffer(FakeProcess):
 
 class Rollout(FakeProcess):
     async def start(self) -> str:
+        self.note(f"rollout/{self._index} started")
+        self.tell("comes back")
         return "http://new"
+
+    async def kv_tokens(self) -> int:
+        return 1000 if self.told("comes back") else 2000
 
     async def connect(self, address: str) -> None:
         self.note(f"rollout/{self._index} connected")
@@ -133,6 +138,14 @@ class Learner(FakeProcess):
             raise WaitTimeoutError(f"{name} waited 1800 s (timeouts.work_s) for the learner's current weights")
         return 5
 
+    @ray.method(concurrency_group="join")
+    def begin_start(self, name: str) -> None:
+        self.note(f"the turn of {name}")
+
+    @ray.method(concurrency_group="control")
+    def end_start(self, name: str) -> None:
+        self.note(f"the turn of {name} ends")
+
     @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None: ...
 
@@ -159,11 +172,13 @@ class FakeReservation:
 class FakeRun:
     """A run with a supervisor in `folder`, whose processes do what the files there tell them."""
 
-    def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig) -> None:
+    def __init__(
+        self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, colocated: bool = False
+    ) -> None:
         self.folder = folder
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"},
-            placement={"rollout": {"servers": servers, "max_restarts": 1}}, timeouts=timeouts,
+            placement={"rollout": {"servers": servers, "max_restarts": 1}, "colocated": colocated}, timeouts=timeouts,
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
         for name in ("learner-0", "learner-1", "rollout-0"):

@@ -1,0 +1,45 @@
+"""Steps of the learner and starts of servers on its GPUs never overlap."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from async_rl.config import Limit
+from async_rl.errors import WaitTimeoutError
+from learner.gpu_turns import GpuTurns
+
+SOON, LATE = Limit(0.02, "timeouts.work_s"), Limit(10.0, "timeouts.work_s")
+
+
+def started(work: threading.Thread) -> threading.Thread:
+    work.start()
+    return work
+
+
+def test_a_start_waits_for_the_end_of_the_step_and_holds_back_the_next_one() -> None:
+    turns = GpuTurns()
+    turns.begin_step(SOON)
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited .*timeouts\.work_s\) to start on the learner's GPU"):
+        turns.begin_start("rollout/0", SOON)
+    waiting = started(threading.Thread(target=turns.begin_start, args=("rollout/1", LATE)))
+    turns.end_step()
+    waiting.join(10)
+    turns.begin_start("rollout/2", SOON)  # several may start at once
+    turns.end_start("rollout/2")
+    with pytest.raises(WaitTimeoutError, match=r"the learner waited .* for the start of rollout/1, on a GPU"):
+        turns.begin_step(SOON)
+    stepping = started(threading.Thread(target=turns.begin_step, args=(LATE,)))
+    turns.end_start("rollout/1")
+    stepping.join(10)
+    with pytest.raises(WaitTimeoutError):
+        turns.begin_start("rollout/0", SOON)
+
+
+def test_the_end_of_a_start_that_never_began_changes_nothing() -> None:
+    turns = GpuTurns()
+    turns.end_start("rollout/0")
+    turns.begin_step(SOON)
+    turns.end_step()
+    turns.begin_start("rollout/0", SOON)

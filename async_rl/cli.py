@@ -186,7 +186,7 @@ def _train(args: argparse.Namespace) -> int:
         if args.view:
             from async_rl.view.command import shown
         beside = [shown] if args.view else []
-        text = dry_run(config) if args.dry_run else format_summary(run(config, signals, *beside))
+        text = dry_run(config, signals.check) if args.dry_run else format_summary(run(config, signals, *beside))
         if args.dry_run:
             signals.check()
     print(text, end="")
@@ -195,7 +195,8 @@ def _train(args: argparse.Namespace) -> int:
 
 def _sft(args: argparse.Namespace) -> int:
     from async_rl.config.loading import dump_config, load_config
-    from async_rl.storage.hub import DATA_KEYS, located, pinned
+    from async_rl.storage.hub import located, pinned
+    from async_rl.storage.hub_names import DATA_KEYS
     from async_rl.storage.model_folder import SFT_MARKER, check_sft_target, written_whole
 
     config = pinned(load_config(args.config, args.overrides), ["sft.base", *DATA_KEYS])
@@ -287,7 +288,8 @@ def _export(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from async_rl.config.loading import load_config
     from async_rl.driver.signals import StopSignals
-    from async_rl.storage.hub import DATA_KEYS, find_model, located, pinned
+    from async_rl.storage.hub import located, pinned
+    from async_rl.storage.hub_names import DATA_KEYS, find_model
     from rollout_server.eval_command import evaluate_model
 
     of_its_run = Path(args.model).parent / "config.yaml"

@@ -48,7 +48,8 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
-from async_rl.storage.hub import hub_repos, located, pinned
+from async_rl.storage.hub import located, pinned
+from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
@@ -80,7 +81,7 @@ def run(
     with signals.deferred():
         config = pinned(config)
         signals.check()
-        cautions = check_inputs(located(config))
+        cautions = check_inputs(located(config, check=signals.check))
         signals.check()
         with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
             try:
@@ -249,10 +250,14 @@ def _final_counters(config: Config, processes: ActorGroup) -> dict[str, float]:
     return dict(counters["buffer"])
 
 
-def dry_run(config: Config) -> str:
-    """Return the resolved configuration and the sizes derived from it as text, without starting a run."""
+def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
+    """Return the resolved configuration and the sizes derived from it as text, without starting a run.
+
+    Args:
+        check: called while a model is downloaded; what it raises ends the download.
+    """
     shown = pinned(config)
-    config = located(shown)
+    config = located(shown, check=check)
     cautions = check_inputs(config)
     placement = config.placement
     derived = {

@@ -157,9 +157,9 @@ def write_results(out: Path, folder: Path, outcomes: list[dict[str, Any]]) -> No
                 found[file.stem] = json.loads(file.read_text())
     if (file := folder / "measured.jsonl").is_file():
         found["logprobs"] = [json.loads(line) for line in file.read_text().splitlines()]
-    for name, sweep in (("sweep", SWEEP), ("sweep under MPS", MPS_SWEEP)):
+    for title, sweep in (("sweep", SWEEP), ("sweep under MPS", MPS_SWEEP)):
         if (file := sweep / "table.md").is_file():
-            found[name] = file.read_text()
+            found[title] = file.read_text()
     (out / "suite.json").write_text(json.dumps(found, indent=1) + "\n")
     with (out / "suite.log").open("wb") as log:
         for file in sorted(folder.rglob("*.log")):  # logs of the steps, and of the servers that they started

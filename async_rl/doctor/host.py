@@ -28,8 +28,9 @@ from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
-from async_rl.storage.hub import NotInCacheError, hub_repos, located, model_folder, pinned
+from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
 from async_rl.storage.hub_data import data_files
+from async_rl.storage.hub_names import hub_repos
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20

@@ -1,8 +1,4 @@
-"""The Hugging Face hub: names of models and data sets there, and their files in this host's cache.
-
-    Qwen/Qwen2.5-0.5B-Instruct             a model, if there is no such folder
-    hf://Qwen/Qwen2.5-0.5B-Instruct@v1     a model in any case; after @ a branch, a tag or a commit
-    hf://openai/gsm8k:main/train           a data set, see hub_data.py
+"""Models and data sets of the Hugging Face hub in this host's cache: finds them there, or downloads them.
 
 The driver of a run pins each name to a commit, which config.yaml records, and each host finds that commit in its own
 cache or downloads it. The work is huggingface_hub's; its settings are HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
@@ -12,33 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, find_model, hub_repos
 
-MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path")
-"""The keys of the models of a run: each is a folder, or the name of a model on the hub."""
-DATA_KEYS = ("task.path", "task.eval_path")
-"""The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
-LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
-"""Words with which a path of two begins if it is not the name of a model on the hub."""
-SCHEME = "hf://"
 PROGRESS_INTERVAL_S = 10.0
-_ID = r"\w[\w.-]*/\w[\w.-]*"
-_MODEL = re.compile(rf"(?P<id>{_ID})(?:@(?P<revision>[\w./-]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 _NOT_OF_MODELS = ("*/*", "consolidated*")
 """Files of a repository that hold the same weights once more, in other formats."""
@@ -46,63 +30,6 @@ _NOT_OF_MODELS = ("*/*", "consolidated*")
 
 class NotInCacheError(ConfigError):
     """A repository of the hub is not, or not whole, in this host's cache, and could not be downloaded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubRepo:
-    """A repository of the hub, as the setting `key` names it."""
-
-    key: str
-    """The key of the setting, such as model.path."""
-    name: str
-    """The value of the setting."""
-    id: str
-    """OWNER/NAME."""
-    revision: str
-    """A branch, a tag or a commit; empty: the default branch."""
-    kind: Literal["model", "dataset"]
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the name holds a commit, which never changes."""
-        return bool(_COMMIT.fullmatch(self.revision))
-
-    def at(self, commit: str) -> str:
-        """Return the name that names this commit."""
-        given = self.name.removeprefix(SCHEME)
-        base = f"{given[: given.index(self.id)]}{self.id}"
-        rest = given.removeprefix(base).removeprefix(f"@{self.revision}" if self.revision else "")
-        return f"{SCHEME}{base}@{commit}{rest}"
-
-
-def find_model(name: str, key: str) -> HubRepo | None:
-    """Return the model of the hub that `name` names, or None if it names a folder.
-
-    Without hf:// a name is a folder if that or the folder above it exists, or if it begins with one of LOCAL_FOLDERS.
-
-    Raises:
-        ConfigError: the name begins with hf:// and has another form than hf://OWNER/NAME or hf://OWNER/NAME@REVISION.
-    """
-    found = _MODEL.fullmatch(name.removeprefix(SCHEME))
-    if found is None and name.startswith(SCHEME):
-        raise ConfigError(f"{key} must be a folder, OWNER/NAME or {SCHEME}OWNER/NAME@REVISION, got {name!r}")
-    if found is None or not (name.startswith(SCHEME) or _is_no_folder(Path(name))):
-        return None
-    return HubRepo(key=key, name=name, id=found["id"], revision=found["revision"] or "", kind="model")
-
-
-def _is_no_folder(path: Path) -> bool:
-    return path.parts[0] not in LOCAL_FOLDERS and not path.exists() and not path.parent.is_dir()
-
-
-def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
-    """Yield the repositories of the hub that the settings `keys` name; raises ConfigError for a name without form."""
-    from async_rl.storage.hub_data import find_data
-
-    for key in keys:
-        find = find_data if key in DATA_KEYS else find_model
-        if repo := find(attrgetter(key)(config), key):
-            yield repo
 
 
 def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
@@ -122,24 +49,29 @@ def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> C
     return config
 
 
-def located(config: Config, keys: Sequence[str] = MODEL_KEYS) -> Config:
+def located(
+    config: Config, keys: Sequence[str] = MODEL_KEYS, check: Callable[[], None] = lambda: None
+) -> Config:
     """Return `config` with this host's folders in place of the models of the hub that it names.
+
+    Args:
+        check: called in the course of a download, by any thread; what it raises ends the download.
 
     Raises:
         ConfigError: a model is not in this host's cache, and can't be downloaded.
     """
     for repo in hub_repos(config, keys):
-        config = _changed(config, repo.key, str(model_folder(repo)))
+        config = _changed(config, repo.key, str(model_folder(repo, check=check)))
     return config
 
 
-def model_folder(repo: HubRepo, *, cached_only: bool = False) -> Path:
+def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[], None] = lambda: None) -> Path:
     """Return the folder of a model in this host's cache; downloads it first, unless it is there or `cached_only`.
 
     Raises:
         ConfigError: it can't be downloaded, or the repository holds no model that transformers loads from safetensors.
     """
-    folder = fetch(repo, _MODEL_FILES, _NOT_OF_MODELS, cached_only=cached_only)
+    folder = fetch(repo, _MODEL_FILES, _NOT_OF_MODELS, cached_only=cached_only, check=check)
     for needed in ("config.json", "*.safetensors"):
         if not any(folder.glob(needed)):
             raise ConfigError(
@@ -150,7 +82,8 @@ def model_folder(repo: HubRepo, *, cached_only: bool = False) -> Path:
 
 
 def fetch(
-    repo: HubRepo, patterns: Sequence[str], but: Sequence[str] = (), *, cached_only: bool = False
+    repo: HubRepo, patterns: Sequence[str], but: Sequence[str] = (), *, cached_only: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Return the folder in this host's cache with all files of `repo` that match `patterns` and none of `but`.
 
@@ -177,7 +110,7 @@ def fetch(
                 if cached_only:
                     raise
         try:
-            return Path(snapshot_download(repo.id, **wanted, tqdm_class=_progress_class()))
+            return Path(snapshot_download(repo.id, **wanted, tqdm_class=_progress_class(check)))
         except (HfHubHTTPError, TransportError, OfflineModeIsEnabled, RuntimeError) as error:
             if is_known or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500):
                 raise
@@ -311,18 +244,30 @@ def _root(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _progress_class() -> Any:
-    """Return the class of the bars of a download: None, huggingface_hub's own, on a terminal; else one of lines."""
+def _progress_class(check: Callable[[], None]) -> Any:
+    """Return the class of the bars of a download: those of huggingface_hub on a terminal, else lines of text.
+
+    They call `check` for each piece that has come.
+    """
     from huggingface_hub import constants
+    from huggingface_hub.utils import tqdm as bar
     from tqdm import tqdm
 
-    if sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS:
-        return None
+    class CheckingBar(bar):  # type: ignore[misc]
+        """A bar of huggingface_hub, or none where these are turned off."""
+
+        def update(self, n: float | None = 1) -> bool | None:
+            check()
+            return bool(super().update(n))
 
     class ProgressLines(tqdm):  # type: ignore[type-arg]
-        """A bar that is a line in a log every PROGRESS_INTERVAL_S, while bytes are downloaded."""
+        """A bar that is a line of text every PROGRESS_INTERVAL_S, while bytes are downloaded."""
 
         _told_s = time.monotonic()
+
+        def update(self, n: float | None = 1) -> bool | None:
+            check()
+            return super().update(n)
 
         def display(self, *args: object, **kwargs: object) -> None:
             now_s = time.monotonic()
@@ -330,4 +275,4 @@ def _progress_class() -> Any:
                 ProgressLines._told_s = now_s
                 print(f"downloaded {self.n / 1e9:.2f} of {self.total / 1e9:.2f} GB", file=sys.stderr, flush=True)
 
-    return ProgressLines
+    return CheckingBar if sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS else ProgressLines

@@ -1,8 +1,4 @@
-"""Data sets of the Hugging Face hub: the names of their parts, and the files that hold one.
-
-    hf://openai/gsm8k:main/train                the split `train` of the config `main`
-    hf://openai/gsm8k@v1:main/train             the same at a branch, a tag or a commit
-    hf://owner/name/data/questions.parquet      a file of the repository
+"""Data sets of the Hugging Face hub: the files that hold the part which a name means.
 
 The configs and splits are those of the data set's card, as on its page of the hub. Without any in the card, a file is
 of the split whose name its path holds. A name may leave out what the data set has only one of.
@@ -18,37 +14,17 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.storage.hub import SCHEME, HubRepo, exactly, fetch, hub_repos, model_folder, repo_files, some_of
+from async_rl.storage.hub import exactly, fetch, model_folder, repo_files, some_of
+from async_rl.storage.hub_names import SCHEME, HubRepo, hub_repos
 
 SUFFIXES = (".parquet", ".jsonl")
 """The endings of files that a task can read."""
 CARD = "README.md"
-_NAME = re.compile(
-    r"hf://(?:datasets/)?(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/\w+/\w+|[\w.-]+))?"
-    r"(?::(?P<part>[\w.-]+(?:/[\w.-]+)?)|/(?P<file>.+))?"
-)
 _SPLITS = ("train", "validation", "test")
 _SPLIT_IN_PATH = re.compile(rf"(?:^|[/_.-])({'|'.join(_SPLITS)})(?=[/_.-])")
 
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 """[config][split] the files of a data set."""
-
-
-def find_data(name: str, key: str) -> HubRepo | None:
-    """Return the data set of the hub that `name` names, or None if it is the path of a file.
-
-    Raises:
-        ConfigError: the name begins with hf:// and has none of the forms above.
-    """
-    if not name.startswith(SCHEME):
-        return None
-    found = _NAME.fullmatch(name)
-    if found is None:
-        raise ConfigError(
-            f"{key} must be a file, {SCHEME}OWNER/NAME:CONFIG/SPLIT or {SCHEME}OWNER/NAME/PATH/OF/FILE, with "
-            f"@REVISION after NAME if you want one, got {name!r}"
-        )
-    return HubRepo(key=key, name=name, id=found["id"], revision=found["revision"] or "", kind="dataset")
 
 
 def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
@@ -57,16 +33,14 @@ def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
     Raises:
         ConfigError: there is no such part, several could be meant, or a file can't be read or downloaded.
     """
-    found = _NAME.fullmatch(repo.name)
-    assert found is not None  # find_data has made `repo`
     folder = fetch(repo, [CARD], cached_only=cached_only)
     names = repo_files(repo, folder)
-    if file := found["file"]:
-        wanted: Sequence[str] = [file]
-        if file not in names:
-            raise ConfigError(f"{repo.key} {repo.name}: the data set has no file {file}. It has {some_of(names)}")
+    if repo.file:
+        wanted: Sequence[str] = [repo.file]
+        if repo.file not in names:
+            raise ConfigError(f"{repo.key} {repo.name}: the data set has no file {repo.file}. It has {some_of(names)}")
     else:
-        wanted = _chosen(repo, splits_of(_card(folder / CARD), names), found["part"] or "", names)
+        wanted = _chosen(repo, splits_of(_card(folder / CARD), names), names)
     if wrong := [name for name in wanted if not name.endswith(SUFFIXES)]:
         raise ConfigError(
             f"{repo.key} {repo.name}: a task reads {' and '.join(SUFFIXES)}, got {wrong[0]}. Most data sets of the hub "
@@ -122,20 +96,20 @@ def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     return splits
 
 
-def _chosen(repo: HubRepo, splits: Splits, part: str, names: Sequence[str]) -> Sequence[str]:
-    """Return the files of the part CONFIG, SPLIT or CONFIG/SPLIT; "": all of the data set, if that is one split."""
+def _chosen(repo: HubRepo, splits: Splits, names: Sequence[str]) -> Sequence[str]:
+    """Return the files of the part of a data set that `repo` names; of all of it if that is one split."""
     known = {f"{config}/{split}": files for config, found in splits.items() for split, files in found.items()}
     if not known:
         raise ConfigError(
             f"{repo.key} {repo.name}: its card names no configs, and it has no {' or '.join(SUFFIXES)} file. "
             f"It has {some_of(names)}"
         )
-    meant = [name for name in known if part in ("", name, *name.split("/"))]
+    meant = [name for name in known if repo.part in ("", name, *name.split("/"))]
     if len(meant) != 1:
         advice = ", ".join(f"{SCHEME}{repo.id}:{name}" for name in meant or known)
         raise ConfigError(
             f"{repo.key} {repo.name} must name one split of the data set: {advice}"
-            + ("" if meant or not part else f". It has no {part}")
+            + ("" if meant or not repo.part else f". It has no {repo.part}")
         )
     if not known[meant[0]]:
         raise ConfigError(f"{repo.key} {repo.name}: the repository has none of the files that its card names")

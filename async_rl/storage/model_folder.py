@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import ConfigError
-from async_rl.storage.hub import SCHEME
+from async_rl.storage.hub_names import SCHEME
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

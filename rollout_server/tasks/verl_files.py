@@ -15,7 +15,8 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.storage.hub_data import data_files, find_data
+from async_rl.storage.hub_data import data_files
+from async_rl.storage.hub_names import find_data
 from rollout_server.question import Question
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task

@@ -174,7 +174,7 @@ def test_the_buffer_abandons_a_dead_server_again_before_its_successor_connects(s
     assert events == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 abandoned", "rollout/0 connected"]
 
 
-def test_a_server_that_shares_a_gpu_starts_again_between_two_steps_and_tells_of_less_room(start_run: Any) -> None:
+def test_a_server_on_a_shared_gpu_starts_again_between_steps_and_tells_of_less_room(start_run: Any) -> None:
     run = start_run(colocated=True)
     assert run.config.shares_gpus
     run.tell("rollout-0-answers", "learner-0-drops a server")

@@ -70,7 +70,7 @@ def settings(run_dir: Path) -> Any:
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
-def test_a_run_resumes_and_is_exported_from_the_commits_it_began_with_without_the_hub(
+def test_a_run_resumes_from_the_commits_it_began_with_and_without_the_hub(
     hub: HubServer, config_file: Path, tmp_path: Path, command: Callable[..., str]
 ) -> None:
     two = ["placement.learner.ranks=2", "placement.rollout.servers=2", "reference.path=" + MODEL]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
-from async_rl.config import Limit
+from async_rl.config import Limit, PlacementConfig, RolloutConfig, RunConfig, StalenessConfig, WeightSyncConfig
 from async_rl.errors import WaitTimeoutError
 from learner.gpu_turns import GpuTurns
+from tests.kit.learner.fakes import FakePublisher, open_learner
 
 SOON, LATE = Limit(0.02, "timeouts.work_s"), Limit(10.0, "timeouts.work_s")
 
@@ -43,3 +45,28 @@ def test_the_end_of_a_start_that_never_began_changes_nothing() -> None:
     turns.begin_step(SOON)
     turns.end_step()
     turns.begin_start("rollout/0", SOON)
+
+
+def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
+        rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9),
+        placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0),
+    )
+    soon = learner.config.timeouts.limit("wire_s")
+    learner.gpu_turns.begin_start("rollout/0", soon)
+
+    def end_the_start() -> None:
+        publisher.calls.append(("started", -1))
+        learner.gpu_turns.end_start("rollout/0")
+
+    threading.Timer(0.3, end_the_start).start()
+    reports = learner.run()
+    assert next(reports).version == 1
+    learner.gpu_turns.begin_start("rollout/0", soon)  # the step has ended with its push
+    learner.gpu_turns.end_start("rollout/0")
+    list(reports)
+    steps = ["release_server_memory", "push"]
+    assert [call for call, _ in publisher.calls] == ["connect", "started", *steps, *steps]

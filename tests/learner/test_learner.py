@@ -141,31 +141,6 @@ def test_a_pinned_evaluation_ends_before_the_learner_takes_the_gpus_memory(
     ]
 
 
-def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
-        rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9),
-        placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0),
-    )
-    soon = learner.config.timeouts.limit("wire_s")
-    learner.gpu_turns.begin_start("rollout/0", soon)
-
-    def end_the_start() -> None:
-        publisher.calls.append(("started", -1))
-        learner.gpu_turns.end_start("rollout/0")
-
-    threading.Timer(0.3, end_the_start).start()
-    reports = learner.run()
-    assert next(reports).version == 1
-    learner.gpu_turns.begin_start("rollout/0", soon)  # the step has ended with its push
-    learner.gpu_turns.end_start("rollout/0")
-    list(reports)
-    steps = ["release_server_memory", "push"]
-    assert [call for call, _ in publisher.calls] == ["connect", "started", *steps, *steps]
-
-
 def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:

@@ -16,7 +16,8 @@ from huggingface_hub import constants
 from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from async_rl.storage.hub import cached_folder, find_model, located, pinned
+from async_rl.storage.hub import cached_folder, located, pinned
+from async_rl.storage.hub_names import find_model
 from async_rl.storage.model_folder import check_model_folder
 from tests.kit.hub import HubServer, open_hub, use_hub
 from tests.kit.models import save_tiny_model
@@ -226,6 +227,30 @@ def test_processes_of_a_host_download_once(hub: HubServer, tmp_path: Path) -> No
     assert [command.returncode for command in commands] == [0, 0, 0]
     assert len(folders) == 1 and Path(folders.pop()).is_dir()
     assert set(hub.downloads.values()) == {1}
+
+
+@pytest.mark.parametrize("shows_bars", [True, False])
+def test_a_download_can_be_ended_and_goes_on_later(
+    hub: HubServer, shows_bars: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", shows_bars)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    config = pinned(config_of(NAME))
+    with pytest.raises(KeyboardInterrupt):
+        located(config, check=interrupt)
+    assert check_model_folder(located(config).model.path, 100) is not None
+
+
+def test_a_log_has_a_line_of_progress_now_and_then(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", False)
+    monkeypatch.setattr("async_rl.storage.hub.PROGRESS_INTERVAL_S", 0.0)
+    folder_of(NAME)
+    assert re.search(r"^downloaded 0\.00 of 0\.00 GB$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_a_full_disk_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

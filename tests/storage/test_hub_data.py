@@ -13,8 +13,9 @@ import pytest
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from async_rl.storage.hub import hub_repos, pinned
-from async_rl.storage.hub_data import data_files, find_data, splits_of
+from async_rl.storage.hub import pinned
+from async_rl.storage.hub_data import data_files, splits_of
+from async_rl.storage.hub_names import find_data, hub_repos
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.hub import HubServer, open_hub, use_hub

@@ -288,8 +288,7 @@ def _export(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from async_rl.config.loading import load_config
     from async_rl.driver.signals import StopSignals
-    from async_rl.storage.hub import located, pinned
-    from async_rl.storage.hub_names import DATA_KEYS, find_model
+    from async_rl.storage.hub_names import find_model
     from rollout_server.eval_command import evaluate_model
 
     of_its_run = Path(args.model).parent / "config.yaml"
@@ -298,7 +297,6 @@ def _eval(args: argparse.Namespace) -> int:
             raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {args.model}: there is no such folder")
         raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {of_its_run} beside the model")
     config = load_config(args.config or of_its_run, [*args.overrides, f"model.path={args.model}"])
-    config = located(pinned(config, ["model.path", *DATA_KEYS]), ["model.path"])
     with StopSignals():
         values = evaluate_model(config)
     width = max(map(len, values))

@@ -21,6 +21,7 @@ from async_rl.config.loading import load_config
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
+from async_rl.storage.hub_names import find_model
 
 Configuration = Config | str | Path | Mapping[str, Any]
 """A Config, the path of a YAML file, or the settings themselves, as in the file: {"model": {"path": ...}, ...}."""
@@ -169,7 +170,7 @@ def evaluate(model: str | Path, config: Configuration | None = None, overrides: 
     """Return the metrics `eval/...` of a model folder on the held-out prompts of a configuration.
 
     Args:
-        model: a Hugging Face folder, such as RUN_DIR/model.
+        model: a Hugging Face folder, such as RUN_DIR/model, or the name of a model on the hub.
         config: the configuration; None: that of the run in whose folder the model is.
         overrides: settings over it, such as "eval.samples=4".
 
@@ -186,7 +187,7 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
     if config is None:
         config = Path(model).parent / "config.yaml"
         if not config.is_file():
-            if not Path(model).is_dir():
+            if not Path(model).is_dir() and not find_model(str(model), "MODEL"):
                 raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {model}: there is no such folder")
             raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {config} beside the model")
     return config_of(config, [*overrides, f"model.path={model}"])

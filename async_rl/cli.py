@@ -138,7 +138,8 @@ def _add_commands(commands: Any) -> None:
 
     about = "measure the held-out accuracy of a model folder"
     evaluate = add("eval", _eval, about, "runs/quickstart/model eval.samples=4")
-    evaluate.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, e.g. RUN_DIR/model")
+    about = "Hugging Face folder, e.g. RUN_DIR/model, or OWNER/NAME of the hub"
+    evaluate.add_argument("model", type=os.path.expanduser, metavar="MODEL", help=about)
     _add_config(evaluate, is_needed=False)
 
     about = "write a run's journal as Parquet"
@@ -187,7 +188,7 @@ def _train(args: argparse.Namespace) -> int:
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:
             from async_rl.view.command import shown as beside
-        text = dry_run(config) if args.dry_run else format_summary(run(config, signals, beside))
+        text = dry_run(config, signals.check) if args.dry_run else format_summary(run(config, signals, beside))
         if args.dry_run:
             signals.check()
     print(text, end="")
@@ -196,24 +197,22 @@ def _train(args: argparse.Namespace) -> int:
 
 def _sft(args: argparse.Namespace) -> int:
     from async_rl.config.loading import dump_config, load_config
-    from async_rl.storage.model_folder import SFT_MARKER, written_whole
+    from async_rl.storage.hub import located, pinned
+    from async_rl.storage.hub_names import DATA_KEYS
+    from async_rl.storage.model_folder import SFT_MARKER, check_sft_target, written_whole
 
-    config = load_config(args.config, args.overrides)
-    target = Path(config.model.path)
-    if target.is_file() or (target.exists() and not (target / SFT_MARKER).is_file() and any(target.iterdir())):
-        raise ConfigError(
-            f"model.path {target} exists and was not written by `async-rl sft`; it will not be overwritten. "
-            "Set model.path to a new folder for the result, and sft.base to the model to start from"
-        )
+    config = pinned(load_config(args.config, args.overrides), ["sft.base", *DATA_KEYS])
+    target = check_sft_target(config.model.path)
     from learner.sft import Demonstration, answer_demonstration, base_tokenizer, train_sft
     from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
     from rollout_server.tasks.base import Task, open_task
 
+    recorded, config = config, located(config, ["sft.base"])
     tokenizer = base_tokenizer(config)
     source: Demonstrator | Task = Demonstrator(config, tokenizer) if config.sft.oracle else open_task(config, tokenizer)
     count = config.sft.steps * config.sft.batch_size
     with written_whole(target) as folder:
-        (folder / SFT_MARKER).write_text(dump_config(config))
+        (folder / SFT_MARKER).write_text(dump_config(recorded))
         if isinstance(source, Demonstrator):
             episodes = source.play(count)
             print(summary_of(episodes), flush=True)
@@ -255,10 +254,11 @@ def _export_trajectories(args: argparse.Namespace) -> int:
 def _add_texts(run_dir: Path) -> Callable[[dict[str, Any]], None]:
     """Return a function that adds prompt_text, response_text and ground_truth to a row of export_trajectories."""
     from async_rl.config.loading import load_config
+    from async_rl.storage.hub import located
     from async_rl.storage.model_folder import load_tokenizer
     from rollout_server.tasks.base import open_task
 
-    config = load_config(run_dir / "config.yaml")
+    config = located(load_config(run_dir / "config.yaml"), ["model.path"])
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
 

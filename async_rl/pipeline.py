@@ -40,6 +40,7 @@ from async_rl.driver.placement import (
     ray_messages_in,
     reserve,
     resolve_placement,
+    runs_here,
     servers_per_gpu,
 )
 from async_rl.driver.preflight import check_inputs
@@ -49,6 +50,8 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
+from async_rl.storage.hub import located, pinned
+from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
@@ -80,7 +83,9 @@ def run(
         with StopSignals() as signals:
             return run(config, signals, beside, control)
     with signals.deferred():
-        cautions = check_inputs(config)
+        config = pinned(config)
+        signals.check()
+        cautions = check_inputs(located(config, check=signals.check))
         signals.check()
         with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
             try:
@@ -161,6 +166,10 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)
     }
+    if not runs_here(config) and (repos := list(hub_repos(config))):  # else check_inputs has fetched them here
+        log.logger.note(f"every host fetches {', '.join(repo.name for repo in repos)}, unless it has it: see its logs")
+        fetching = {name: each.fetch.remote() for name, each in {**servers_by_name, **learners}.items()}
+        processes.gather(fetching, config.timeouts.limit("work_s"), "the files of the hub")
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
     urls: dict[str, Any] = {}
@@ -250,8 +259,14 @@ def _final_counters(config: Config, processes: ActorGroup) -> dict[str, float]:
     return dict(counters["buffer"])
 
 
-def dry_run(config: Config) -> str:
-    """Return the resolved configuration and the sizes derived from it as text, without starting a run."""
+def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
+    """Return the resolved configuration and the sizes derived from it as text, without starting a run.
+
+    Args:
+        check: called while a model is downloaded; what it raises ends the download.
+    """
+    shown = pinned(config)
+    config = located(shown, check=check)
     cautions = check_inputs(config)
     placement = config.placement
     derived = {
@@ -270,7 +285,7 @@ def dry_run(config: Config) -> str:
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
         "caution": cautions,
     }
-    text = dump_config(config)
+    text = dump_config(shown)
     for title, lines in sections.items():
         if lines:
             text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)

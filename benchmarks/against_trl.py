@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
+from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import load_tokenizer
 from rollout_server.rewards.base import open_reward
 from rollout_server.tasks.base import open_task
@@ -90,7 +91,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the two numbers to this JSON file too")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    rate, tokens = run_trl(load_config(arguments.config, arguments.overrides), arguments.steps, arguments.seconds)
+    config = located(pinned(load_config(arguments.config, arguments.overrides)))
+    rate, tokens = run_trl(config, arguments.steps, arguments.seconds)
     print(f"TRL: {rate:.1f} episodes/s, {tokens:.1f} tokens an episode")
     if arguments.out:
         arguments.out.write_text(json.dumps({"episodes_per_s": rate, "tokens_per_s": rate * tokens}))

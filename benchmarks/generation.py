@@ -33,6 +33,7 @@ from async_rl.config import Config, RunConfig, StalenessConfig
 from async_rl.config.loading import load_config
 from async_rl.errors import AsyncRLError
 from async_rl.network import api_key, authorization
+from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
 from async_rl.sweeps.machine import describe_machine
 from async_rl.types import Batch
@@ -213,7 +214,7 @@ def main() -> None:
         if arguments.random:
             save_random_model(arguments.random, Path(folder))
             arguments.overrides += [f"model.path={folder}"]
-        config = load_config(arguments.config, arguments.overrides)
+        config = located(pinned(load_config(arguments.config, arguments.overrides)))
         config = dataclasses.replace(config, run=RunConfig(name="generation"))
         if arguments.groups % config.learner.prompts_per_step:
             parser.error(f"--groups must be a multiple of learner.prompts_per_step={config.learner.prompts_per_step}")

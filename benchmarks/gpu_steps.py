@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.loading import load_config
+from benchmarks.under_mps import CONTROL
 
 CONFIG = "configs/sweep_gpu.yaml"
 TRITON = {"attention-backend": "triton", "sampling-backend": "pytorch"}
@@ -24,7 +25,7 @@ CELL_MINUTES = 4.0
 """The expected duration of a cell of the sweep, start-up included."""
 BOUNDS = "0,1,2,4,8,10"
 MODEL = "models/SmolLM2-135M-Instruct"
-SWEEP = Path("runs/sweep-gpu-sweep")
+SWEEP, MPS_SWEEP = Path("runs/sweep-gpu-sweep"), Path("runs/sweep-gpu-mps")
 
 MakeCommand = Callable[[Path, dict[str, Any], float], list[str]]
 """Takes (folder for results, server arguments that work, minutes left); returns the command of a step."""
@@ -37,8 +38,8 @@ class SuiteStep:
     """The expected duration. The step is not started with less time left, and is ended after three times as long."""
     command: MakeCommand
     needs: tuple[str, ...] = ()
-    """Conditions: a package, a file of a package (package/start of the file's name), the name of a step that must have
-    succeeded, or `server` for any one of the sglang steps."""
+    """Conditions: a package, a file of a package (package/start of the file's name), a program (`program NAME`), the
+    name of a step that must have succeeded, or `server` for any one of the sglang steps."""
     continues: bool = False
     """The step uses all the time that is left, and every call of the suite continues it."""
 
@@ -101,6 +102,14 @@ def _sweep(folder: Path, server: dict[str, Any], left: float) -> list[str]:
     )  # fmt: skip
 
 
+def _sweep_under_mps(folder: Path, server: dict[str, Any], left: float) -> list[str]:
+    """Return the command of two cells of the sweep in which learner and server compute on the GPU at the same time."""
+    return _python(
+        "benchmarks.under_mps", sys.executable, "-m", "async_rl.cli", "sweep", CONFIG, _server_args(server),
+        "--staleness", "0,2", "--seeds", "1", "--seconds", str(CELL_SECONDS), "--name", MPS_SWEEP.name,
+    )  # fmt: skip
+
+
 STEPS = (
     SuiteStep("packing", 2.0, _tests(
         "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_updater.py")),
@@ -114,5 +123,6 @@ STEPS = (
     SuiteStep("vllm", 6.0, _tests("tests/gpu/test_vllm.py")),  # skipped where vLLM has no environment
     SuiteStep("model", 1.0, _model, ("gguf",)),
     SuiteStep("sft", 1.0, lambda folder, server, left: _python("async_rl.cli", "sft", CONFIG), ("model",)),
+    SuiteStep("mps", 2 * CELL_MINUTES, _sweep_under_mps, ("server", "ray", "sft", f"program {CONTROL}")),
     SuiteStep("sweep", CELL_MINUTES, _sweep, ("server", "ray", "sft"), continues=True),
 )  # fmt: skip

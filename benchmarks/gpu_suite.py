@@ -28,7 +28,7 @@ from typing import Any
 
 from async_rl.errors import WaitTimeoutError
 from async_rl.sweeps.machine import describe_machine
-from benchmarks.gpu_steps import SERVER_ARGS, STEPS, SWEEP, SuiteStep
+from benchmarks.gpu_steps import MPS_SWEEP, SERVER_ARGS, STEPS, SWEEP, SuiteStep
 from benchmarks.marked_command import MarkedCommand
 
 STATE = Path("runs/gpu-suite")
@@ -137,7 +137,10 @@ class Suite:
 
 
 def _is_installed(need: str) -> bool:
-    """Return whether a package, or package/start of a file's name, is installed, without importing it."""
+    """Return whether a package, package/start of a file's name, or `program NAME` is installed, without importing it.
+    """
+    if need.startswith("program "):
+        return shutil.which(need.removeprefix("program ")) is not None
     package, _, file = need.partition("/")
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations or []) if spec else []
@@ -154,8 +157,9 @@ def write_results(out: Path, folder: Path, outcomes: list[dict[str, Any]]) -> No
                 found[file.stem] = json.loads(file.read_text())
     if (file := folder / "measured.jsonl").is_file():
         found["logprobs"] = [json.loads(line) for line in file.read_text().splitlines()]
-    if (file := SWEEP / "table.md").is_file():
-        found["sweep"] = file.read_text()
+    for title, sweep in (("sweep", SWEEP), ("sweep under MPS", MPS_SWEEP)):
+        if (file := sweep / "table.md").is_file():
+            found[title] = file.read_text()
     (out / "suite.json").write_text(json.dumps(found, indent=1) + "\n")
     with (out / "suite.log").open("wb") as log:
         for file in sorted(folder.rglob("*.log")):  # logs of the steps, and of the servers that they started

@@ -240,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mean", type=int, default=48, help="mean tokens of a row")
     parser.add_argument("--longest", type=int, default=256, help="most tokens of a row")
     parser.add_argument("--max-tokens", type=int, default=2048, help="learner.max_tokens_per_microbatch")
-    parser.add_argument("--logits-mib", type=float, default=256, help="learner.models.token_scores.LOGITS_BYTES")
+    parser.add_argument("--logits-mib", type=float, help="LOGITS_BYTES of learner.models.token_scores")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="on a CPU; one is disturbed least by other processes")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
@@ -253,7 +253,8 @@ def main() -> None:
     arguments = parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(arguments.threads)
-    scoring.LOGITS_BYTES = int(arguments.logits_mib * 2**20)
+    if arguments.logits_mib:
+        scoring.LOGITS_BYTES |= dict.fromkeys(scoring.LOGITS_BYTES, int(arguments.logits_mib * 2**20))
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.model or folder
         if not arguments.model:

@@ -50,16 +50,20 @@ def ask_buffer(
     return frames or asked() or NoBatch("push wanted")
 
 
-def share_taken(taken: Taken | None, device: torch.device) -> Taken:
-    """Return what rank 0 has `taken` on every rank; the other ranks pass None. Collective."""
-    data = torch.empty(0, dtype=torch.uint8, device=device)
+def share_taken(taken: Taken | None) -> Taken:
+    """Return what rank 0 has `taken` on every rank; the other ranks pass None. Collective.
+
+    It goes through CPU memory, by gloo, because the others wait here for as long as answers are generated: NCCL would
+    run a kernel on each of their GPUs until then, and keep a core busy.
+    """
+    data = torch.empty(0, dtype=torch.uint8)
     if taken is not None:
         message: Any = dataclasses.asdict(taken) if isinstance(taken, NoBatch) else taken
-        data = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8).to(device)
-    size = torch.tensor(len(data), device=device)
+        data = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8)
+    size = torch.tensor(len(data))
     dist.broadcast(size, 0)
     if taken is None:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+        data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, 0)
-    received = msgpack.unpackb(data.cpu().numpy())
+    received = msgpack.unpackb(data.numpy())
     return NoBatch(**received) if isinstance(received, dict) else received

@@ -27,12 +27,11 @@ class Evaluations:
         weights: pushes to the evaluation servers; None: there are none.
     """
 
-    def __init__(self, config: Config, rank: int, device: torch.device, timeline: Timeline, weights: Pusher | None):
+    def __init__(self, config: Config, rank: int, timeline: Timeline, weights: Pusher | None):
         self.schedule = EvalSchedule(config)
         """Is told from other threads that an evaluation has ended."""
         self.weights = weights
         self._rank = rank
-        self._device = device
         self._timeline = timeline
         self._holds_pushes = config.evaluations_hold_pushes
         self._push_spans: list[Span] = []
@@ -91,6 +90,6 @@ class Evaluations:
         number = 0
         if self._rank == 0:
             number = 1 if not self.schedule.is_idle else 0 if weights.has_servers() else 2
-        shared = torch.tensor(number, device=self._device)
-        dist.broadcast(shared, 0)
+        shared = torch.tensor(number)
+        dist.broadcast(shared, 0)  # on the CPU, where waiting costs nothing
         return _REASONS[int(shared)]

@@ -21,7 +21,6 @@ from async_rl.telemetry.nvml import GpuSampler
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Span, Timeline
 from async_rl.types import Batch
-from async_rl.weights import open_publisher
 from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
@@ -31,11 +30,11 @@ from learner.checkpointing import Checkpointer
 from learner.depth_moves import DepthMoves
 from learner.driver_requests import DriverRequests
 from learner.evaluations import Evaluations
+from learner.gpu_turns import GpuTurns
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
-from learner.pusher import Pusher
+from learner.pusher import open_pushers
 from learner.ranks import init_distributed
-from learner.server_membership import ServerMembership
 from learner.step_times import step_times
 from learner.updater import Updater
 
@@ -59,29 +58,26 @@ class Learner:
         self.config = config
         self.rank = rank
         self.version = 0
-        self._device = init_distributed(config, rank, world_size, master_address, master_port, listener)
-        self._updater = Updater(config, self._device)
+        device = init_distributed(config, rank, world_size, master_address, master_port, listener)
+        self._updater = Updater(config, device)
         self._timeline = Timeline(f"learner/{rank}")
         self._gpus = GpuSampler(f"learner/{rank}")
         self._push_metrics: list[Metric] = []
         self._push_spans: list[Span] = []
         """The measurements of the pushes since the last report: metrics, and the pauses of the servers."""
-        num_rollout = config.placement.rollout.servers
-        self._publisher = open_publisher(config, engine_urls[:num_rollout], rank, self._device)
-        self.servers = {"rollout": ServerMembership(), "eval": ServerMembership()}
+        pushers = open_pushers(config, self._updater, engine_urls, rank)
+        self.servers = {pool: pusher.membership for pool, pusher in pushers.items()}
         """[pool] The servers to push to. From another thread the driver reports here to rank 0 which died or came back.
         """
         self.depth_moves = DepthMoves()
+        self.gpu_turns = GpuTurns()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
-        self._weights = Pusher(config, self._updater, self._publisher, self.servers["rollout"])
-        of_eval = None
-        if urls := engine_urls[num_rollout:]:
-            publisher = open_publisher(config, urls, rank, self._device, "eval")
-            of_eval = Pusher(config, self._updater, publisher, self.servers["eval"])
-        self.evaluations = Evaluations(config, rank, self._device, self._timeline, of_eval)
+        self._weights = pushers["rollout"]
+        self._publisher = self._weights.publisher
+        self.evaluations = Evaluations(config, rank, self._timeline, pushers.get("eval"))
         self._alarms = Alarms(rules_for(self._updater.dtype))
         self.requests = DriverRequests()
-        self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
+        self._checkpointer = Checkpointer(config, self._updater.optimizers, device)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
         self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
@@ -129,6 +125,7 @@ class Learner:
             is_last = self._is_last(time.monotonic())
             is_push_due = is_last or self.version % self.config.weight_sync.every_steps == 0
             events = self._publish(taken, is_last) if is_push_due else []
+            self.gpu_turns.end_step()
             every_steps = self.config.checkpoint.every_steps
             if every_steps and (is_last or self.version % every_steps == 0):
                 self._keep_for_checkpoint(metrics, time.monotonic() - start_s)
@@ -159,12 +156,15 @@ class Learner:
             if self._client:
                 someone_waits = self.servers["rollout"].someone_waits
                 taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, someone_waits)
-            taken = share_taken(taken, self._device)
+            taken = share_taken(taken)
         return taken if isinstance(taken, NoBatch) else decode_batch(taken)
 
     def _release_server_memory(self) -> None:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
         self.evaluations.await_end()
+        if self.rank == 0:
+            with self._timeline.span("wait_weights", "server start"):
+                self.gpu_turns.begin_step(self.config.timeouts.limit("work_s"))
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:
                 self._publisher.release_server_memory()
@@ -284,6 +284,9 @@ class Learner:
             case "eval":
                 on = "the held-out evaluation"
                 return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
+            case "wait_weights":
+                doing = "waits for a server to start on its GPU"
+                return Status(doing=doing, since_s=since_s, limit_s=timeouts.work_s)
             case "wait_data":
                 doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
                 return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
@@ -322,7 +325,7 @@ class Learner:
         run = self.config.run
         if self._first_step_s is None:
             self._first_step_s = now_s
-        late = torch.tensor(run.seconds > 0 and now_s - self._first_step_s >= run.seconds, device=self._device)
+        late = torch.tensor(run.seconds > 0 and now_s - self._first_step_s >= run.seconds)
         if run.seconds > 0:
             dist.broadcast(late, 0)
         return self.version >= run.steps or bool(late)

@@ -6,13 +6,15 @@ second would not show weights that one step has hardly moved, or experts to whic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
 from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
-from async_rl.weights import WeightPublisher
+from async_rl.weights import WeightPublisher, open_publisher
 from async_rl.weights.base import PushReport, Tolerance
 from learner.models.policy import full_parameters
 from learner.server_membership import ServerMembership
@@ -30,10 +32,11 @@ class Pusher:
     Only rank 0 talks to servers and has measurements.
     """
 
-    def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher, servers: ServerMembership) -> None:
+    def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher) -> None:
         self._updater = updater
         self.publisher = publisher
-        self._servers = servers
+        self.membership = ServerMembership()
+        """Is told by the driver, from another thread, which servers died or came back."""
         self._is_verified = not config.weight_sync.verify
         self._may_erase = not config.rollout.server_url
         """A server that the run did not start may have others' requests to answer, and can't be asked."""
@@ -45,7 +48,7 @@ class Pusher:
 
     def has_servers(self) -> bool:
         """Take in on rank 0 which servers died or came back, and return whether there is one to push to."""
-        self._servers.apply(self.publisher.servers)
+        self.membership.apply(self.publisher.servers)
         return bool(self.publisher.servers)
 
     def push(self, version: int) -> tuple[PushReport, list[ServersLost]]:
@@ -58,16 +61,16 @@ class Pusher:
         """
         lost: list[ServersLost] = []
         while True:
-            self._servers.apply(self.publisher.servers)
+            self.membership.apply(self.publisher.servers)
             urls = dict(self.publisher.servers)
             weights = full_parameters(self._updater.policy, self._updater.dtype)
             report = self.publisher.push(weights, version, erases=self._may_erase and not self._is_verified)
-            self._servers.pushed(self.publisher.servers, report.lost)
+            self.membership.pushed(self.publisher.servers, report.lost)
             if report.lost:
                 died = tuple((name, urls[name]) for name in report.lost)
                 lost.append(ServersLost(servers=died, cause=report.cause))
-            failed = torch.tensor(bool(report.lost), device=self.publisher.device)
-            dist.broadcast(failed, 0)
+            failed = torch.tensor(bool(report.lost))
+            dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
                 return report, lost
 
@@ -81,7 +84,7 @@ class Pusher:
         """
         if self._is_verified:
             return
-        is_served = torch.tensor(bool(self.publisher.servers), device=self.publisher.device)
+        is_served = torch.tensor(bool(self.publisher.servers))
         dist.broadcast(is_served, 0)
         if not is_served:
             return
@@ -91,3 +94,17 @@ class Pusher:
         logprobs = self._updater.probe_logprobs(tokens)
         if self.publisher.rank == 0:
             self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
+
+
+def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], rank: int) -> dict[str, Pusher]:
+    """Return the Pusher of each pool that has servers: `rollout` and, with placement.eval.servers, `eval`.
+
+    Args:
+        engine_urls: the URLs of all servers, in the order of config.server_names.
+    """
+    count = config.placement.rollout.servers
+    urls = {"rollout": [*engine_urls[:count]], "eval": [*engine_urls[count:]]}
+    return {
+        pool: Pusher(config, updater, open_publisher(config, of_pool, rank, updater.device, pool))
+        for pool, of_pool in urls.items() if of_pool
+    }  # fmt: skip

@@ -54,10 +54,9 @@ def base_tokenizer(config: Config) -> Any:
         return TINY_MODELS[base].tokenizer()
     if not Path(base).is_dir():
         nearest = difflib.get_close_matches(base, TINY_MODELS, n=1)
-        from_hub = "A model of the hub: hf download MODEL --local-dir DIR"
         raise ConfigError(
-            f"sft.base must be {' or '.join(TINY_MODELS)} or a Hugging Face folder, got {base!r}: there is no such "
-            f"folder. {f'Did you mean {nearest[0]}?' if nearest else from_hub}"
+            f"sft.base must be {' or '.join(TINY_MODELS)}, a Hugging Face folder or OWNER/NAME of the hub, got "
+            f"{base!r}: there is no such folder" + (f". Did you mean {nearest[0]}?" if nearest else "")
         )
     check_model_folder(base, key="sft.base")
     load_without_weights("sft.base", base, config.model.attn_implementation)

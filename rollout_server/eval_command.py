@@ -7,6 +7,8 @@ from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.storage.hub import located, pinned
+from async_rl.storage.hub_names import DATA_KEYS
 from async_rl.storage.model_folder import check_model_folder, load_tokenizer
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import reduce_metrics
@@ -19,6 +21,7 @@ from rollout_server.tasks.base import open_task
 
 async def evaluate_model(config: Config) -> dict[str, float]:
     """Return the metrics {`eval/...`: value} of model.path on eval.size held-out prompts, eval.samples answers each."""
+    config = located(pinned(config, ["model.path", *DATA_KEYS]), ["model.path"])
     check_model_folder(config.model.path, config.longest_tokens)
     load_without_weights("model.path", config.model.path, config.model.attn_implementation)
     values = await _evaluate(config)

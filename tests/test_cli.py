@@ -101,7 +101,7 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(pipeline, "dry_run", lambda config: seen.append(config) or "")
+    monkeypatch.setattr(pipeline, "dry_run", lambda config, check: seen.append(config) or "")
     assert main(["train", str(config_file), "run.steps=7", "--dry-run", "staleness.max=3"]) == 0
     assert main(["train", "--dry-run", str(config_file), "run.steps=7", "staleness.max=3"]) == 0
     assert main(["train", "run.steps=7", "--dry-run", "staleness.max=3", str(config_file)]) == 0
@@ -112,7 +112,7 @@ def test_a_leading_tilde_in_an_argument_is_the_home_directory(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(config_file.parent))
-    monkeypatch.setattr(pipeline, "dry_run", lambda config: "read")
+    monkeypatch.setattr(pipeline, "dry_run", lambda config, check: "read")
     assert main(["train", "~/config.yaml", "--dry-run"]) == 0
     assert main(["train", "--resume", "~/run"]) == 2
     assert main(["status", "~/run"]) == 2
@@ -234,7 +234,7 @@ def test_sft_from_a_base_that_is_not_there_names_the_nearest(
 ) -> None:
     assert main(["sft", str(config_file), "sft.base=tiny-lama"]) == 2
     error = capsys.readouterr().err
-    bases = "tiny-qwen2 or tiny-llama or tiny-qwen3 or tiny-qwen3-tools or a Hugging Face folder"
+    bases = "tiny-qwen2 or tiny-llama or tiny-qwen3 or tiny-qwen3-tools, a Hugging Face folder or OWNER/NAME of the hub"
     assert f"sft.base must be {bases}, got 'tiny-lama'" in error
     assert "there is no such folder. Did you mean tiny-llama?" in error
     (tmp_path / "empty").mkdir()

@@ -22,9 +22,11 @@ class TaskConfig:
     """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file, or when the
     environment `env` needs no questions."""
     path: PathText = ""
-    """A Parquet or JSONL file of prompts, in verl's schema."""
+    """A Parquet or JSONL file of prompts, in verl's schema or GSM8K's, or a data set of the hub by its name, config and
+    split: hf://openai/gsm8k:main/train, with @REVISION after the name if wanted, or hf://OWNER/NAME/PATH/OF/FILE."""
     eval_path: PathText = ""
-    """The file of held-out prompts. A reasoning_gym task makes its own, disjoint from the training prompts."""
+    """The held-out prompts, a file or a data set of the hub. A reasoning_gym task makes its own, disjoint from the
+    training prompts."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
     arguments of the environment `env`."""

@@ -32,7 +32,8 @@ class ModelConfig:
     """The policy: its folder, its number type, its attention and its adapters."""
 
     path: PathText
-    """The folder of a Hugging Face causal language model (config.json, safetensors, tokenizer)."""
+    """A Hugging Face causal language model: its folder (config.json, safetensors, tokenizer) or, if there is no such
+    folder, its name on the hub, OWNER/NAME or OWNER/NAME@REVISION. hf://OWNER/NAME is on the hub in any case."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type that the model computes in. auto: bfloat16 on GPUs, float32 on CPU. Master weights are always float32.
     """
@@ -47,7 +48,8 @@ class CriticConfig:
     """The model that estimates values; there is one only if algorithm.advantage needs it (gae, vtrace)."""
 
     path: PathText = ""
-    """The folder that the critic starts from. Empty: model.path, with a fresh value head."""
+    """The folder, or the name on the hub, of the model that the critic starts from. Empty: model.path, with a fresh
+    value head."""
     lr: PositiveFloat = 1e-5
     """The critic's learning rate."""
     warmup_steps: NonNegativeInt = 0
@@ -61,8 +63,8 @@ class ReferenceConfig:
     """The frozen model of the KL term; it is loaded only if algorithm.kl.kind needs it."""
 
     path: PathText = ""
-    """The folder of the reference. Empty: model.path as it was at the start of the run; with LoRA that is the policy
-    without its adapters."""
+    """The folder of the reference, or its name on the hub. Empty: model.path as it was at the start of the run; with
+    LoRA that is the policy without its adapters."""
     offload: bool = False
     """Keep the reference in CPU memory between uses (GPU only)."""
 
@@ -72,8 +74,8 @@ class RewardModelConfig:
     """A model that scores answers in place of the task's rule."""
 
     path: PathText = ""
-    """The folder of a Hugging Face sequence-classification model with one output, the reward. Empty: the task's rule.
-    """
+    """The folder, or the name on the hub, of a sequence-classification model with one output, the reward. Empty: the
+    task's rule."""
 
 
 @section("learner")
@@ -119,7 +121,7 @@ class SftConfig:
     base: PathText = "tiny-qwen2"
     """The model to start from: tiny-qwen2, tiny-llama or tiny-qwen3 (made from scratch, with a character tokenizer; the
     last one has heads that vLLM takes), tiny-qwen3-tools (the same with a chat template that knows tools, in the form
-    of Qwen2.5's), or a Hugging Face folder."""
+    of Qwen2.5's), or a Hugging Face model, by its folder or its name on the hub."""
     steps: PositiveInt = 200
     """The largest number of optimizer steps."""
     batch_size: PositiveInt = 128

@@ -28,6 +28,7 @@ from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
+from async_rl.storage.hub import cached_folder
 from async_rl.storage.model_folder import load_tokenizer
 
 CONNECT_TIMEOUT_S = 5.0
@@ -62,7 +63,7 @@ class Probe:
         Args:
             marker: name of a file that the driver has created in run.dir, to see whether this node shares the folder.
         """
-        path = Path(self._config.model.path)
+        path = cached_folder(self._config.model.path) or Path(self._config.model.path)
         facts = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
         facts |= {"tokenizer": _tokenizer_digest(path), "model": _model_digest(path)}
         return NodeReport(

@@ -23,11 +23,14 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.cores import usable_cores
-from async_rl.driver.gpu_driver import check_gpu_driver
+from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpus
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
+from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
+from async_rl.storage.hub_data import data_files
+from async_rl.storage.hub_names import hub_repos
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
@@ -70,7 +73,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
     yield _gpu(used.values())
     yield from (_loopback(), _memory(), _shared_memory(), _cores())
     if config:
-        yield from _examine_inputs([each for each in input_checks(config) if is_driver or each.everywhere])
+        yield from _examine_config(config, is_driver)
         return
     parent = existing_parent(Path("runs"))
     mend = "free some, or set run.dir to another disk"
@@ -160,6 +163,9 @@ def _gpu(engines: Collection[EngineEntry]) -> Check:
         uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
         if uses_sglang and (missing := _missing_gpu_tools()):
             return Check("GPU", "broken" if engines else "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
+        if exclusive_gpus():
+            shared = "in compute mode EXCLUSIVE_PROCESS, which learner and server can't share"
+            return Check("GPU", "warn", f"{found}, {shared}", UNSHARED)
         return Check("GPU", "ok", found)
     try:
         check_gpu_driver()
@@ -229,6 +235,28 @@ def _enough(
 def _cores() -> Check:
     cores, mend = usable_cores(), "give it 2 or more: learner and rollout share them"
     return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
+
+
+def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
+    """Yield the checks of a configuration, those of its files only if all that it names on the hub is in the cache."""
+    try:
+        config = pinned(config)
+    except ConfigError as error:
+        yield Check("hub", "broken", str(error))
+        return
+    for repo in hub_repos(config):
+        try:
+            data_files(repo, cached_only=True) if repo.kind == "dataset" else model_folder(repo, cached_only=True)
+        except NotInCacheError:
+            found = f"{repo.name} is on the hub, not in this host's cache: nothing that needs it is checked"
+            yield Check(repo.key, "warn", found, "`async-rl train CONFIG --dry-run` downloads it, and so does a run")
+            return
+        except ConfigError as error:
+            yield Check(repo.key, "broken", str(error))
+            return
+        yield Check(repo.key, "ok", repo.name)
+    inputs = input_checks(located(config))
+    yield from _examine_inputs([each for each in inputs if is_driver or each.everywhere])
 
 
 def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:

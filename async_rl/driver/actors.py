@@ -24,6 +24,8 @@ from async_rl.config.check import check
 from async_rl.cores import limit_spinning, threads_per_process
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network import agree_on_nccl, use_interface
+from async_rl.storage.hub import located
+from async_rl.storage.hub_data import fetch_all
 from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
@@ -88,6 +90,11 @@ class RolloutActor:
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
 
+    async def fetch(self) -> None:
+        """Download the models and data sets that the config names on the hub, unless this host has them."""
+        self._doing, self._since_s = "fetches models and data sets", time.monotonic()
+        await asyncio.to_thread(fetch_all, self._config)
+
     async def start(self) -> str:
         """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
         self._engine = await asyncio.to_thread(self._open_engine)  # a thread: a slow disk may take longer than silent_s
@@ -104,6 +111,7 @@ class RolloutActor:
 
             torch.set_num_threads(threads_per_process(self._config))
 
+        self._config = located(self._config)
         self._tokenizer = load_tokenizer(self._config.model.path)
         self._task = open_task(self._config, self._tokenizer)
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
@@ -124,6 +132,11 @@ class RolloutActor:
 
         reward = open_reward(self._config, self._task)
         return ScoredPlayer(self._config, self._index, self._engine, self._task, reward, self._tokenizer)
+
+    async def kv_tokens(self) -> int:
+        """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""
+        load = await self._engine.load()
+        return load.kv_tokens if load else 0
 
     async def run(self) -> AsyncIterator[WorkerReport]:
         # All that is loaded by now lives as long as the process. Otherwise full collections visit it again and again,
@@ -192,6 +205,10 @@ class LearnerActor:
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
 
+    def fetch(self) -> None:
+        """Download the models and data sets that the config names on the hub, unless this host has them."""
+        fetch_all(self._config)
+
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
         import torch
 
@@ -200,7 +217,7 @@ class LearnerActor:
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks
         self._learner = Learner(
-            self._config, self._rank, ranks, *master, buffer_address, engine_urls, listener=self._listener
+            located(self._config), self._rank, ranks, *master, buffer_address, engine_urls, listener=self._listener
         )
 
     def run(self) -> Iterator[LearnerReport]:
@@ -241,6 +258,15 @@ class LearnerActor:
     def move_depth(self, slots: int, reason: str) -> None:
         """Have the buffer get this number of slots with the next version that is served. Called on rank 0 only."""
         self._learner.depth_moves.put(slots, reason)
+
+    @ray.method(concurrency_group="join")
+    def begin_start(self, name: str) -> None:
+        """Wait, for timeouts.work_s, until a lost server may start again on a GPU that it shares with the learner."""
+        self._learner.gpu_turns.begin_start(name, self._config.timeouts.limit("work_s"))
+
+    @ray.method(concurrency_group="control")
+    def end_start(self, name: str) -> None:
+        self._learner.gpu_turns.end_start(name)
 
     @ray.method(concurrency_group="control")
     def leave_server(self, name: str) -> None:

@@ -1,7 +1,9 @@
-"""The check that torch finds the GPUs of this host; without it a run with too old a driver would train on the CPU."""
+"""Checks of this host's GPUs: that torch finds them, as else a run would train on the CPU, and that they can be shared.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from pathlib import Path
@@ -11,6 +13,14 @@ from async_rl.errors import ConfigError
 _DEVICES, _VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
 """The oldest NVIDIA driver by major version of CUDA."""
+
+_COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of the CUDA driver, and its value for GPUs that only one process may use."""
+UNSHARED = (
+    "Have the administrator of the host run `nvidia-smi -c DEFAULT`, or start NVIDIA's MPS, which shares such a GPU: "
+    "nvidia-cuda-mps-control -d"
+)
+"""The advice for GPUs in compute mode EXCLUSIVE_PROCESS."""
 
 
 def check_gpu_driver() -> None:
@@ -37,3 +47,40 @@ def check_gpu_driver() -> None:
         f"this host has {len(gpus)} NVIDIA GPU(s), and torch finds none: its CUDA {torch.version.cuda} wants an NVIDIA "
         f"driver {needs}, here is {found[1] if found else 'an unknown one'}. Install a newer driver. {cpu_only}"
     )
+
+
+def check_shared_gpus(num_processes: int) -> None:
+    """Check that `num_processes` of a run can share a GPU of this host, if that is more than one.
+
+    Raises:
+        ConfigError: the compute mode of a GPU lets one process use it, and no MPS is there to be that process.
+    """
+    if num_processes > 1 and (gpus := exclusive_gpus()):
+        raise ConfigError(
+            f"{num_processes} processes of the run share a GPU, and GPU {gpus[0]} is in compute mode "
+            f"EXCLUSIVE_PROCESS: it would refuse the second one. {UNSHARED}. Or give each process a GPU"
+        )
+
+
+def exclusive_gpus() -> list[int]:
+    """Return the ordinals of the GPUs that CUDA shows to this process and of which it lets one process use each.
+
+    With NVIDIA's MPS (CUDA_MPS_PIPE_DIRECTORY) there are none, because its server is that process.
+    """
+    if (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps") / "control").exists():
+        return []
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver
+        return []
+    count, device, mode = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):  # an error code: no device is visible
+        return []
+    found = []
+    for ordinal in range(count.value):
+        failed = cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetAttribute(
+            ctypes.byref(mode), _COMPUTE_MODE, device
+        )
+        if not failed and mode.value == _EXCLUSIVE_PROCESS:
+            found.append(ordinal)
+    return found

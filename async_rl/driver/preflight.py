@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
 from async_rl.cores import usable_cores
-from async_rl.driver.gpu_driver import check_gpu_driver
+from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
@@ -214,6 +214,7 @@ def _check_placement(config: Config) -> list[str]:
         f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
         "A server wants tp whole GPUs; on the CPU it starts one rank.",
     )
+    check_shared_gpus(max(demand.processes_per_gpu for demand in host_demands(config, gpus)))
     explain(config)
     processes, cores = config.placement.processes_per_node, usable_cores()
     if processes <= cores or config.placement.pin_cpus:

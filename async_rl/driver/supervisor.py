@@ -26,6 +26,7 @@ from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.restart_limit import RestartLimit
 from async_rl.driver.run_log import RunLog
+from async_rl.driver.server_memory import ServerMemory
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.watchdog import Watchdog
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError, WeightSyncError
@@ -59,6 +60,7 @@ class Supervisor:
         self._urls: dict[str, str] = {}
         """The URLs of the servers that were restarted."""
         self._restarts = RestartLimit(config)
+        self._memory = ServerMemory(config, processes, log)
         self._streams: dict[str, Any] = {}
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
@@ -145,11 +147,12 @@ class Supervisor:
             whither = "go to other servers" if self._rollouts else "wait until a server is back: no other one runs"
             self._log.logger.note(f"{name}: the prompts of its {num_groups} running groups {whither}")
         index = self._config.server_names.index(name)
-        actor = self._processes.start(name, server_class(name), self._config, index)
-        self.watchdog.begin(name)
-        url = self._urls[name] = await self._call_server(
-            name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
-        )
+        async with self._memory.turn(name):
+            actor = self._processes.start(name, server_class(name), self._config, index)
+            self.watchdog.begin(name)
+            url = self._urls[name] = await self._call_server(
+                name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
+            )
         if has_groups:
             await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
         connecting = actor.connect.remote(self._buffer_address)
@@ -188,6 +191,7 @@ class Supervisor:
         """Have a server work, and log its reports, until it is lost, which raises ServerLostError."""
         self._running.add(name)
         try:
+            await self._memory.compare(name)
             await self._read_reports(name)
         except AsyncRLError as error:
             raise ServerLostError(error) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import ConfigError
+from async_rl.storage.hub_names import SCHEME
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -24,8 +24,6 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 SFT_MARKER = "sft_config.yaml"
 """The file that only a folder written by `async-rl sft` holds, which the next one may overwrite."""
-_LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
-"""Words with which a path of two begins if it is not the name of a model on the Hugging Face hub."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
@@ -128,6 +126,22 @@ def written_whole(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def check_sft_target(path: str) -> Path:
+    """Return the folder `path`, the value of model.path, into which `async-rl sft` writes its result.
+
+    Raises:
+        ConfigError: it holds something else than an earlier result, or `path` names a model of the hub.
+    """
+    target = Path(path)
+    others = target.is_dir() and not (target / SFT_MARKER).is_file() and any(target.iterdir())
+    if others or target.is_file() or path.startswith(SCHEME):
+        raise ConfigError(
+            f"model.path {path} exists and was not written by `async-rl sft`; it will not be overwritten. "
+            "Set model.path to a new folder for the result, and sft.base to the model to start from"
+        )
+    return target
 
 
 def _partial_of(folder: Path) -> Path:
@@ -258,11 +272,8 @@ def _how_to_get(folder: Path) -> str:
     """Return what a user may do to get the model in `folder`, which does not exist."""
     if _partial_of(folder).is_dir():
         return "`async-rl sft` ended before it was whole: run it again"
-    first = str(folder).partition("/")[0]
-    if first == "models":
-        return f"If it is on the Hugging Face hub: hf download OWNER/{folder.name} --local-dir {folder}"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and first not in _LOCAL_FOLDERS and not folder.parent.is_dir():
-        return f"If it is on the Hugging Face hub: hf download {folder} --local-dir models/{folder.name}"
+    if folder.parts[:1] == ("models",):
+        return f"If it is on the Hugging Face hub, name it as it is named there: OWNER/{folder.name}"
     return "If the sft section of your config makes it, run first: async-rl sft CONFIG"
 
 

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from async_rl.config import Config
+from async_rl.storage.hub import cached_folder
 from async_rl.telemetry.examples import COLUMNS, Example, ExampleTable
 from async_rl.telemetry.figures import Figures
 from async_rl.telemetry.tracker import Tracker
@@ -75,7 +76,7 @@ def open_wandb_run(config: Config, run_dir: Path, note: Callable[[str], None]) -
     except Exception as error:  # nothing that wandb raises may end the run
         note(f"wandb: off, it did not start: {type(error).__name__}: {error}")
         return None
-    return WandbRun(run, note, ExampleTable(config.model.path))
+    return WandbRun(run, note, ExampleTable(str(cached_folder(config.model.path) or config.model.path)))
 
 
 class WandbRun(Tracker):

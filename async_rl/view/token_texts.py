@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.storage.hub import cached_folder
 from async_rl.view.run_files import RunFiles
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -106,10 +107,12 @@ class TokenTexts:
 def find_tokenizer(run: RunFiles) -> Path | None:
     """Return the tokenizer file of a run, its own copy or that of the model that it began with; None without any.
 
-    A relative model.path is looked for in the working directory and in the folders above the run directory.
+    A relative model.path is looked for in the working directory and in the folders above the run directory, a name of
+    the hub in this host's cache.
     """
     folders = [run.folder / "model", *sorted((run.folder / "checkpoints").glob("step_*/model"), reverse=True)]
     model = run.setting("model.path")
     if isinstance(model, str) and model:
         folders += [Path(model), *(above / model for above in run.folder.absolute().parents)]
+        folders += filter(None, [cached_folder(model)])
     return next((folder / TOKENIZER_FILE for folder in folders if (folder / TOKENIZER_FILE).is_file()), None)

@@ -75,13 +75,25 @@ class BroadcastPublisher(BucketPublisher):
         label = version if bucket.is_last else None
         calls = self.calls(lambda admin: admin.receive_bucket(bucket, label, self.group_name))
         if calls:
-            calls["learner rank 0"] = partial(self._broadcast, bucket.data.to(self.device))
+            data = bucket.data.to(self.device)
+            filled = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+            calls["learner rank 0"] = partial(self._broadcast, data, filled)
         return start_together(calls, self.push_limit, f"push of version {version}")
 
-    def _broadcast(self, data: Tensor) -> None:
-        dist.broadcast(data, group=self.group, group_src=0)
-        if data.is_cuda:
-            torch.cuda.synchronize(data.device)
+    def _broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
+        """Broadcast `data`, on a GPU in a stream of its own once `filled` is reached, and wait until it is sent.
+
+        All threads share one default stream, in which the next bucket is gathered meanwhile. `data` is held until the
+        broadcast has ended, and its memory is written to only after that.
+        """
+        if filled is None:
+            dist.broadcast(data, group=self.group, group_src=0)
+            return
+        stream = torch.cuda.Stream(data.device)
+        stream.wait_event(filled)
+        with torch.cuda.stream(stream):
+            dist.broadcast(data, group=self.group, group_src=0)
+        stream.synchronize()
 
     def give_up(self) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+from async_rl.storage.hub import located
 from async_rl.storage.model_folder import writing
 from async_rl.weights.checkpoint_names import to_checkpoint
 from learner.models.lora import merged_parameters
@@ -33,7 +34,7 @@ def export(source: str | Path, target: Path) -> Path:
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
-    config = load_config(run_dir_of(checkpoint) / "config.yaml")
+    config = located(load_config(run_dir_of(checkpoint) / "config.yaml"), ["model.path"])
     policy = load_policy(config.model, torch.device("cpu"), torch.float32)
     tensors = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group

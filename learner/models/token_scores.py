@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGITS_BYTES = 256 * 2**20
-"""The most memory that float32 logits take; more tokens are scored in chunks."""
+LOGITS_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
+"""[device] the most memory that float32 logits take; more tokens are scored in chunks. On a GPU each chunk reads and
+writes the whole gradient of the head, in float32, which takes longer than the rest of the chunk unless it is large."""
 
 
 def score_tokens(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,7 @@ class _ScoreTokens(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        size = max(1, LOGITS_BYTES // (4 * head.shape[0]))
+        size = max(1, LOGITS_BYTES[head.device.type] // (4 * head.shape[0]))
         scores = []
         for x, y, t in zip(states.split(size), targets.split(size), temperature.split(size), strict=True):
             logp = _log_softmax(x, head, t)

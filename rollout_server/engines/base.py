@@ -62,12 +62,14 @@ class SampledReply:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of an engine at one instant: how many replies it is sampling, and how many it can sample at once."""
+    """The load of an engine at one instant, and its size."""
 
     running: int
     """The number of replies in the running batch."""
     slots: int
     """The largest number of replies that the engine samples at once."""
+    kv_tokens: int = 0
+    """The number of tokens for which the KV cache has room; 0: not known."""
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""The size of the KV cache of a rollout server on a CPU, where it shares the host's memory with the learner."""
+"""The sizes of a rollout server: of its KV cache on a CPU, where it shares the host's memory, and of its batches."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def max_running_replies(config: Config) -> int:
     """Return the largest number of replies that one server can be asked for at once, evaluations included."""
     groups = min(config.rollout.concurrency, config.slots)
     return groups * config.rollout.group_size + config.eval.size * config.eval.samples
+
+
+MAX_GRAPH_REPLIES = 1024
+"""The largest decode batch for which a server on a GPU captures a CUDA graph. Each size takes time at the start."""
+
+
+def graph_replies(config: Config) -> int:
+    """Return the size of the largest decode batch that is worth a CUDA graph: all replies of a server, up to a limit.
+
+    The engines' own choice, 256 or 512, leaves larger batches without a graph, and captures sizes that never occur.
+    """
+    return min(max_running_replies(config), MAX_GRAPH_REPLIES)
 
 
 def kv_token_bytes(model: Any, dtype: str) -> int:

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from rollout_server.tasks.gsm8k_rows import gsm8k_row
 from rollout_server.tasks.verl_files import numbered_lines
-
-INSTRUCTION = "Work it out step by step. End with a line that reads `#### ` followed by the number alone."
-DATA_SOURCE = "openai/gsm8k"
 
 
 def prepare_gsm8k(source: Path, target: Path) -> int:
-    """Convert `source`, lines of {"question", "answer"}, to `target` (.parquet or .jsonl); return the number of rows.
-
-    The ground truth is the text after `####` in the answer, without thousands separators.
-    """
+    """Convert `source`, lines of {"question", "answer"}, to `target`, .parquet or .jsonl; return the number of rows."""
     if not source.is_file():
         raise ConfigError(f"the file to convert does not exist: {source}")
     lines = enumerate(numbered_lines(source))
@@ -40,18 +35,8 @@ def prepare_gsm8k(source: Path, target: Path) -> int:
 def _row(line: str, index: int, where: str) -> dict[str, Any]:
     try:
         item = json.loads(line)
-        question, answer = item["question"], item["answer"]
-        _, mark, number = answer.rpartition("####")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{where}: must be a JSON object with question and answer, both text, got {line[:80]!r}"
-        ) from error
-    if not mark:
-        raise ConfigError(f"{where}: the answer has no `#### number`: {answer[-80:]!r}")
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": number.strip().replace(",", "")},
-        "extra_info": {"index": index, "question": question, "answer": answer},
-    }
+    except json.JSONDecodeError:
+        item = None
+    if not isinstance(item, dict):
+        raise ConfigError(f"{where}: must be a JSON object with question and answer, both text, got {line[:80]!r}")
+    return gsm8k_row(item, index, where)

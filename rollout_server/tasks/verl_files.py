@@ -1,22 +1,26 @@
-"""The task that reads its prompts from Parquet or JSONL files in verl's schema.
+"""The task that reads its prompts from Parquet or JSONL files in verl's schema, or in the form of GSM8K's own files.
 
 A row has `data_source`, `prompt` (chat messages), `reward_model` ({style: rule, ground_truth}) and may have `ability`
-and `extra_info`. If `extra_info.answer` is text, supervised fine-tuning learns it as the worked solution.
+and `extra_info`. If `extra_info.answer` is text, supervised fine-tuning learns it as the worked solution. A row with
+`question` and `answer` in place of these is of GSM8K, see gsm8k_rows.py.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.storage.hub_data import data_files
+from async_rl.storage.hub_names import find_data
 from rollout_server.question import Question
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
+from rollout_server.tasks.gsm8k_rows import COLUMNS, gsm8k_row
 
 _NEEDED = ("data_source", "prompt", "reward_model")
 _USED = (*_NEEDED, "extra_info")
@@ -28,11 +32,11 @@ class VerlFilesTask(Task):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._train = self._read(Path(config.task.path))
+        self._train = self._read(config.task.path, "task.path")
         self.num_prompts = len(self._train)
         self._eval: list[tuple[int, Question]] = []
         if config.eval.size and config.task.eval_path:
-            self._eval = self._read(Path(config.task.eval_path))
+            self._eval = self._read(config.task.eval_path, "task.eval_path")
         elif config.eval.size:
             warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
 
@@ -54,12 +58,18 @@ class VerlFilesTask(Task):
         row, _ = (self._eval if is_held_out else self._train)[position]
         return row, f"row {row} of {self._config.eval_path if is_held_out else self._config.path}"
 
-    def _read(self, path: Path) -> list[tuple[int, Question]]:
-        """Return (row, question) for each row of a file whose prompt is short enough. Rows count from 0."""
-        found, columns = _rows(path)
+    def _read(self, path: str, key: str) -> list[tuple[int, Question]]:
+        """Return (row, question) for each row of `path`, the value of `key`, whose prompt is short enough.
+
+        Rows count from 0, over all files of a data set of the hub.
+        """
+        repo = find_data(path, key)
+        parts = [_rows(file) for file in (data_files(repo) if repo else [Path(path)])]
+        found = [row for rows, _ in parts for row in rows]
+        columns = {name for _, names in parts for name in names}
         if media := [name for name in _MEDIA if name in columns]:
             self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
-        rows = [_question(row, f"{path}, row {i}") for i, row in enumerate(found)]
+        rows = [_question(_in_schema(row, i, f"{path}, row {i}"), f"{path}, row {i}") for i, row in enumerate(found)]
         for i, question in enumerate(rows):
             check_reference(self.rule_of(question), question.ground_truth, f"{path}, row {i}")
         questions = [(i, question) for i, question in enumerate(rows) if self.is_short_enough(question)]
@@ -119,7 +129,7 @@ def _parquet_rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
     try:
         columns = pyarrow.parquet.read_schema(path).names
         _check_columns(dict.fromkeys(columns), str(path))
-        table = pyarrow.parquet.read_table(path, columns=[name for name in _USED if name in columns])
+        table = pyarrow.parquet.read_table(path, columns=[name for name in (*_USED, *COLUMNS) if name in columns])
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} can't be read as Parquet: {error}") from error
     return table.to_pylist(), set(columns)
@@ -127,12 +137,19 @@ def _parquet_rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
 
 def _check_columns(found: dict[str, Any], where: str) -> None:
     missing = [name for name in _NEEDED if name not in found]
-    if missing:
+    if missing and not _is_of_gsm8k(found):
         raise ConfigError(
-            f"{where}: needs the columns {', '.join(_NEEDED)} (verl's schema), lacks {', '.join(missing)}; "
-            f"found: {', '.join(found) or 'none'}. GSM8K's original files are converted by "
-            "`async-rl prepare gsm8k IN.jsonl OUT.parquet`"
+            f"{where}: needs the columns {', '.join(_NEEDED)} (verl's schema), or {' and '.join(COLUMNS)} as GSM8K's "
+            f"own files have them; lacks {', '.join(missing)}; found: {', '.join(found) or 'none'}"
         )
+
+
+def _is_of_gsm8k(columns: Container[str]) -> bool:
+    return "prompt" not in columns and all(name in columns for name in COLUMNS)
+
+
+def _in_schema(row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
+    return gsm8k_row(row, index, where) if _is_of_gsm8k(row) else row
 
 
 def _question(row: dict[str, Any], where: str) -> Question:

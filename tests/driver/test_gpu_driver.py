@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from async_rl.config import Config, RolloutPlacement
 from async_rl.driver import gpu_driver
-from async_rl.driver.gpu_driver import check_gpu_driver
+from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
+from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
+from tests.kit.placements import TWO_PAIRS, placed_on
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\nGCC version: 12.3.0\n"
 
@@ -51,3 +55,50 @@ def test_a_run_that_uses_the_gpus_or_is_told_not_to_is_not_refused(
     else:
         (host / "nvidia0").unlink()
     check_gpu_driver()
+
+
+class FakeCuda:
+    """The CUDA driver of a host whose GPUs have these compute modes."""
+
+    def __init__(self, *modes: int) -> None:
+        self._modes = modes
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = len(self._modes)
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        assert attribute == 20
+        value._obj.value = self._modes[device.value]
+        return 0
+
+
+def test_a_gpu_for_one_process_is_not_shared_unless_mps_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(gpu_driver.ctypes, "CDLL", lambda name: FakeCuda(0, 3))
+    assert gpu_driver.exclusive_gpus() == [1]
+    check_shared_gpus(1)
+    with pytest.raises(ConfigError, match=r"2 processes .* share a GPU, and GPU 1 is .* EXCLUSIVE_PROCESS.*MPS"):
+        check_shared_gpus(2)
+    (tmp_path / "control").touch()
+    check_shared_gpus(2)
+    (tmp_path / "control").unlink()
+    monkeypatch.setattr(gpu_driver.ctypes, "CDLL", lambda name: FakeCuda(0, 0))
+    check_shared_gpus(2)
+
+
+@pytest.mark.parametrize(("asked", "gpus_there", "processes"), [
+    (placed_on(), 0, 0), (placed_on(), 2, 1), (placed_on(), 1, 2), (TWO_PAIRS, 2, 2),
+    (placed_on(rollout=RolloutPlacement(servers=2)), 1, 3), (placed_on(rollout=RolloutPlacement(tp=4)), 5, 1),
+])  # fmt: skip
+def test_the_processes_that_share_a_gpu_are_counted(asked: Config, gpus_there: int, processes: int) -> None:
+    assert max(demand.processes_per_gpu for demand in host_demands(asked, gpus_there)) == processes

@@ -56,7 +56,7 @@ def config_of(model: ModelConfig, task: TaskConfig, tmp_path: Path) -> Config:
 def test_a_parquet_file_without_a_needed_column_is_refused_with_the_columns_it_has(
     model: ModelConfig, tmp_path: Path
 ) -> None:
-    pq.write_table(pa.table({"question": ["1 + 1?"], "answer": ["2"]}), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"question": ["1 + 1?"], "solution": ["2"]}), tmp_path / "rows.parquet")
     config = config_of(model, TaskConfig(path=str(tmp_path / "rows.parquet")), tmp_path)
     with pytest.raises(ConfigError, match="question"):
         run(config)

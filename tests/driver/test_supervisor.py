@@ -31,10 +31,11 @@ def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     runs: list[FakeRun] = []
 
     def start(
-        servers: int = 1, ranks: int = 1, silent_s: float = 60, wire_s: float = 300, evals: int = 0, **more_s: float
+        servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, wire_s: float = 300,
+        evals: int = 0, **more_s: float,
     ) -> FakeRun:
         timeouts = TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)
-        runs.append(FakeRun(tmp_path, servers, ranks, timeouts, evals))
+        runs.append(FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals))
         return runs[0]
 
     yield start
@@ -194,7 +195,20 @@ def test_the_buffer_abandons_a_dead_server_again_before_its_successor_connects(s
     run.train()
     thread.join(5)
     events = (run.folder / "events").read_text().splitlines()
-    assert events == ["rollout/0 abandoned", "rollout/0 abandoned", "rollout/0 connected"]
+    assert events == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 abandoned", "rollout/0 connected"]
+
+
+def test_a_server_on_a_shared_gpu_starts_again_between_steps_and_tells_of_less_room(start_run: Any) -> None:
+    run = start_run(colocated=True)
+    assert run.config.shares_gpus
+    run.tell("rollout-0-answers", "learner-0-drops a server")
+    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    run.train()
+    thread.join(5)
+    events = (run.folder / "events").read_text().splitlines()
+    assert events[:3] == ["rollout/0 abandoned", "the turn of rollout/0", "rollout/0 started"]
+    assert events.count("the turn of rollout/0 ends") == 1
+    assert any("rollout/0 came back with room for 1000 tokens" in n and "it had 2000" in n for n in run.notes)
 
 
 def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_again(start_run: Any) -> None:
@@ -211,7 +225,7 @@ def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_ag
     thread.join(5)
     assert [str(death).startswith("buffer on 10.0.0.9 died") for death in deaths] == [True]
     events = (run.folder / "events").read_text().splitlines()
-    assert events == ["rollout/0 abandoned", "rollout/0 abandoned", "rollout/0 connected"]
+    assert events == ["rollout/0 abandoned", "rollout/0 started", "rollout/0 abandoned", "rollout/0 connected"]
 
 
 def test_a_learner_that_dies_while_a_server_joins_ends_the_run_and_is_named(start_run: Any) -> None:

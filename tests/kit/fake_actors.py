@@ -85,7 +85,12 @@ class Buffer(FakeProcess):
 
 class Rollout(FakeProcess):
     async def start(self) -> str:
+        self.note(f"rollout/{self._index} started")
+        self.tell("comes back")
         return "http://new"
+
+    async def kv_tokens(self) -> int:
+        return 1000 if self.told("comes back") else 2000
 
     async def connect(self, address: str) -> None:
         self.note(f"{self._config.server_names[self._index]} connected")
@@ -139,6 +144,14 @@ class Learner(FakeProcess):
             raise WaitTimeoutError(f"{name} waited 1800 s (timeouts.work_s) for the learner's current weights")
         return 5
 
+    @ray.method(concurrency_group="join")
+    def begin_start(self, name: str) -> None:
+        self.note(f"the turn of {name}")
+
+    @ray.method(concurrency_group="control")
+    def end_start(self, name: str) -> None:
+        self.note(f"the turn of {name} ends")
+
     @ray.method(concurrency_group="control")
     def add_eval_server(self, name: str, url: str) -> None:
         self.note(f"{name} gets the next evaluation at {url}")
@@ -173,11 +186,15 @@ class FakeRun:
         evals: the number of evaluation servers. The first of them is told what to do as rollout server `servers`.
     """
 
-    def __init__(self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, evals: int = 0) -> None:
+    def __init__(
+        self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, colocated: bool = False, evals: int = 0
+    ) -> None:
         self.folder = folder
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"},
-            placement={"rollout": {"servers": servers, "max_restarts": 1}, "eval": {"servers": evals}},
+            placement={
+                "rollout": {"servers": servers, "max_restarts": 1}, "eval": {"servers": evals}, "colocated": colocated,
+            },
             timeouts=timeouts, eval={"every_steps": 3},
         )
         (self.config.run_dir / "logs").mkdir(parents=True)

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from async_rl.types import Batch
 from learner import learner as learner_module
+from learner import pusher as pusher_module
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher
 from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, run_ranks
@@ -48,7 +49,7 @@ def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
     fake = FakePublisher()
-    monkeypatch.setattr(learner_module, "open_publisher", lambda *_: fake)
+    monkeypatch.setattr(pusher_module, "open_publisher", lambda *_: fake)
     return fake
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from async_rl.errors import NothingToLearnError
 from learner.batch_taking import NoBatch, Taken, ask_buffer, share_taken
@@ -15,7 +14,7 @@ from learner.batch_taking import NoBatch, Taken, ask_buffer, share_taken
     NoBatch("nothing to learn", "the task is solved"),
 ])
 def test_every_kind_of_answer_arrives_as_it_was_sent(taken: Taken, one_rank: None) -> None:
-    assert share_taken(taken, torch.device("cpu")) == taken
+    assert share_taken(taken) == taken
 
 
 @pytest.mark.parametrize(("frames", "asked", "expected"), [

@@ -11,6 +11,7 @@ import pytest
 from async_rl.config import EvalConfig, EvalPlacement, PlacementConfig, RunConfig, WeightSyncConfig
 from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
 from learner import learner as learner_module
+from learner import pusher as pusher_module
 from tests.kit.learner.fakes import FakePublisher, open_learner
 
 
@@ -23,7 +24,7 @@ def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePu
     def open_publisher(config: object, urls: Sequence[str], rank: int, device: object, pool: str = "") -> FakePublisher:
         return other if pool == "eval" else publisher
 
-    monkeypatch.setattr(learner_module, "open_publisher", open_publisher)
+    monkeypatch.setattr(pusher_module, "open_publisher", open_publisher)
     return other
 
 

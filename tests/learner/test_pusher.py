@@ -116,3 +116,15 @@ def test_verification_compares_the_logprobs_of_the_pushed_weights(
     expected = lm(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
     expected = expected.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
     assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_ranks_that_wait_for_rank_0_use_no_device(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    """With NCCL their GPUs would be busy meanwhile. gloo refuses the tensors of another device than the CPU."""
+    publisher.device = torch.device("meta")
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, seconds=1000.0, dir=str(tmp_path)), weight_sync=WeightSyncConfig()
+    )
+    steps = [report for report in learner.run() if isinstance(report, StepDone)]
+    assert [step.version for step in steps] == [1, 2] and publisher.verified

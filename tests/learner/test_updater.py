@@ -31,6 +31,7 @@ from async_rl.config import (
 )
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
+from learner.models.token_scores import LOGITS_BYTES
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
@@ -257,7 +258,7 @@ def test_chunked_logits_give_the_same_update(
 ) -> None:
     whole = Updater(learner_config(tiny_model_path), CPU)
     expected = values_of(whole.update(make_batch()))
-    monkeypatch.setattr("learner.models.token_scores.LOGITS_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setitem(LOGITS_BYTES, "cpu", 4 * VOCAB * 7)
     chunked = Updater(learner_config(tiny_model_path), CPU)
     assert values_of(chunked.update(make_batch())) == pytest.approx(expected, rel=1e-5, abs=1e-7)
 

@@ -66,7 +66,7 @@ class SGLangEngine(HttpEngine):
         running = sum(rank["num_running_reqs"] for rank in ranks)
         slots = sum(rank["max_running_requests"] for rank in ranks)
         slots = min(slots or running, rollout.concurrency * rollout.group_size)
-        return Load(min(running, slots), slots)
+        return Load(min(running, slots), slots, sum(rank.get("max_total_num_tokens", 0) for rank in ranks))
 
 
 def attach_server(admin: SGLangAdmin, config: Config) -> None:

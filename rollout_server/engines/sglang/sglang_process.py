@@ -15,7 +15,7 @@ from async_rl.config import Config
 from async_rl.cores import threads_per_process
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
-from rollout_server.engines.kv_cache import kv_token_bytes, kv_tokens
+from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 from rollout_server.engines.server_process import ServerProcess, command_line
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
@@ -60,6 +60,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
         flags |= {"enable-memory-saver": True} if config.shares_gpus else {}
+        flags["cuda-graph-max-bs-decode"] = graph_replies(config)
         # On Hopper GPUs SGLang's default is FA3, which can't compute float32.
         flags |= {"attention-backend": "triton"} if dtype == "float32" else {}
     else:

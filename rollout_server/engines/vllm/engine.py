@@ -7,6 +7,7 @@ vLLM's samples depend on how it batches, so its runs don't repeat exactly (the h
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollout_server.engines.vllm.requests import extend_reply, group_replies, re
 from rollout_server.engines.vllm.vllm_process import vllm_process
 
 _RUNNING = "vllm:num_requests_running"
+_CACHE = re.compile(r'^vllm:cache_config_info\{(.*)\}', re.MULTILINE)
 
 
 class VLLMEngine(HttpEngine):
@@ -61,4 +63,12 @@ class VLLMEngine(HttpEngine):
         running = sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(_RUNNING))
         rollout = self._config.rollout
         slots = min(self._slots, rollout.concurrency * rollout.group_size)
-        return Load(min(running, slots), slots)
+        return Load(min(running, slots), slots, kv_tokens(text))
+
+
+def kv_tokens(metrics: str) -> int:
+    """Return from the text of vLLM's /metrics for how many tokens its KV cache has room; 0 if it does not say that."""
+    found = _CACHE.search(metrics)
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
+    sizes = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
+    return int(sizes[0]) * int(sizes[1]) if all(size.isdecimal() for size in sizes) else 0

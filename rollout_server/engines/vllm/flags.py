@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from async_rl.config import Config
-from rollout_server.engines.kv_cache import kv_token_bytes, kv_tokens, max_running_replies
+from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens, max_running_replies
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes for which vLLM 0.32 has an attention kernel on CPUs."""
@@ -45,6 +45,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         flags |= {
             "gpu-memory-utilization": config.rollout.mem_fraction,
             "tensor-parallel-size": config.placement.rollout.tp,
+            "max-cudagraph-capture-size": graph_replies(config),
             # With it, a forward runs while the tokens of the one before are read. Whether these get the right version
             # when a pause in place comes between has been tested only without it.
             "no-async-scheduling": config.weight_sync.on_update == "in_place",

@@ -69,7 +69,7 @@ def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Ca
     results = {case: measure(Path(model), *case) for case in cases}
     roles = measure_roles(Path(model), 26, cases[-1][2])
     save = failed_save(Path(model), rank)
-    frames = share_taken([b"header", b"", b"frame two"] if rank == 0 else None, torch.device("cpu"))
+    frames = share_taken([b"header", b"", b"frame two"] if rank == 0 else None)
     assert not isinstance(frames, NoBatch)
     found = {"frames": [bytes(frame).decode() for frame in frames], "results": results, "roles": roles, "save": save}
     torch.save(found, f"{out}/{rank}.pt")

@@ -24,7 +24,7 @@ def plain(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) ->
 def test_scores_and_gradients_are_those_of_torch_distributions_whole_or_in_chunks(
     rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 11 * rows_at_once)
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
     expected = inputs()
     given = inputs()
     weights = torch.linspace(-1, 2, 7, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_scores_and_gradients_are_those_of_torch_distributions_whole_or_in_chunk
 def test_each_gradient_agrees_with_finite_differences(
     output: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 11 * rows_at_once)
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
     assert torch.autograd.gradcheck(lambda *arguments: score_tokens(*arguments)[output], inputs())
 
 
@@ -63,7 +63,7 @@ def test_the_heads_gradient_of_many_chunks_is_as_good_as_that_of_one(monkeypatch
     targets, temperature = torch.randint(50, (640,)), torch.ones(640)
 
     def gradient(dtype: torch.dtype, chunks: int) -> Tensor:
-        monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 50 * (640 // chunks))
+        monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 50 * (640 // chunks))
         trained = head.to(dtype, copy=True).requires_grad_()
         score_tokens(states.to(dtype), trained, targets, temperature.to(dtype))[0].sum().backward()
         assert trained.grad is not None and trained.grad.dtype == dtype
@@ -75,7 +75,7 @@ def test_the_heads_gradient_of_many_chunks_is_as_good_as_that_of_one(monkeypatch
 
 
 def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 11 * 2)
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * 2)
     sizes = []
     exact = scoring._log_softmax
 

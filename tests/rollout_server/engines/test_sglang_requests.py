@@ -68,6 +68,15 @@ def test_on_a_gpu_the_memory_fraction_is_used_and_weights_are_bfloat16() -> None
     assert not {"max-total-tokens", "device", "enable-memory-saver"} & set(chosen)
 
 
+def test_a_gpu_server_has_cuda_graphs_up_to_the_replies_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flags(config(), on_gpu=True)["cuda-graph-max-bs-decode"] == 8 * 4 + 20
+    assert "cuda-graph-max-bs-decode" not in flags(config())
+    many = dataclasses.replace(config(), staleness=StalenessConfig(max=60))
+    assert flags(many, on_gpu=True)["cuda-graph-max-bs-decode"] == 1024
+    fewer = dataclasses.replace(many, rollout=RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}))
+    assert flags(fewer, on_gpu=True)["cuda-graph-max-bs-decode"] == 64
+
+
 @pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])
 def test_a_gpu_server_computes_float32_in_full_precision(dtype: str, computes_float32: bool) -> None:
     typed = dataclasses.replace(config(), model=ModelConfig(path="m", dtype=dtype))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from async_rl.weights.bucket import Bucket
 from async_rl.weights.safetensors_io import write_weights
 from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
-from rollout_server.engines.vllm.engine import VLLMEngine
+from rollout_server.engines.vllm.engine import VLLMEngine, kv_tokens
 from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
 from rollout_server.engines.vllm.requests import group_replies, request_body
@@ -77,6 +77,7 @@ def test_on_a_gpu_the_memory_fraction_and_the_tensor_parallel_size_are_used() ->
     chosen = flags(wide, on_gpu=True)
     assert (chosen["gpu-memory-utilization"], chosen["tensor-parallel-size"]) == (0.4, 2)
     assert chosen["dtype"] == "bfloat16"
+    assert chosen["max-cudagraph-capture-size"] == 8 * 4 + 20
     assert not {"kv-cache-memory-bytes", "enforce-eager"} & set(chosen)
 
 
@@ -228,3 +229,10 @@ def test_a_request_without_the_key_is_answered_with_401(
     scope = {"type": "http", "headers": [(b"authorization", given)] if given else []}
     asyncio.run(RequireKey(app)(scope, None, send))  # type: ignore[arg-type]
     assert seen == (["app"] if passes else [401, None])
+
+
+def test_the_room_in_the_kv_cache_is_read_from_the_metrics_of_the_server() -> None:
+    labels = 'block_size="32",cache_dtype="auto",num_gpu_blocks="1200",num_cpu_blocks="None"'
+    assert kv_tokens(f"# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n") == 38400
+    assert kv_tokens("vllm:num_requests_running 3.0\n") == 0
+    assert kv_tokens('vllm:cache_config_info{block_size="32",num_gpu_blocks="None"} 1.0') == 0

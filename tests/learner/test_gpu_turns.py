@@ -1,0 +1,72 @@
+"""Steps of the learner and starts of servers on its GPUs never overlap."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Limit, PlacementConfig, RolloutConfig, RunConfig, StalenessConfig, WeightSyncConfig
+from async_rl.errors import WaitTimeoutError
+from learner.gpu_turns import GpuTurns
+from tests.kit.learner.fakes import FakePublisher, open_learner
+
+SOON, LATE = Limit(0.02, "timeouts.work_s"), Limit(10.0, "timeouts.work_s")
+
+
+def started(work: threading.Thread) -> threading.Thread:
+    work.start()
+    return work
+
+
+def test_a_start_waits_for_the_end_of_the_step_and_holds_back_the_next_one() -> None:
+    turns = GpuTurns()
+    turns.begin_step(SOON)
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited .*timeouts\.work_s\) to start on the learner's GPU"):
+        turns.begin_start("rollout/0", SOON)
+    waiting = started(threading.Thread(target=turns.begin_start, args=("rollout/1", LATE)))
+    turns.end_step()
+    waiting.join(10)
+    turns.begin_start("rollout/2", SOON)  # several may start at once
+    turns.end_start("rollout/2")
+    with pytest.raises(WaitTimeoutError, match=r"the learner waited .* for the start of rollout/1, on a GPU"):
+        turns.begin_step(SOON)
+    stepping = started(threading.Thread(target=turns.begin_step, args=(LATE,)))
+    turns.end_start("rollout/1")
+    stepping.join(10)
+    with pytest.raises(WaitTimeoutError):
+        turns.begin_start("rollout/0", SOON)
+
+
+def test_the_end_of_a_start_that_never_began_changes_nothing() -> None:
+    turns = GpuTurns()
+    turns.end_start("rollout/0")
+    turns.begin_step(SOON)
+    turns.end_step()
+    turns.begin_start("rollout/0", SOON)
+
+
+def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
+        rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9),
+        placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0),
+    )
+    soon = learner.config.timeouts.limit("wire_s")
+    learner.gpu_turns.begin_start("rollout/0", soon)
+
+    def end_the_start() -> None:
+        publisher.calls.append(("started", -1))
+        learner.gpu_turns.end_start("rollout/0")
+
+    threading.Timer(0.3, end_the_start).start()
+    reports = learner.run()
+    assert next(reports).version == 1
+    learner.gpu_turns.begin_start("rollout/0", soon)  # the step has ended with its push
+    learner.gpu_turns.end_start("rollout/0")
+    list(reports)
+    steps = ["release_server_memory", "push"]
+    assert [call for call, _ in publisher.calls] == ["connect", "started", *steps, *steps]

@@ -1,0 +1,264 @@
+"""Names of the Hugging Face hub become folders of this host's cache, by huggingface_hub's client and a small hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+from async_rl.errors import ConfigError
+from async_rl.storage.hub import cached_folder, located, pinned
+from async_rl.storage.hub_names import find_model
+from async_rl.storage.model_folder import check_model_folder
+from tests.kit.hub import HubServer, open_hub, use_hub
+from tests.kit.models import save_tiny_model
+
+NAME = "Qwen/Qwen9-tiny"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "tiny"
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights once more")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights once more")
+    return folder
+
+
+@pytest.fixture
+def hub(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    with open_hub() as hub:
+        hub.add_model(NAME, model)
+        hub.use(monkeypatch, tmp_path / "cache")
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.chdir(tmp_path)
+        yield hub
+
+
+def config_of(name: str, *overrides: str) -> Config:
+    return load_config(None, [f"model.path={name}", "task.name=reasoning_gym/chain_sum", *overrides])
+
+
+def folder_of(name: str) -> Path:
+    return Path(located(pinned(config_of(name))).model.path)
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        folder_of(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_hub_id_becomes_a_folder_of_the_cache_with_a_whole_model(hub: HubServer, tmp_path: Path) -> None:
+    config = pinned(config_of(NAME))
+    commit = hub.models[NAME].branches["main"]
+    assert config.model.path == f"hf://{NAME}@{commit}"
+    folder = Path(located(config).model.path)
+    assert folder.is_relative_to(tmp_path / "cache") and folder.name == commit
+    assert check_model_folder(folder, 100) == check_model_folder(folder_of(config.model.path), 100)
+    names = {file.name for file in folder.rglob("*")}
+    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert not names & {"consolidated.safetensors", "onnx", "pytorch_model.bin"}
+
+
+def test_what_is_in_the_cache_is_neither_downloaded_nor_asked_for(hub: HubServer) -> None:
+    config = pinned(config_of(NAME))
+    located(config)
+    assert set(hub.downloads.values()) == {1}
+    before = hub.requests.copy()
+    assert located(pinned(config)) == located(config)
+    assert hub.requests == before
+
+
+def test_every_model_of_a_run_may_have_a_name_and_share_a_folder(hub: HubServer) -> None:
+    kinds = ["critic.path", "reference.path", "reward_model.path"]
+    config = located(pinned(config_of(NAME, "algorithm.kl.kind=k2_loss", *(f"{key}={NAME}" for key in kinds))))
+    paths = [config.model.path, config.critic.path, config.reference.path, config.reward_model.path]
+    assert len(set(paths)) == 1 and Path(paths[0]).is_dir()
+    assert set(hub.downloads.values()) == {1}
+
+
+def test_a_revision_is_a_branch_or_a_commit(hub: HubServer) -> None:
+    first, files = next(iter(hub.models[NAME].commits.items()))
+    second = hub.models[NAME].commit({**files, "generation_config.json": b"{}"}, branch="v2")
+    assert folder_of(NAME).name == first
+    assert folder_of(f"{NAME}@v2").name == folder_of(f"hf://{NAME}@{second}").name == second
+    assert "has no revision 'v3'" in refusal(f"{NAME}@v3")
+
+
+def test_a_name_keeps_its_commit_when_the_branch_moves_on(hub: HubServer) -> None:
+    config = pinned(config_of(NAME))
+    before, files = next(iter(hub.models[NAME].commits.items()))
+    after = hub.models[NAME].commit({**files, "generation_config.json": b"{}"})
+    assert located(config).model.path.endswith(before)
+    assert folder_of(NAME).name == after
+
+
+@pytest.mark.parametrize("offline", [True, False], ids=["HF_HUB_OFFLINE", "no network"])
+def test_the_cache_serves_without_the_hub(
+    hub: HubServer, offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = folder_of(NAME)
+    if offline:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    else:
+        use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    before = hub.requests.copy()
+    assert folder_of(NAME) == folder
+    assert hub.requests == before
+    why = "HF_HUB_OFFLINE is set" if offline else "ConnectError"
+    message = refusal("Qwen/other")
+    assert "the model Qwen/other is not whole in this host's cache" in message and why in message
+    assert "HF_ENDPOINT" in message and "there is no such folder here" in message
+
+
+def test_a_cut_download_is_completed_and_without_the_hub_refused(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = pinned(config_of(NAME))
+    (Path(located(config).model.path) / "model.safetensors").unlink()
+    assert cached_folder(config.model.path) == folder_of(config.model.path)
+    assert (folder_of(config.model.path) / "model.safetensors").is_file()
+    (folder_of(config.model.path) / "model.safetensors").unlink()
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    for blob in (tmp_path / "cache" / "hub").glob("models--*/blobs/*"):
+        blob.unlink()
+    assert "is not whole in this host's cache" in refusal(config.model.path)
+
+
+def test_a_cache_of_an_older_client_is_completed(hub: HubServer, tmp_path: Path) -> None:
+    config = pinned(config_of(NAME))
+    (Path(located(config).model.path) / "model.safetensors").unlink()
+    for listing in (tmp_path / "cache" / "hub").glob("models--*/trees/*"):
+        listing.unlink()
+    assert (Path(located(config).model.path) / "model.safetensors").is_file()
+
+
+def test_an_unknown_name_is_neither_a_folder_nor_a_model(hub: HubServer) -> None:
+    assert re.fullmatch(
+        r"model\.path Qwen/Qwen0: there is no such folder here, and http\S+ has no model Qwen/Qwen0, or none that you "
+        r"may see\. Check the spelling; .* `hf auth login` or set HF_TOKEN", refusal("Qwen/Qwen0"),
+    )  # fmt: skip
+    assert "no such folder" not in refusal("hf://Qwen/Qwen0")
+
+
+def test_a_gated_model_wants_its_terms_accepted(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.models[NAME].is_gated = True
+    message = refusal(NAME)
+    assert f"the model is gated: accept its terms at {hub.url}/{NAME}" in message and "HF_TOKEN" in message
+    monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
+    assert (folder_of(NAME) / "config.json").is_file()
+
+
+@pytest.mark.parametrize(("status", "advice"), [(403, "set HF_TOKEN"), (418, "try again later")])
+def test_another_refusal_of_the_hub_is_told_with_its_status(hub: HubServer, status: int, advice: str) -> None:
+    hub.status = status
+    assert re.search(rf"refused the model {NAME} with status {status}: .*{advice}", refusal(NAME))
+
+
+def test_a_repository_without_a_model_is_refused_with_what_it_holds(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").write_bytes(b"")
+    hub.add_model("some/gguf", tmp_path / "gguf")
+    message = refusal("some/gguf")
+    assert "the repository holds no config.json, so it is no model" in message and "It has model.gguf" in message
+
+
+@pytest.mark.parametrize("name", [
+    "models/Qwen9", "runs/quickstart", "./Qwen/Qwen9", "../Qwen9", "Qwen9", "/Qwen/Qwen9", "a/b/c", "mine/other", "",
+])  # fmt: skip
+def test_a_path_is_no_name_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_model(name, "model.path") is None
+
+
+def test_a_folder_goes_before_the_hub_and_the_scheme_before_the_folder(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    config = config_of(NAME)
+    assert located(pinned(config)) == config
+    assert folder_of(f"hf://{NAME}").is_relative_to(tmp_path / "cache")
+    assert "OWNER/NAME" in refusal("hf://Qwen")
+
+
+def test_a_resume_takes_the_commit_of_its_run(hub: HubServer, tmp_path: Path) -> None:
+    from async_rl.config.loading import dump_config
+
+    checkpoint = tmp_path / "runs" / "first" / "checkpoints" / "step_4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "training_state.json").write_text("{}")
+    first = pinned(config_of(NAME))
+    (checkpoint.parents[1] / "config.yaml").write_text(dump_config(first))
+    files = next(iter(hub.models[NAME].commits.values()))
+    hub.models[NAME].commit({**files, "generation_config.json": b"{}"})
+    resumed = f"run.resume={checkpoint}"
+    assert pinned(config_of(NAME, resumed)).model.path == first.model.path
+    assert pinned(config_of(f"{NAME}@main", resumed)).model.path != first.model.path
+
+
+@pytest.mark.processes
+def test_processes_of_a_host_download_once(hub: HubServer, tmp_path: Path) -> None:
+    files = next(iter(hub.models[NAME].commits.values()))
+    hub.models[NAME].commit({**files, "model.safetensors": files["model.safetensors"] + bytes(30_000_000)})
+    program = (
+        "from async_rl.config.loading import load_config; from async_rl.storage.hub import located, pinned; "
+        f"config = load_config(None, ['model.path={NAME}', 'task.name=reasoning_gym/chain_sum']); "
+        "print(located(pinned(config)).model.path)"
+    )
+    environment = {**os.environ, **hub.environment(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    commands: list[Any] = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    folders = {command.communicate(timeout=120)[0].strip() for command in commands}
+    assert [command.returncode for command in commands] == [0, 0, 0]
+    assert len(folders) == 1 and Path(folders.pop()).is_dir()
+    assert set(hub.downloads.values()) == {1}
+
+
+@pytest.mark.parametrize("shows_bars", [True, False])
+def test_a_download_can_be_ended_and_goes_on_later(
+    hub: HubServer, shows_bars: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", shows_bars)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    config = pinned(config_of(NAME))
+    with pytest.raises(KeyboardInterrupt):
+        located(config, check=interrupt)
+    assert check_model_folder(located(config).model.path, 100) is not None
+
+
+def test_a_log_has_a_line_of_progress_now_and_then(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", False)
+    monkeypatch.setattr("async_rl.storage.hub.PROGRESS_INTERVAL_S", 0.0)
+    folder_of(NAME)
+    assert re.search(r"^downloaded 0\.00 of 0\.00 GB$", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_full_disk_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    message = refusal(NAME)
+    assert "No space left on device" in message and "Set HF_HOME" in message

@@ -134,7 +134,7 @@ def test_an_evaluation_server_that_dies_costs_its_evaluation_and_no_step(start_r
     assert any(note.startswith("eval/0 is lost, and started again: eval/0 on 10.0.0.9 died") for note in run.notes)
     assert not any("running groups" in note for note in run.notes), "it had none"
     events = (run.folder / "events").read_text().splitlines()
-    assert events == ["eval/0 connected", "eval/0 gets the next evaluation at http://new"]
+    assert events == ["eval/0 started", "eval/0 connected", "eval/0 gets the next evaluation at http://new"]
     assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
     assert not (run.folder / "rollout-0-evaluates").exists()
     assert supervisor.end_restarts() == ["rollout/0"]

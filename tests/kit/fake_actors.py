@@ -85,7 +85,7 @@ class Buffer(FakeProcess):
 
 class Rollout(FakeProcess):
     async def start(self) -> str:
-        self.note(f"rollout/{self._index} started")
+        self.note(f"{self._config.server_names[self._index]} started")
         self.tell("comes back")
         return "http://new"
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
@@ -196,6 +195,7 @@ def document_lengths(positions: Tensor, first: int, last: int) -> tuple[dict[str
     return lengths | {f"max_length_{name}": int(count.max()) for name, count in counts.items()}, keys
 
 
+@torch.compiler.disable
 def _attention(
     kernel: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
     scaling: float | None = None, split_attention: SplitAttention | None = None, **options: Any,
@@ -209,18 +209,16 @@ def _attention(
             f"learner.sequence_parallel: {type(module).__name__} does not hand on the keyword arguments that the model "
             "gets, so its attention would see a slice of each row alone. Set learner.sequence_parallel: 1"
         )
-    ranks, count = split_attention.ranks, query.shape[2]
+    ranks = split_attention.ranks
     if split_attention.swaps_heads:
         repeats = head_repeats(query.shape[1], key.shape[1], ranks.size())
         key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
         query, key, value = (_swap_to_heads(x, ranks) for x in (query, key, value))
     else:
-        key, value = (all_gather_single_autograd(x.contiguous(), 2, ranks)[:, :, split_attention.keys]
-                      for x in (key, value))
+        key, value = (_gather_keys(x, ranks)[:, :, split_attention.keys] for x in (key, value))
     output = _attend(kernel, module, query, key, value, split_attention, scaling, options)
     if split_attention.swaps_heads:
         output = _swap_to_tokens(output, ranks)
-    assert output.shape[1] == count
     return output.contiguous(), None
 
 
@@ -253,16 +251,50 @@ def _attend(
 def _swap_to_heads(x: Tensor, ranks: DeviceMesh) -> Tensor:
     """[B, heads, s, D] of this rank's tokens -> [B, heads / n, S, D] of this rank's heads."""
     pieces = x.unflatten(1, (ranks.size(), -1)).transpose(0, 1)  # [n, B, heads / n, s, D]
-    return _exchange(pieces, ranks).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    received: Tensor = _Exchange.apply(pieces, ranks)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _swap_to_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
     """[B, S, heads / n, D] of this rank's heads -> [B, s, heads, D] of this rank's tokens."""
     pieces = x.unflatten(1, (ranks.size(), -1)).transpose(0, 1)  # [n, B, s, heads / n, D]
-    return _exchange(pieces, ranks).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    received: Tensor = _Exchange.apply(pieces, ranks)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def _exchange(pieces: Tensor, ranks: DeviceMesh) -> Tensor:
-    """Send piece i of [n, ...] to rank i, and return the pieces that the ranks have sent, [n, ...], with gradient."""
-    flat = all_to_all_single_autograd(pieces.contiguous().flatten(0, 1), None, None, ranks)
-    return flat.unflatten(0, (ranks.size(), -1))
+def _gather_keys(x: Tensor, ranks: DeviceMesh) -> Tensor:
+    """[B, K, s, D] of this rank's tokens -> [B, K, S, D] of all."""
+    gathered: Tensor = _Gather.apply(x, ranks)  # [n, B, K, s, D]
+    return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends piece i of [n, ...] to rank i, and returns the pieces that the ranks have sent. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, pieces: Tensor, ranks: DeviceMesh) -> Tensor:
+        ctx.ranks = ranks
+        received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, pieces.contiguous(), group=ranks.get_group())
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grad, ctx.ranks), None
+
+
+class _Gather(torch.autograd.Function):
+    """Returns the tensors of all ranks, [n, ...]. The gradient is added up over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, ranks: DeviceMesh) -> Tensor:
+        ctx.ranks = ranks
+        gathered = own.new_empty(ranks.size(), *own.shape)
+        dist.all_gather(list(gathered.unbind()), own.contiguous(), group=ranks.get_group())
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter(own, list(grad.contiguous().unbind()), group=ctx.ranks.get_group())
+        return own, None

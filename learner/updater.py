@@ -161,7 +161,11 @@ class Updater:
                 )
 
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
-        """Return the micro-batches of every minibatch for this rank's share, given the `advantages` [group][row], [T] each."""
+        """Return the micro-batches of every minibatch for this rank's share.
+
+        Args:
+            advantages: [group][row], [T] each.
+        """
         config = self.config
         rng = np.random.default_rng((config.run.seed, batch.version))
         budget, ranks = config.learner.max_tokens_per_forward, self.ranks
@@ -235,7 +239,7 @@ class Updater:
         for micro, proximal in zip(micro_batches, self._proximal(minibatches, logprobs), strict=True):
             log_rho = log_ratios(proximal, micro.response.behaviour, micro.response.trained)
             sums += weight_sums(log_rho, micro.response, self.config.learner.lr_by_ess == "sequence")
-        dist.all_reduce(sums)
+        dist.all_reduce(sums)  # several ranks may add the same numbers, but only ratios of the sums count
         return step_scale(*sums.tolist())
 
     def _proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> list[Tensor]:
@@ -263,7 +267,8 @@ class Updater:
             assert of_p is not None and of_q is not None
             total += torch.where(micro.response.trained, kl_k3(of_p, of_q), 0.0).double().sum()
         dist.all_reduce(total)
-        return float(total) / self.config.learner.sequence_parallel / sum(minibatch.num_tokens for minibatch in minibatches)
+        tokens = sum(minibatch.num_tokens for minibatch in minibatches)
+        return float(total) / self.config.learner.sequence_parallel / tokens
 
     @torch.no_grad()
     def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:

@@ -228,11 +228,11 @@ def _attend(
 ) -> Tensor:
     """Compute attention with the kernel: query [B, H, Q, D], key and value [B, K, S, D] -> [B, Q, H, D]."""
     mask = split.mask
-    if kernel == "flex_attention":
-        output: Tensor = flex_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0]
+    output: Tensor
+    if isinstance(mask, BlockMask):
+        output = flex_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0]
         return output
     if kernel == "sdpa":
-        assert not isinstance(mask, BlockMask)
         if mask is not None and (groups := query.shape[1] // key.shape[1]) > 1:  # else torch takes its slowest kernel
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         output = F.scaled_dot_product_attention(

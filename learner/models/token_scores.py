@@ -83,7 +83,8 @@ def grad_of_logits(
 ) -> Tensor:
     """Return the gradient of the logits z but for that of the targets, -g_y p_v - g_H p_v (log p_v + H), [n, V].
 
-    The caller adds g_y to that of each target. g_y and g_H are the gradients [n] of log p(y) and H, None for zeros; `logp` [n, V] is overwritten.
+    The caller adds g_y to that of each target. g_y and g_H are the gradients [n] of log p(y) and H, None for zeros;
+    `logp` [n, V] is overwritten.
     """
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
     if of_entropies is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: None, **option
     """
     assert mask is None and options["is_causal"]
     edges = [options[f"cu_seq_lens_{name}"].tolist() for name in "qk"]
-    lengths = [[b - a for a, b in zip(edge, edge[1:], strict=False)] for edge in edges]
+    lengths = [[end - start for start, end in itertools.pairwise(edge)] for edge in edges]
     assert [max(each) for each in lengths] == [options["max_length_q"], options["max_length_k"]]
     assert edges[0][-1] == query.shape[1] and edges[1][-1] == key.shape[1]
     parts = []

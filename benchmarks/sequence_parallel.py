@@ -50,7 +50,7 @@ from learner.updater import Updater
 VOCAB, PROMPT, RESPONSE = 97, 90, 40
 HEADS = {"heads": (8, 4), "keys": (9, 3)}
 """By what ranks exchange, the heads of queries and of keys."""
-EQUALITY_TOKENS, LOWEST_TOKENS = 512, 128
+EQUALITY_TOKENS = 512
 MEMORY_VOCAB, MEMORY_TOKENS = 32_000, 3072
 CPU = torch.device("cpu")
 
@@ -175,7 +175,7 @@ def documents(tokens: int) -> ForwardInputs:
 
 def memory(folder: Path, case: Case, tokens: int) -> dict[str, Any]:
     """Return the bytes that autograd keeps in one pass over `documents`, and those of embeddings and head at hand."""
-    config = configured(folder, case, LOWEST_TOKENS * case.sequence)
+    config = configured(folder, case, tokens)
     policy = load_policy(config.model, CPU, torch.float32)
     shard(policy, open_ranks(config, CPU), config.learner)
     kept: dict[int, int] = {}

@@ -82,11 +82,11 @@ MEMORY = [
 def save_model(folder: Path, exchange: str, vocab: int = VOCAB, **changes: int) -> None:
     heads, kv_heads = HEADS[exchange]
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16, **changes}
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
     Qwen3ForCausalLM(Qwen3Config(
         vocab_size=vocab, num_attention_heads=heads, num_key_value_heads=kv_heads, initializer_range=0.1,
         max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0,
-        **shape,
+        **shape | changes,
     )).save_pretrained(folder)
 
 
@@ -162,7 +162,7 @@ def _whole(tensor: Any) -> Tensor:
 def documents(tokens: int) -> ForwardInputs:
     """One row of four documents, of which every token is scored."""
     cuts = [0, tokens // 7, tokens // 2, tokens - tokens // 5, tokens]
-    ids = torch.randint(3, MEMORY_VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1))
     segments, positions = torch.zeros(2, 1, tokens, dtype=torch.long), torch.zeros(1, tokens, dtype=torch.long)
     for number, (start, end) in enumerate(itertools.pairwise(cuts)):
         segments[:, :, start:end] = number

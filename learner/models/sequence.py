@@ -31,7 +31,7 @@ from learner.packing.attention_mask import WHOLE, attention_mask, block_mask
 from learner.packing.microbatches import PADDING, PackedTokens
 
 _PREFIX = "sequence_parallel_"
-"""What the names of the attention functions in transformers' table begin with; the name of a kernel follows."""
+"""The beginning of the names of these attention functions in transformers' table; the name of a kernel follows."""
 RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
 """Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -39,7 +39,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAttention:
-    """What each layer's attention needs in order to compute whole rows; the same object for all layers of a pass."""
+    """The facts from which each layer computes the attention of whole rows; one object serves all layers of a pass."""
 
     ranks: DeviceMesh
     swaps_heads: bool

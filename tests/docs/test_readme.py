@@ -63,7 +63,6 @@ NIGHTLY = [
     "python -m benchmarks.learner_step",
     "async-rl export-trajectories runs/quickstart out.parquet",
     "python -m benchmarks.buffer",
-    "python -m benchmarks.sequence_parallel",
 ]
 QUICKSTART_SWEEP = "async-rl sweep configs/quickstart.yaml --name"
 CORRECTIONS = "--staleness 0,8 --mode exact --correction none,coupled,decoupled_tis --seeds 5 rollout.engine=hf"

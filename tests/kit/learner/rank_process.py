@@ -56,7 +56,7 @@ EPISODE_ALGORITHMS = {
 """The cases that train on episodes of several turns and rows."""
 
 class Case(NamedTuple):
-    """What a rank trains, and how the ranks divide it."""
+    """The work of a rank, and how the ranks divide it."""
 
     algorithm: str
     max_tokens: int

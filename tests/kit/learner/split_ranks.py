@@ -71,7 +71,7 @@ def _whole(gradient: Any) -> Tensor:
 
 
 def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Tensor:
-    """What a flash kernel computes of documents side by side; the last query of each sees its last key.
+    """The output of a flash kernel for documents side by side: the last query of each sees its last key.
 
     Tensors are [1, tokens, heads, D]. As in the kernel nothing but the lengths tells where a document begins.
     """

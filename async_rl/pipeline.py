@@ -276,7 +276,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
             config.slots, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
-        "episodes per learner rank and step": config.episodes_per_step / placement.learner.ranks,
+        "episodes per learner rank and step": config.episodes_per_step / config.batch_shares,
         "longest sequence, tokens": config.longest_tokens,
         "correction": config.correction_kind,
         "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -44,9 +43,11 @@ from async_rl.types import Batch, Group, Row
 from benchmarks.random_model import SIZES, save_random_model
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models import token_scores as scoring
+from learner.models.network import Network
 from learner.models.policy import shard
 from learner.packing.attention_mask import attention_mask
 from learner.packing.microbatches import MicroBatch
+from learner.ranks import Ranks
 from learner.updater import Updater
 
 RESULTS = Path(__file__).parent / "results" / "learner_step"
@@ -80,22 +81,19 @@ def make_batch(groups: int, group_size: int, prompt: int, mean: int, longest: in
     return Batch(version=0, groups=tuple(made), finished_versions=(0,) * groups)
 
 
-class Plain(nn.Module):
+class Plain(Network):
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
         model = config.model
         lm = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=torch.float32, attn_implementation=model.attn_implementation
         )
-        self.lm = lm.eval().to(device)
-        self.dtype = dtype
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        shard(self, self.lm, mesh, dtype, LearnerConfig())
+        super().__init__(lm.eval().to(device), dtype)
+        shard(self, Ranks(init_device_mesh(device.type, (dist.get_world_size(),))), LearnerConfig())
 
     def forward(self, micro: MicroBatch, is_lean: bool) -> torch.Tensor:
         """Return the loss, summed over the tokens of a micro-batch; if `is_lean`, from logits at the response alone."""
         fed = micro.inputs
-        mask = None if fed.segments is None else attention_mask(fed.segments, self.dtype)
+        mask = None if fed.segments is None else attention_mask(fed.segments, self.compute_dtype)
         inputs = {"attention_mask": mask, "position_ids": fed.positions, "use_cache": False}
         if is_lean:
             states = self.lm.base_model(fed.tokens, **inputs).last_hidden_state

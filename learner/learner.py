@@ -89,7 +89,9 @@ class Learner:
             self.version = self._saved_version = state.version
             self.evaluations.schedule.resume(state.version)
             self._updater.objective.kl_coef = state.kl_coef
-        self._log_ratios = LogRatioRecorder(config, rank, state) if config.buffer.journal else None
+        trains_own_rows = rank % config.learner.sequence_parallel == 0  # else another rank records the same rows
+        records = config.buffer.journal and trains_own_rows
+        self._log_ratios = LogRatioRecorder(config, rank, state) if records else None
 
     def stop(self) -> None:
         """Let `run` end after the current step, with a checkpoint. May be called from another thread."""

@@ -59,9 +59,8 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(
             self._parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        mesh = self._parameters[0].device_mesh if isinstance(self._parameters[0], DTensor) else None
-        self._copies = mesh.size(0) if mesh and mesh.ndim == 2 else 1
-        """Number of ranks that hold the same shard."""
+        self._copies = _copies(self._parameters[0])
+        self._slices = config.sequence_parallel
         self._lr = lr
         self._warmup_steps = config.warmup_steps
         self._grad_clip = config.grad_clip
@@ -73,7 +72,8 @@ class Optimizer:
         """Clip the gradients, take a step if they and the loss are finite, and clear them. Collective.
 
         Args:
-            loss: this rank's part of the minibatch's loss, a scalar; the parts add up to the loss.
+            loss: the part of the minibatch's loss that belongs to this rank's share of the batch, a scalar; the parts
+                of all shares add up to the loss.
             decay: share of the learning rate from `lr_decay`.
 
         Raises:
@@ -81,7 +81,7 @@ class Optimizer:
         """
         gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
         squared = torch.nn.utils.get_total_norm(gradients).double().square() / self._copies
-        totals = torch.stack([squared, loss.detach().double()])
+        totals = torch.stack([squared, loss.detach().double() / self._slices])
         dist.all_reduce(totals)
         squared_norm, total_loss = totals.tolist()
         grad_norm = squared_norm**0.5
@@ -130,6 +130,14 @@ class Optimizer:
             state["exp_avg"] = torch.zeros_like(parameter.detach())
             state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
         return state
+
+
+def _copies(parameter: Tensor) -> int:
+    """Return the number of ranks that hold the same shard of a parameter as this rank."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Opens the process group of all learner ranks, and the mesh that FSDP2 shards over."""
+"""Opens the process group of all learner ranks, and the meshes over which they divide weights, batches and rows."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -41,13 +42,47 @@ def init_distributed(
     return device
 
 
-def open_mesh(config: Config, device: torch.device) -> DeviceMesh:
-    """Return the mesh that FSDP2 shards over.
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The meshes over which the learner's ranks divide weights, batches and rows. Ranks are numbered node by node.
 
-    It holds all ranks; with learner.sharding hybrid it has the shape [nodes that hold copies, ranks of a node].
+    With n = learner.sequence_parallel, rank r trains on share r // n of each batch, and holds slice r % n of its rows.
     """
-    ranks = dist.get_world_size()
-    if config.learner.sharding == "full":
-        return init_device_mesh(device.type, (ranks,))
-    nodes = config.placement.learner.nodes  # ranks are numbered node by node
-    return init_device_mesh(device.type, (nodes, ranks // nodes), mesh_dim_names=("copies", "shards"))
+
+    mesh: DeviceMesh
+    """The mesh that FSDP2 shards over. It holds all ranks; with learner.sharding hybrid it has the shape [nodes that
+    hold copies, ranks of a node]."""
+    sequence: DeviceMesh | None = None
+    """The n ranks that hold slices of the same rows; None: every rank holds whole rows."""
+    vocabulary: DeviceMesh | None = None
+    """The ranks over which FSDP2 shards this rank's n-th of head and embeddings: one of each sequence group."""
+
+    @property
+    def share(self) -> int:
+        """Which share of each batch this rank trains on, 0..shares - 1."""
+        return dist.get_rank() // self._slices
+
+    @property
+    def shares(self) -> int:
+        """The number of shares into which each batch is divided."""
+        return dist.get_world_size() // self._slices
+
+    @property
+    def _slices(self) -> int:
+        return 1 if self.sequence is None else self.sequence.size()
+
+
+def open_ranks(config: Config, device: torch.device) -> Ranks:
+    """Return the meshes of all ranks. Collective."""
+    count, slices = dist.get_world_size(), config.learner.sequence_parallel
+    is_hybrid = config.learner.sharding == "hybrid"
+    copies = config.placement.learner.nodes if is_hybrid else 1
+    if is_hybrid:
+        mesh = init_device_mesh(device.type, (copies, count // copies), mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = init_device_mesh(device.type, (count,))
+    if slices == 1:
+        return Ranks(mesh)
+    shape = (copies, count // copies // slices, slices)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "data", "sequence"))
+    return Ranks(mesh, grid["sequence"], grid["copies", "data"] if is_hybrid else grid["data"])

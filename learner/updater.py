@@ -43,11 +43,13 @@ from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
 from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
-from learner.ranks import open_mesh
+from learner.ranks import open_ranks
 
 
 class Updater:
     """Trains the networks of one learner rank. Every rank gets the same batch and trains on its share of it.
+
+    The ranks of a sequence group, see learner.sequence_parallel, have the same share and get the same losses and sums.
 
     torch.distributed's default group must exist.
     """
@@ -56,26 +58,24 @@ class Updater:
         self.config = config
         self.objective = Objective(config)
         self.device = device
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
         torch.manual_seed(config.run.seed)
         self.dtype = dtype = serving_dtype(config, device.type)
         """The type of activations, and of the weights that servers get."""
-        mesh = open_mesh(config, device)
+        self.ranks = ranks = open_ranks(config, device)
         self.policy = load_policy(config.model, device, dtype)
-        shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
-        self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
+        shard(self.policy, ranks, config.learner)
+        self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
         self.optimizers = {"policy": Optimizer("policy", self.policy, config.learner.lr, config.learner)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]
         self._reference = None
         if self.objective.needs_reference:
-            self._reference = Reference(config, self.policy, device, dtype, mesh)
+            self._reference = Reference(config, self.policy, device, dtype, ranks)
             lms.append(self._reference.lm)
         self.critic = None
         if self.objective.advantage.needs_critic:
             self.critic = load_critic(config, device, dtype)
-            shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
+            shard(self.critic, ranks, config.learner)
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)
@@ -101,7 +101,7 @@ class Updater:
         minibatches = self.at_step_start(self.pack(batch, advantages))
         minibatches = self.objective.prepare(minibatches)  # what depends on all tokens of the batch
 
-        sums = MetricAccumulator()
+        sums = MetricAccumulator(copies=self.config.learner.sequence_parallel)
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
         decay = lr_decay(batch.version, self.config.run.steps, self.config.learner.decay_fraction)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
@@ -161,14 +161,18 @@ class Updater:
                 )
 
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
-        """Return this rank's micro-batches of every minibatch, given the `advantages` [group][row], [T] each."""
+        """Return the micro-batches of every minibatch for this rank's share.
+
+        Args:
+            advantages: [group][row], [T] each.
+        """
         config = self.config
         rng = np.random.default_rng((config.run.seed, batch.version))
-        budget = config.learner.max_tokens_per_microbatch
+        budget, ranks = config.learner.max_tokens_per_forward, self.ranks
         minibatches = []
         for pairs in split_minibatches(batch.groups, config.algorithm.minibatches, rng):
-            pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // self.world_size), self._layout)
-            cuts = plan_microbatches(pieces, self.world_size, budget, self._layout)[self.rank]
+            pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // ranks.shares), self._layout)
+            cuts = plan_microbatches(pieces, ranks.shares, budget, self._layout)[ranks.share]
             filler = [[min(pieces, key=lambda piece: piece.length)]]  # for a rank with fewer micro-batches
             num_tokens = sum(int(batch.groups[g].rows[i].mask.sum()) for g, i in pairs)
             micro_batches = tuple(
@@ -211,14 +215,14 @@ class Updater:
             values = None if self.critic is None else self.critic(micro.inputs)
             losses = self.objective.losses(minibatch, micro, logprobs, entropy, values)
             self.objective.add_statistics(sums, micro, losses, entropy, is_first_epoch)
-            # FSDP averages gradients over ranks, so their sum takes a factor of world_size.
+            # FSDP averages gradients over ranks, so their sum takes a factor, the number of shares of the batch.
             if losses.critic is not None:
                 loss = losses.critic / minibatch.num_tokens
-                (loss * self.world_size).backward()
+                (loss * self.ranks.shares).backward()
                 totals["critic"] += loss.detach()
             loss = losses.policy / minibatch.normaliser
             if trains_policy:
-                (loss * self.world_size).backward()
+                (loss * self.ranks.shares).backward()
             totals["policy"] += loss.detach()
             all_logprobs.append(logprobs.detach())
         return totals, all_logprobs
@@ -235,7 +239,7 @@ class Updater:
         for micro, proximal in zip(micro_batches, self._proximal(minibatches, logprobs), strict=True):
             log_rho = log_ratios(proximal, micro.response.behaviour, micro.response.trained)
             sums += weight_sums(log_rho, micro.response, self.config.learner.lr_by_ess == "sequence")
-        dist.all_reduce(sums)
+        dist.all_reduce(sums)  # several ranks may add the same numbers, but only ratios of the sums count
         return step_scale(*sums.tolist())
 
     def _proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> list[Tensor]:
@@ -263,7 +267,8 @@ class Updater:
             assert of_p is not None and of_q is not None
             total += torch.where(micro.response.trained, kl_k3(of_p, of_q), 0.0).double().sum()
         dist.all_reduce(total)
-        return float(total) / sum(minibatch.num_tokens for minibatch in minibatches)
+        tokens = sum(minibatch.num_tokens for minibatch in minibatches)
+        return float(total) / self.config.learner.sequence_parallel / tokens
 
     @torch.no_grad()
     def probe_logprobs(self, tokens: Sequence[int]) -> list[float]:

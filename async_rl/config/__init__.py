@@ -77,6 +77,11 @@ class Config:
         return self.learner.prompts_per_step * self.rollout.group_size
 
     @property
+    def batch_shares(self) -> int:
+        """The number of shares into which the learner divides a batch: one for each group of ranks that split rows."""
+        return self.placement.learner.ranks // self.learner.sequence_parallel
+
+    @property
     def longest_tokens(self) -> int:
         """The length in tokens of the longest row: the longest prompt with the longest answer, or an episode of
         rollout.max_episode_tokens, where that is set.

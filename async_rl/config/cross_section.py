@@ -18,6 +18,7 @@ def check_cross_section(config: Config) -> None:
     Raises:
         SettingsError: two settings do not work together. The message gives the reason and the alternative.
     """
+    _check_sequence_parallel(config)
     _check_sizes(config)
     _check_algorithm(config)
     _check_step_size(config)
@@ -39,7 +40,9 @@ def check_cross_section(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    learner, ranks, parts = config.learner, config.placement.learner.ranks, config.algorithm.minibatches
+    learner, shares, parts = config.learner, config.batch_shares, config.algorithm.minibatches
+    slices = learner.sequence_parallel
+    shared_by = "" if slices == 1 else f" / learner.sequence_parallel = {slices}"
     answered = "task.max_prompt_tokens + rollout.max_response_tokens"
     longest = "rollout.max_episode_tokens" if config.rollout.max_episode_tokens else answered
     check(
@@ -47,18 +50,33 @@ def _check_sizes(config: Config) -> None:
         "full with placement.learner.nodes 1", "On one node there is nothing to copy.",
     )
     check(
-        config.episodes_per_step >= ranks, "placement.learner.ranks", ranks,
+        config.episodes_per_step >= shares, f"placement.learner.ranks{shared_by}", shares,
         f"at most {config.episodes_per_step}, the episodes of a step (learner.prompts_per_step * rollout.group_size)",
         "Each rank trains on at least one.",
     )
     check(
-        config.episodes_per_step >= parts * ranks, "algorithm.minibatches", parts,
-        f"at most {config.episodes_per_step} episodes per step / {ranks} learner ranks",
+        config.episodes_per_step >= parts * shares, "algorithm.minibatches", parts,
+        f"at most {config.episodes_per_step} episodes per step / {shares} learner ranks{shared_by}",
     )
     check(
-        learner.max_tokens_per_microbatch >= config.longest_tokens, "learner.max_tokens_per_microbatch",
+        learner.max_tokens_per_forward >= config.longest_tokens, "learner.max_tokens_per_microbatch",
         learner.max_tokens_per_microbatch,
-        f"at least {longest} = {config.longest_tokens}",
+        f"at least {longest} = {config.longest_tokens}{shared_by}",
+        "Or split the rows over several ranks with learner.sequence_parallel." if config.batch_shares > 1 else "",
+    )
+
+
+def _check_sequence_parallel(config: Config) -> None:
+    slices, placed = config.learner.sequence_parallel, config.placement.learner
+    ranks_per_node = placed.ranks // placed.nodes
+    check(
+        ranks_per_node % slices == 0, "learner.sequence_parallel", slices,
+        f"a divisor of {ranks_per_node}, the learner ranks of a node (placement.learner)",
+        "The ranks that split a row exchange its keys and values in every layer.",
+    )
+    check(
+        slices == 1 or config.model.attn_implementation != "eager", "model.attn_implementation", "eager",
+        f"sdpa, flex_attention or flash_attention_2 with learner.sequence_parallel {slices}",
     )
 
 

@@ -91,7 +91,7 @@ class LearnerConfig:
     weight_decay: NonNegativeFloat = 0.0
     """The weight decay of AdamW."""
     max_tokens_per_microbatch: PositiveInt = 16_384
-    """The most tokens in one forward and backward pass, padding included."""
+    """The most tokens of a rank in one forward and backward pass, padding included."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each transformer block and compute the rest again in the backward pass: less memory, a
     third more work."""
@@ -110,8 +110,17 @@ class LearnerConfig:
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are split over all ranks. hybrid: they are split over the ranks of
     a node and copied to each node, so that only gradients travel between nodes."""
+    sequence_parallel: PositiveInt = 1
+    """The number of ranks over which each row is split: for rows that are too long for one GPU. The ranks of such a
+    group train on the same rows, so a batch is divided by ranks / sequence_parallel; head and embeddings are split over
+    the group as well. It must divide the ranks of a node."""
     max_skipped_steps: PositiveInt = 3
     """An optimizer step whose loss or gradient is not finite is skipped and counted; this many in a row end the run."""
+
+    @property
+    def max_tokens_per_forward(self) -> int:
+        """The most tokens in one pass of the ranks that hold slices of the same rows, all together."""
+        return self.max_tokens_per_microbatch * self.sequence_parallel
 
 
 @section("sft")

@@ -85,9 +85,10 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         checks += _checks_of_this_host(config)
     # Another host may have packages for attention that this one lacks; every model has eager attention.
     settings = config.model if runs_here(config) else replace(config.model, attn_implementation="eager")
+    splits = config.learner.sequence_parallel > 1
     for key, path in {"model.path": model, **roles}.items():
         needs = MODEL if key == "model.path" else key
-        checks.append(PreflightCheck(f"{key} loads", path, partial(_check_loading, key, path, settings), needs))
+        checks.append(PreflightCheck(f"{key} loads", path, partial(_check_loading, key, path, settings, splits), needs))
     if config.rollout.top_p < 1:
         checks.append(PreflightCheck("rollout.top_p", f"{config.rollout.top_p}", partial(_check_sampling, config)))
     if config.task.has_turns:
@@ -123,15 +124,20 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
     return checks
 
 
-def _check_loading(key: str, path: str, settings: ModelConfig) -> None:
+def _check_loading(key: str, path: str, settings: ModelConfig, splits_rows: bool) -> None:
     """Check that the model in `path`, the value of `key`, loads with the configured attention, is of a kind that the
-    learner can train (policy and reference), can be pushed to servers whole, and takes the LoRA adapters (policy).
+    learner can train (policy and reference), can be pushed to servers whole, takes the LoRA adapters (policy), and can
+    be computed over split rows (all but a reward model that is no decoder).
     """
     from async_rl.storage.model_loading import load_without_weights
 
     if key in ("model.path", "reference.path"):
         check_trainable(path, key)
     model = load_without_weights(key, path, settings.attn_implementation)
+    if splits_rows and (key != "reward_model.path" or hasattr(model, "score")):
+        from learner.models.sequence import check_splittable
+
+        check_splittable(model, key, path)
     if key == "model.path":
         from async_rl.weights.checkpoint_names import check_names
 

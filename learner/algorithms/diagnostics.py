@@ -35,9 +35,13 @@ class MetricAccumulator:
     """Keeps sums and maxima by name on this rank's device during a step, until `reduce` combines those of all ranks.
 
     A value is a scalar or a vector; every rank must use the same names and sizes.
+
+    Args:
+        copies: how many ranks add the same values, so that sums over all ranks are divided by it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: int = 1) -> None:
+        self._copies = copies
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
@@ -78,12 +82,14 @@ class MetricAccumulator:
     def reduce(self) -> Totals:
         """Return the sums and maxima over all ranks, by name; a scalar is an array of shape (). Collective."""
         totals: Totals = {}
-        for values, operation in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
+        for values, operation, copies in (
+            (self._sums, dist.ReduceOp.SUM, self._copies), (self._maxima, dist.ReduceOp.MAX, 1)
+        ):
             if values:
                 names = sorted(values)
                 flat = torch.cat([values[name].reshape(-1) for name in names])
                 dist.all_reduce(flat, op=operation)
-                parts = flat.cpu().split([values[name].numel() for name in names])
+                parts = flat.div_(copies).cpu().split([values[name].numel() for name in names])
                 totals.update({n: p.reshape(values[n].shape).numpy() for n, p in zip(names, parts, strict=True)})
         return totals
 

@@ -130,12 +130,12 @@ class Objective:
             micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
             advantages = [self._advantages(m, _computed(m.proximal), m.values)[0] for m in micro_batches]
             of_trained = [a[m.response.trained] for a, m in zip(advantages, micro_batches, strict=True)]
-            mean, scale = map(float, whitening(_gather(of_trained)))
+            mean, scale = map(float, whitening(self._gather(of_trained)))
         return [
             replace(
                 minibatch,
                 whitening=(mean, scale),
-                m2po_limit=_m2po_limit(minibatch, correction.masks.m2po),
+                m2po_limit=self._m2po_limit(minibatch),
                 mean_weight=self._mean_weight(minibatch) if correction.batch_normalised else 1.0,
             )
             for minibatch in minibatches
@@ -271,8 +271,34 @@ class Objective:
             no_advantages = torch.zeros_like(log_rho)  # the configuration admits only rules that do not read them
             found, _ = self._weights(log_rho, no_advantages, micro.response)
             weights.append(found[micro.response.trained])
-        flat = _gather(weights).double()
+        flat = self._gather(weights).double()
         return float(flat.mean()) if flat.any() else 1.0
+
+    def _m2po_limit(self, minibatch: MiniBatch) -> tuple[float, int]:
+        """Return `m2po_limit` of a minibatch's trained tokens on all ranks; with tau 0 all are kept. Collective."""
+        tau = self.config.algorithm.correction.masks.m2po
+        if tau == 0:
+            return minibatch.m2po_limit
+        squares, places = [], []
+        for micro in minibatch.micro_batches:
+            trained = micro.response.trained
+            squares.append(_log_rho_at_start(micro)[trained].square())
+            places.append(micro.response.places[trained])
+        return m2po_limit(self._gather(squares), self._gather(places), tau)
+
+    def _gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the values of all shares of the batch, concatenated. Collective. [n_i] of this rank -> [n].
+
+        The ranks of a sequence group have the same values, of which the first rank's are taken.
+        """
+        values = torch.cat(list(parts))
+        sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor([len(values)], device=values.device))
+        longest = max(int(size) for size in sizes)
+        padded = [values.new_zeros(longest) for _ in sizes]
+        dist.all_gather(padded, torch.cat([values, values.new_zeros(longest - len(values))]))
+        whole = [part[: int(size)] for part, size in zip(padded, sizes, strict=True)]
+        return torch.cat(whole[:: self.config.learner.sequence_parallel])
 
     def _weights(self, log_rho: Tensor, advantages: Tensor, response: ResponseTokens) -> tuple[Tensor, Tensor]:
         """Return (weights [N] of the loss, truncated [N] bool: the correction's weight was outside [floor, cap])."""
@@ -308,26 +334,3 @@ def _computed(tensor: Tensor | None) -> Tensor:
 
 def _log_rho_at_start(micro: MicroBatch) -> Tensor:
     return log_ratios(_computed(micro.proximal), micro.response.behaviour, micro.response.trained)
-
-
-def _m2po_limit(minibatch: MiniBatch, tau: float) -> tuple[float, int]:
-    """Return `m2po_limit` of a minibatch's trained tokens on all ranks; with tau 0 all are kept. Collective."""
-    if tau == 0:
-        return minibatch.m2po_limit
-    squares, places = [], []
-    for micro in minibatch.micro_batches:
-        trained = micro.response.trained
-        squares.append(_log_rho_at_start(micro)[trained].square())
-        places.append(micro.response.places[trained])
-    return m2po_limit(_gather(squares), _gather(places), tau)
-
-
-def _gather(parts: Sequence[Tensor]) -> Tensor:
-    """Return the values of all ranks, concatenated. Collective. [n_i] of this rank's parts -> [n] of all ranks."""
-    values = torch.cat(list(parts))
-    sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(values)], device=values.device))
-    longest = max(int(size) for size in sizes)
-    padded = [values.new_zeros(longest) for _ in sizes]
-    dist.all_gather(padded, torch.cat([values, values.new_zeros(longest - len(values))]))
-    return torch.cat([part[: int(size)] for part, size in zip(padded, sizes, strict=True)])

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
 
 from async_rl.config import Config
-from learner.models.policy import hidden_states
+from learner.models.network import Network
+from learner.models.sequence import gather_tokens, owners
 from learner.optimizer import check_finite
 from learner.packing.microbatches import ForwardInputs
 
 
-class Critic(nn.Module):
+class Critic(Network):
     """The value model: predicts the return from each response token, by a token classifier with one label.
 
     Its layer `score` is the value head.
     """
 
-    def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.lm = lm
-        self.compute_dtype = compute_dtype
-
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Return the values of the N response tokens, [N] float32, with gradient."""
-        return self.lm.score(hidden_states(self.lm, inputs, self.compute_dtype)).float().sum(-1)
+        values: Tensor = self.lm.score(self.hidden_states(inputs)).float().sum(-1)
+        return values if self.sequence is None else gather_tokens(values, owners(inputs, self.sequence), self.sequence)
 
 
 def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:

@@ -14,7 +14,7 @@ from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from async_rl.config import LoraConfig
 from async_rl.errors import ConfigError
@@ -90,4 +90,10 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _gathered(parameter: Tensor) -> Tensor:
     data = parameter.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data
+    if not isinstance(data, DTensor):
+        return data
+    placements = list(data.placements)
+    for dim in range(len(placements)):  # one dimension at a time: torch warns where it gathers two in one go
+        placements[dim] = Replicate()
+        data = data.redistribute(placements=placements)
+    return data.to_local()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,30 +20,26 @@ from async_rl.storage.model_folder import SFT_MARKER, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.lora import add_adapters, dropouts, merged_parameters
+from learner.models.network import MASKED, Network
+from learner.models.sequence import RECURRENT, kernel_of, owners, split_attention
+from learner.models.split_vocabulary import split_vocabulary
 from learner.models.token_scores import score_tokens
 from learner.optimizer import check_finite
-from learner.packing.attention_mask import attention_mask, block_mask
 from learner.packing.microbatches import ForwardInputs
 from learner.packing.plan import Layout
+from learner.ranks import Ranks
 
-_MASKED = ("sdpa", "eager")
-_RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
-"""Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
 SHARD_BYTES = 4 * 2**30
 """Size of the largest weight file of a saved model."""
 
 
-class Policy(nn.Module):
+class Policy(Network):
     """Computes logprobs and entropies of response tokens under a Hugging Face causal LM: the policy or the reference.
-
-    Activations have the type `compute_dtype`.
     """
 
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.lm = lm
-        self.compute_dtype = compute_dtype
+        super().__init__(lm, compute_dtype)
         self._dropouts = dropouts(lm)
 
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
@@ -54,19 +49,13 @@ class Policy(nn.Module):
         """
         for dropout in self._dropouts:
             dropout.train(torch.is_grad_enabled())
-        states = hidden_states(self.lm, inputs, self.compute_dtype)
-        return score_tokens(states, self.lm.get_output_embeddings().weight, inputs.targets, inputs.temperature)
-
-
-def hidden_states(lm: Any, inputs: ForwardInputs, dtype: torch.dtype) -> Tensor:
-    """Return the last hidden states that predict the N response tokens, [N, hidden]."""
-    mask: Tensor | BlockMask | None = None
-    if inputs.segments is not None and lm.config._attn_implementation == "flex_attention":
-        mask = block_mask(inputs.segments)
-    elif inputs.segments is not None and lm.config._attn_implementation in _MASKED:
-        mask = attention_mask(inputs.segments, dtype)
-    output = lm.base_model(inputs.tokens, attention_mask=mask, position_ids=inputs.positions, use_cache=False)
-    return output.last_hidden_state.flatten(0, 1)[inputs.where]
+        states, head = self.hidden_states(inputs), self.lm.get_output_embeddings()
+        if self.sequence is None:
+            return score_tokens(states, head.weight, inputs.targets, inputs.temperature)
+        scores: tuple[Tensor, Tensor] = head(
+            states, inputs.targets, inputs.temperature, owners(inputs, self.sequence)
+        )
+        return scores
 
 
 def load_policy(
@@ -94,11 +83,10 @@ def load_policy(
     return Policy(lm, compute_dtype)
 
 
-def shard(
-    module: nn.Module, lm: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, config: LearnerConfig,
-    offload: bool = False,
-) -> None:
-    """Shard `module`, which contains `lm`, in place with FSDP2: one unit for each transformer block, one for the rest.
+def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool = False) -> None:
+    """Shard a network in place with FSDP2: one unit for each transformer block, one for the rest.
+
+    With sequence parallelism embeddings and head are units of their own, split over the ranks of a sequence group.
 
     Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered,
     and gradients are reduced in float32.
@@ -106,11 +94,18 @@ def shard(
     Args:
         offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
     """
+    lm, mesh = network.lm, ranks.mesh
     precision = MixedPrecisionPolicy()
-    if compute_dtype != torch.float32:
-        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if network.compute_dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=network.compute_dtype, reduce_dtype=torch.float32)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
+    is_frozen = not any(parameter.requires_grad for parameter in network.parameters())
+    if ranks.sequence is not None:
+        network.sequence = ranks.sequence
+        split_attention(lm)
+        exact = replace(precision, cast_forward_inputs=False)  # temperatures stay float32
+        for unit in split_vocabulary(lm, ranks.sequence):
+            fully_shard(unit, mesh=ranks.vocabulary, mp_policy=exact, offload_policy=place)
     blocks = set(lm._no_split_modules or ())
     for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
         if config.compile:
@@ -120,18 +115,18 @@ def shard(
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass
     fully_shard(
-        module, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
+        network, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
     )
 
 
 def layout_of(lms: Sequence[Any]) -> Layout:
     """Return the Layout of rows that the attention of every one of these models can compute."""
-    names = {lm.config._attn_implementation for lm in lms}
+    names = {kernel_of(lm) for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
     flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
-    slides = any(key == "sliding_window" or key.startswith(_RECURRENT) for key in keys)
+    slides = any(key == "sliding_window" or key.startswith(RECURRENT) for key in keys)
     return Layout(
-        masked=names <= {*_MASKED, "flex_attention"} and not slides,
+        masked=names <= {*MASKED, "flex_attention"} and not slides,
         sparse=flash == names or (names <= {*flash, "flex_attention"} and not slides),
         pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )

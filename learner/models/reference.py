@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from async_rl.config import Config, LoraConfig
 from async_rl.errors import ConfigError
 from learner.models.lora import without_adapters
 from learner.models.policy import Policy, load_policy, shard
 from learner.packing.microbatches import ForwardInputs
+from learner.ranks import Ranks
 
 
 class Reference:
@@ -30,7 +30,7 @@ class Reference:
     """
 
     def __init__(
-        self, config: Config, policy: Policy, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh
+        self, config: Config, policy: Policy, device: torch.device, dtype: torch.dtype, ranks: Ranks
     ) -> None:
         self._policy = policy
         if not config.model.lora.rank or config.reference.path:
@@ -42,7 +42,7 @@ class Reference:
                 raise ConfigError(
                     f"reference.path {path} must have the policy's vocabulary of {expected} tokens, got {found}"
                 )
-            shard(self._policy, self.lm, mesh, dtype, config.learner, offload=config.reference.offload)
+            shard(self._policy, ranks, config.learner, offload=config.reference.offload)
 
     @property
     def lm(self) -> Any:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
@@ -18,14 +17,21 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch, IntArray, Row
+from learner.models.network import Network
 from learner.models.policy import shard
+from learner.models.sequence import gather_tokens, owners
+from learner.packing.microbatches import PackedTokens
 from learner.packing.plan import Layout, Piece, plan_microbatches
+from learner.ranks import Ranks
 
 _PLACEHOLDER = "\x00"
 
 
 class RewardModel:
     """Scores each prompt with its answer. It is frozen and sharded over the learner's ranks.
+
+    With learner.sequence_parallel the rows of a decoder are split like the policy's. Other models, whose attention
+    looks both ways, get whole rows, and each rank scores rows of its own.
 
     A model with the policy's vocabulary gets the policy's tokens. Any other model gets their text, tokenized by its own
     tokenizer: in its chat template or, if it has none, as a pair of texts.
@@ -34,15 +40,16 @@ class RewardModel:
         ConfigError: the model has more than one output, or another vocabulary in a run whose answers call tools.
     """
 
-    def __init__(self, config: Config, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    def __init__(self, config: Config, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> None:
         path = config.reward_model.path
         lm = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
         if lm.config.num_labels != 1:
             raise ConfigError(
                 f"reward_model.path {path} must have one output, the reward, got {lm.config.num_labels} labels"
             )
-        self._scorer = _Scorer(lm.eval().requires_grad_(False).to(device))
-        shard(self._scorer, lm, mesh, dtype, config.learner)
+        self._scorer = _Scorer(lm.eval().requires_grad_(False).to(device), dtype)
+        self._ranks = ranks if self._scorer.reads_last_token else Ranks(ranks.mesh)
+        shard(self._scorer, self._ranks, config.learner)
         self._retokenize = _open_retokenizer(config.model.path, path)
         if self._retokenize and config.task.has_turns:
             raise ConfigError(
@@ -51,7 +58,8 @@ class RewardModel:
             )
         self._scores_timeouts = config.task.on_timeout == "partial"
         self._device = device
-        self._max_tokens = config.learner.max_tokens_per_microbatch
+        slices = 1 if self._ranks.sequence is None else self._ranks.sequence.size()
+        self._max_tokens = config.learner.max_tokens_per_microbatch * slices
         self._max_positions = getattr(lm.config, "max_position_embeddings", None)
 
     def score(self, batch: Batch) -> Batch:
@@ -92,22 +100,24 @@ class RewardModel:
                 "positions. Lower task.max_prompt_tokens or rollout.max_response_tokens."
             )
         pieces = [Piece(i, (0,), len(tokens)) for i, tokens in enumerate(sequences)]
-        plan = plan_microbatches(pieces, dist.get_world_size(), self._max_tokens, Layout(masked=False))
+        ranks = self._ranks
+        plan = plan_microbatches(pieces, ranks.shares, self._max_tokens, Layout(masked=False))
         rewards = torch.zeros(len(sequences), device=self._device)
-        for rows in plan[dist.get_rank()]:
+        for rows in plan[ranks.share]:
             indices = [piece.group for row in rows for piece in row]
             tokens = [torch.tensor(sequences[i], device=self._device) for i in indices]
             tokens = tokens or [torch.zeros(1, dtype=torch.long, device=self._device)]  # passes are collective
             mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
             rewards[indices] = self._scorer(pad_sequence(tokens, batch_first=True), mask)[: len(indices)]
         dist.all_reduce(rewards)
-        return rewards.cpu()
+        return rewards.cpu() / (dist.get_world_size() // ranks.shares)
 
 
-class _Scorer(nn.Module):
-    def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.lm = lm
+class _Scorer(Network):
+    @property
+    def reads_last_token(self) -> bool:
+        """Whether the model is a decoder, whose hidden state of the last token has seen the whole row."""
+        return hasattr(self.lm, "score")
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Return the scores [B] float32 of rows that are padded on the right; tokens and mask are [B, S] int64.
@@ -115,11 +125,16 @@ class _Scorer(nn.Module):
         Decoders are read at their last token, whatever its id. transformers would skip a last token that has the id of
         the padding, which the end of an answer often has.
         """
-        if not hasattr(self.lm, "score"):
+        if not self.reads_last_token:
             return self.lm(tokens, attention_mask=mask).logits[:, 0].float()
+        rows, last = torch.arange(len(tokens), device=tokens.device), mask.sum(1) - 1
+        if self.sequence is not None:  # the padding is on the right, where causal attention does not see it
+            where = rows * tokens.shape[1] + last
+            inputs = PackedTokens(tokens=tokens, segments=None, positions=None, where=where)
+            scores = self.lm.score(self.hidden_states(inputs))[:, 0].float()
+            return gather_tokens(scores, owners(inputs, self.sequence), self.sequence)
         states = self.lm.base_model(tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        last = states[torch.arange(len(tokens), device=tokens.device), mask.sum(1) - 1]
-        return self.lm.score(last)[:, 0].float()
+        return self.lm.score(states[rows, last])[:, 0].float()
 
 
 def _open_retokenizer(policy_path: str, reward_path: str) -> Callable[[IntArray, IntArray], list[int]] | None:

@@ -59,7 +59,10 @@ class _ScoreTokens(torch.autograd.Function):
             logp = _log_softmax(states[part], head, temperature[part]) if ctx.kept is None else ctx.kept
             ctx.kept = None
             of_chunk = (None if grad is None else grad[part] for grad in grads)
-            of_logits = _grad_of_logits(logp, targets[part], entropies[part], *of_chunk)
+            of_logprobs, of_entropies = of_chunk
+            of_logits = grad_of_logits(logp, entropies[part], of_logprobs, of_entropies)
+            if of_logprobs is not None:
+                of_logits.scatter_add_(1, targets[part, None], of_logprobs[:, None])
             of_logits = of_logits.div_(temperature[part, None]).to(head.dtype)
             torch.mm(of_logits, head, out=of_states[part])
             if of_head is not None and summed == head.dtype:
@@ -76,17 +79,16 @@ def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
     return logits.sub_(logits.logsumexp(1, keepdim=True))
 
 
-def _grad_of_logits(
-    logp: Tensor, targets: Tensor, entropies: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None
+def grad_of_logits(
+    logp: Tensor, entropies: Tensor, of_logprobs: Tensor | None, of_entropies: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the logits z, g_y ([y = v] - p_v) - g_H p_v (log p_v + H), [n, V].
+    """Return the gradient of the logits z but for that of the targets, -g_y p_v - g_H p_v (log p_v + H), [n, V].
 
-    g_y and g_H are the gradients [n] of log p(y) and H, None for zeros; `logp` [n, V] is overwritten.
+    The caller adds g_y to that of each target. g_y and g_H are the gradients [n] of log p(y) and H, None for zeros;
+    `logp` [n, V] is overwritten.
     """
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
     if of_entropies is None:
-        grad = logp.exp_().mul_(slope[:, None])
-    else:
-        p = logp.exp()
-        grad = logp.add_(entropies[:, None]).mul_(-of_entropies[:, None]).add_(slope[:, None]).mul_(p)
-    return grad.scatter_add_(1, targets[:, None], -slope[:, None])
+        return logp.exp_().mul_(slope[:, None])
+    p = logp.exp()
+    return logp.add_(entropies[:, None]).mul_(-of_entropies[:, None]).add_(slope[:, None]).mul_(p)

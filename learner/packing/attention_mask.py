@@ -11,14 +11,20 @@ BLOCK = 128
 """Number of tokens along each side of a block."""
 SLAB = 8 * BLOCK
 """Number of query tokens whose pairs are in memory at a time."""
+WHOLE = slice(None)
 
 
 def attention_mask(
     segments: Tensor,  # [2, B, S] segment of each token and of its prompt
     dtype: torch.dtype,
+    queries: slice = WHOLE,
 ) -> Tensor:
-    """Return what to add to attention scores: 0 where a token may attend, the lowest number elsewhere. [B, 1, S, S]"""
-    allowed = may_attend(segments, 0, segments.shape[2])
+    """Return what to add to attention scores: 0 where a token may attend, the lowest number elsewhere. [B, 1, s, S]
+
+    The s query tokens are those of `queries`, by default all S.
+    """
+    start, end, _ = queries.indices(segments.shape[2])
+    allowed = may_attend(segments, start, end)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=segments.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
@@ -34,28 +40,30 @@ def may_attend(segments: Tensor, start: int, end: int) -> Tensor:
     return ((other == own) | (other == root)) & (place <= place[start:end, None])
 
 
-def block_mask(segments: Tensor) -> BlockMask:
+def block_mask(segments: Tensor, queries: slice = WHOLE) -> BlockMask:
     """Return the mask that torch's create_block_mask gives for the rule of `may_attend`, with less memory.
 
     create_block_mask holds all S * S pairs at once, as 64-bit integers and several times over: 2 GB each for a pack of
-    16k tokens. `segments` is that of `attention_mask`.
+    16k tokens. `segments` and `queries` are those of `attention_mask`; the mask counts queries from 0.
     """
     own, root = segments
     size = own.shape[1]
+    first, last, _ = queries.indices(size)
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q + first
         return (q >= k) & ((own[b, k] == own[b, q]) | (own[b, k] == root[b, q]))
 
     some, full = [], []
-    for start in range(0, size, SLAB):
-        slab = may_attend(segments, start, min(start + SLAB, size))
+    for start in range(first, last, SLAB):
+        slab = may_attend(segments, start, min(start + SLAB, last))
         slab = F.pad(slab, (0, -size % BLOCK, 0, -slab.shape[1] % BLOCK))
         blocks = slab.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))  # [B, blocks, BLOCK, blocks, BLOCK]
         some.append(blocks.any(4).any(2))
         full.append(blocks.all(4).all(2))
     in_some, in_all = torch.cat(some, 1), torch.cat(full, 1)
     return BlockMask.from_kv_blocks(
-        *_listed(in_some & ~in_all), *_listed(in_all), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(size, size)
+        *_listed(in_some & ~in_all), *_listed(in_all), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(last - first, size)
     )
 
 

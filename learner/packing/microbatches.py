@@ -19,13 +19,19 @@ PADDING = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardInputs:
-    """The tensors that a network needs for a forward pass. N is the number of response tokens, row after row."""
+class PackedTokens:
+    """The tokens of a forward pass, and the N places where its hidden states are read."""
 
     tokens: Tensor  # [B, S] int64
     segments: Tensor | None  # [2, B, S] int64 of each token and of its prompt; None: all packs are plain causal
     positions: Tensor | None  # [B, S] int64; None where segments is
     where: Tensor  # [N] index into B * S of the token whose output predicts the response token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInputs(PackedTokens):
+    """The tensors that a network needs for a forward pass. N is the number of response tokens, row after row."""
+
     targets: Tensor  # [N] int64 response tokens
     temperature: Tensor  # [N] float32 logged temperature
 

@@ -36,6 +36,28 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "placement.learner.ranks must be at most 128, the episodes of a step (learner.prompts_per_step * "
             "rollout.group_size), got 256 (command line). Each rank",
         ),
+        (
+            ["learner.sequence_parallel=2", "placement.learner.ranks=3"],
+            "learner.sequence_parallel must be a divisor of 3, the learner ranks of a node (placement.learner), got 2",
+        ),
+        (
+            ["learner.sequence_parallel=4", "placement={learner: {nodes: 2, ranks: 4}, rollout: {servers: 2}}"],
+            "learner.sequence_parallel must be a divisor of 2, the learner ranks of a node (placement.learner), got 4",
+        ),
+        (
+            ["learner.sequence_parallel=2", "placement.learner.ranks=2", "model.attn_implementation=eager"],
+            "model.attn_implementation must be sdpa, flex_attention or flash_attention_2 with "
+            "learner.sequence_parallel 2, got 'eager' (command line)",
+        ),
+        (
+            ["learner.sequence_parallel=2", "placement.learner.ranks=512"],
+            "placement.learner.ranks / learner.sequence_parallel = 2 must be at most 128, the episodes of a step",
+        ),
+        (
+            ["learner.sequence_parallel=2", "placement.learner.ranks=2", "learner.max_tokens_per_microbatch=300"],
+            "learner.max_tokens_per_microbatch must be at least task.max_prompt_tokens + rollout.max_response_tokens = "
+            "768 / learner.sequence_parallel = 2, got 300 (command line)",
+        ),
         (["algorithm.minibatches=65", "placement.learner.ranks=2"], "algorithm.minibatches must be at most 128 e"),
         (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
         (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),

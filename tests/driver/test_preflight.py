@@ -282,3 +282,18 @@ def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_k
         check_inputs(dataclasses.replace(config, reference=ReferenceConfig(path=str(tmp_path / "nowhere"))))
     with pytest.raises(ConfigError, match="must describe a model ForSequenceClassification, got Qwen2ForCausalLM"):
         check_inputs(dataclasses.replace(config, reward_model=RewardModelConfig(path=model.path)))
+
+
+def test_a_model_with_sliding_windows_is_refused_before_the_start_if_its_rows_would_be_split(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model.path, tmp_path / "windows")
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(described))
+    split = {"learner": {"sequence_parallel": 2}, "placement": {"learner": {"ranks": 2}}}
+    task = {"name": "reasoning_gym/chain_sum"}
+    check_inputs(make_config(model.path, task=task, run={"dir": tmp_path / "runs"}, **split))
+    check_inputs(make_config(folder, task=task, run={"dir": tmp_path / "runs"}))
+    with pytest.raises(ConfigError, match=r"sequence_parallel must be 1 with model.path .*\(sliding_window = 64\)"):
+        check_inputs(make_config(folder, task=task, run={"dir": tmp_path / "runs"}, **split))

@@ -168,11 +168,13 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tm
     wait_until(lambda: not command.processes(), 10, "every process of the run to end")
 
 
+@pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
-    smoke_yaml: Path, tmp_path: Path, start: Start
+    slices: int, smoke_yaml: Path, tmp_path: Path, start: Start
 ) -> None:
     run_dir = tmp_path / "killed"
-    asked = options(tmp_path, "killed", 10000, "staleness.max=1", "checkpoint.every_steps=2")
+    split = f"learner.sequence_parallel={slices}"
+    asked = options(tmp_path, "killed", 10000, "staleness.max=1", "checkpoint.every_steps=2", split)
     command = start("train", str(smoke_yaml), *asked, "placement.learner.ranks=2")
     wait_until(lambda: len(list_checkpoints(run_dir)) > 1, 180, "two checkpoints")
     busy = start("train", "--resume", str(run_dir))
@@ -190,7 +192,8 @@ def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
     other = Qwen2Config.from_pretrained(smoke_yaml.parent / "model", intermediate_size=192)
     Qwen2ForCausalLM(other).save_pretrained(tmp_path / "other")
     character_tokenizer().save_pretrained(tmp_path / "other")
-    resume = ("train", "--resume", str(run_dir), f"run.steps={version + 2}", "placement.learner.ranks=1")
+    one_rank = ("placement.learner.ranks=1", "learner.sequence_parallel=1")
+    resume = ("train", "--resume", str(run_dir), f"run.steps={version + 2}", *one_rank)
     refused = start(*resume, f"model.path={tmp_path / 'other'}")
     assert refused.wait(120) == 2
     assert "can't be loaded into the networks of this configuration" in refused.log.read_text()

@@ -34,16 +34,26 @@ def vectors() -> dict[str, Any]:
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learner")
     save_bare_reward_model(folder / "reward-model")
+    save_bare_model(folder / "untied", is_tied=False)
     return save_bare_model(folder / "model")
 
 
 @pytest.fixture(scope="session")
 def two_ranks(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of `rank_main` on each of two ranks."""
-    cases: list[Case] = [
-        *((algorithm, 26, "full") for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS)), ("token_mean", 26, "hybrid"),
+    cases = [
+        *(Case(algorithm, 26) for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS)), Case("token_mean", 26, "hybrid"),
+        Case("token_mean", 24),
     ]  # fmt: skip
-    return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_ranks"), [*cases, ("token_mean", 24, "full")])
+    return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_ranks"), cases)
+
+
+@pytest.fixture(scope="session")
+def two_slices(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of `rank_main` on each of two ranks that split every row."""
+    cases = [Case(algorithm, 26, slices=2) for algorithm in (*ALGORITHMS, *EPISODE_ALGORITHMS)]
+    untied = Case("token_mean", 26, slices=2, untied=True)
+    return run_ranks(2, tiny_model_path, tmp_path_factory.mktemp("two_slices"), [untied, *cases])
 
 
 @pytest.fixture

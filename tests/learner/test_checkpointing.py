@@ -130,18 +130,23 @@ def test_a_checkpoint_of_other_networks_is_refused(tiny_model_path: Path, tmp_pa
         train(learner_config(tiny_model_path, model=lora), 1, tmp_path / "step_0")
 
 
-def _train_rank(rank: int, ranks: int, store: str, model: str, folder: str, save_at: int, steps: int) -> None:
+def _train_rank(
+    rank: int, ranks: int, slices: int, store: str, model: str, folder: str, save_at: int, steps: int
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    updater = train(learner_config(Path(model)), steps, Path(folder), save_at)
+    layout = {"learner": {"sequence_parallel": slices}, "placement": {"learner": {"ranks": ranks}}}
+    updater = train(learner_config(Path(model), **layout), steps, Path(folder), save_at)
     tensors = whole(updater)
     if rank == 0:
         torch.save(tensors, f"{store}.pt")
     dist.destroy_process_group()
 
 
-def run_ranks(ranks: int, store: Path, model: Path, folder: Path, save_at: int, steps: int) -> dict[str, torch.Tensor]:
-    arguments = (ranks, str(store), str(model), str(folder), save_at, steps)
+def run_ranks(
+    ranks: int, slices: int, store: Path, model: Path, folder: Path, save_at: int, steps: int
+) -> dict[str, torch.Tensor]:
+    arguments = (ranks, slices, str(store), str(model), str(folder), save_at, steps)
     mp.start_processes(_train_rank, arguments, nprocs=ranks, start_method="spawn")
     tensors: dict[str, torch.Tensor] = torch.load(f"{store}.pt", weights_only=True)
     return tensors
@@ -149,14 +154,21 @@ def run_ranks(ranks: int, store: Path, model: Path, folder: Path, save_at: int, 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(1, 2, marks=pytest.mark.nightly), (2, 1)]  # in CI 1 -> 2: e2e/test_resume.py
+    ("before", "after", "slices"),
+    [  # in CI 1 -> 2: e2e/test_resume.py
+        pytest.param(1, 2, (1, 1), marks=pytest.mark.nightly), (2, 1, (1, 1)), (2, 2, (2, 1)),
+        pytest.param(2, 2, (1, 2), marks=pytest.mark.nightly), pytest.param(2, 4, (2, 2), marks=pytest.mark.nightly),
+        pytest.param(4, 3, (2, 3), marks=pytest.mark.nightly),
+    ],
 )
-def test_another_number_of_ranks_resumes_to_the_same_weights(
-    before: int, after: int, tiny_model_path: Path, tmp_path: Path
+def test_other_ranks_that_split_rows_or_not_resume_to_the_same_weights(
+    before: int, after: int, slices: tuple[int, int], tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    uninterrupted = run_ranks(before, tmp_path / "a", tiny_model_path, tmp_path / "step_2", save_at=2, steps=4)
-    resumed = run_ranks(after, tmp_path / "b", tiny_model_path, tmp_path / "step_2", save_at=-1, steps=2)
-    assert read_training_state(tmp_path / "step_2").ranks == before
+    """The model's 23 rows of embeddings divide neither by two nor by three."""
+    folder = tmp_path / "step_2"
+    uninterrupted = run_ranks(before, slices[0], tmp_path / "a", tiny_model_path, folder, save_at=2, steps=4)
+    resumed = run_ranks(after, slices[1], tmp_path / "b", tiny_model_path, folder, save_at=-1, steps=2)
+    assert read_training_state(folder).ranks == before
     for name, tensor in resumed.items():
         torch.testing.assert_close(tensor, uninterrupted[name], atol=2e-5, rtol=2e-5)
 

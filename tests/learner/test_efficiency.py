@@ -21,7 +21,7 @@ from learner.packing.plan import Layout
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.rank_process import measure_roles
+from tests.kit.learner.rank_process import Case, measure_roles
 from tests.kit.learner.updates import reference_logprobs
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_rows_without_a_mask_are_separated_by_their_positions(
     """The layout of flash_attention_2, which needs a GPU: sdpa without a mask is parted by positions as well."""
     updater = open_updater(tiny_model_path)
     monkeypatch.setattr(updater, "_layout", Layout(masked=False, sparse=True))
-    monkeypatch.setattr("learner.models.policy._MASKED", ())
+    monkeypatch.setattr("learner.models.network.MASKED", ())
     (micro,) = check_logprobs(updater, tiny_model_path, make_batch(groups=6))
     assert micro.inputs.positions is not None and micro.inputs.tokens.shape[0] == 1
     assert (micro.inputs.positions == 0).sum() == 6 * 4
@@ -105,7 +105,7 @@ def test_rows_without_a_mask_are_separated_by_their_positions(
 def test_all_four_roles_on_two_ranks_give_the_metrics_and_pushed_weights_of_one(
     tiny_model_path: Path, one_rank: None, two_ranks: list[dict[str, Any]]
 ) -> None:
-    whole = measure_roles(tiny_model_path, 4096)
+    whole = measure_roles(tiny_model_path, Case("token_mean", 4096))
     assert whole["metrics"][1]["kl/reference"] > 0 == whole["metrics"][0]["kl/reference"]
     assert whole["metrics"][0]["reward/mean"] != whole["metrics"][0]["reward/rule_mean"]
     for rank in two_ranks:

@@ -26,6 +26,7 @@ from async_rl.storage.model_folder import weight_shapes
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.weights.checkpoint_names import check_names, from_checkpoint, to_checkpoint
 from learner.models.policy import load_policy, save_policy, shard
+from learner.ranks import Ranks
 from tests.kit.configs import learner_config
 from tests.kit.learner.exported import train_and_export
 from tests.kit.tiny_moe import EXPERTS, save_moe
@@ -98,7 +99,7 @@ def test_a_model_whose_router_is_no_parameter_is_refused_before_the_start(tmp_pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     said = r"e_score_correction_bias the checkpoint has the shape \[4\], a push nothing"
     with pytest.raises(ConfigError, match=said):
-        _check_loading("model.path", str(tmp_path), ModelConfig(path=str(tmp_path), attn_implementation="eager"))
+        _check_loading("model.path", str(tmp_path), ModelConfig(path=str(tmp_path), attn_implementation="eager"), False)
 
 
 def test_saved_and_exported_policies_have_the_names_of_their_folder(tmp_path: Path, one_rank: None) -> None:
@@ -107,7 +108,7 @@ def test_saved_and_exported_policies_have_the_names_of_their_folder(tmp_path: Pa
     assert f"model.layers.1.mlp.experts.{EXPERTS - 1}.down_proj.weight" in shapes
     config = learner_config(source)
     policy = load_policy(config.model, CPU, torch.float32)
-    shard(policy, policy.lm, torch.distributed.init_device_mesh("cpu", (1,)), torch.float32, config.learner)
+    shard(policy, Ranks(torch.distributed.init_device_mesh("cpu", (1,))), config.learner)
     save_policy(policy, source, tmp_path / "saved", is_writer=True)
     assert weight_shapes(tmp_path / "saved") == shapes
     saved, start = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", source))

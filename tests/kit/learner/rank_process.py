@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,8 +55,20 @@ EPISODE_ALGORITHMS = {
 }
 """The cases that train on episodes of several turns and rows."""
 
-Case = tuple[str, int, Literal["full", "hybrid"]]
-"""Algorithm, tokens a micro-batch, sharding."""
+class Case(NamedTuple):
+    """The work of a rank, and how the ranks divide it."""
+
+    algorithm: str
+    max_tokens: int
+    """The most tokens in a forward pass of the ranks that share its rows."""
+    sharding: Literal["full", "hybrid"] = "full"
+    slices: int = 1
+    """The ranks that share a row."""
+    untied: bool = False
+    """Whether the policy has a head of its own."""
+
+    def model(self, folder: Path) -> Path:
+        return folder / "untied" if self.untied else folder / "model"
 
 
 def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Case], out: str) -> None:
@@ -66,8 +78,8 @@ def rank_main(rank: int, ranks: int, store_file: str, model: str, cases: list[Ca
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
-    results = {case: measure(Path(model), *case) for case in cases}
-    roles = measure_roles(Path(model), 26, cases[-1][2])
+    results = {tuple(case): measure(Path(model), case) for case in cases}
+    roles = measure_roles(Path(model), cases[-1]._replace(max_tokens=26))
     save = failed_save(Path(model), rank)
     frames = share_taken([b"header", b"", b"frame two"] if rank == 0 else None)
     assert not isinstance(frames, NoBatch)
@@ -85,21 +97,28 @@ def failed_save(model: Path, rank: int) -> str:
     return ""
 
 
-def placed(sharding: str) -> PlacementConfig:
+def placed(case: Case) -> PlacementConfig:
     """Hybrid: half of the ranks on each of two nodes."""
-    if sharding == "full":
-        return PlacementConfig()
+    if case.sharding == "full":
+        return PlacementConfig(learner=LearnerPlacement(ranks=dist.get_world_size()))
     learner = LearnerPlacement(nodes=2, ranks=dist.get_world_size())
     return PlacementConfig(learner=learner, rollout=RolloutPlacement(servers=2))
 
 
-def measure(
-    model: Path, algorithm: str, max_tokens: int, sharding: Literal["full", "hybrid"] = "full"
-) -> dict[str, Any]:
+def learner_of(case: Case, **changes: Any) -> LearnerConfig:
+    return LearnerConfig(
+        prompts_per_step=3, max_tokens_per_microbatch=case.max_tokens // case.slices, sharding=case.sharding,
+        sequence_parallel=case.slices, **changes,
+    )
+
+
+def measure(model: Path, case: Case) -> dict[str, Any]:
     """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
-    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, max_tokens_per_microbatch=max_tokens, sharding=sharding)
-    of_case = {**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm]
-    config = learner_config(model, algorithm=of_case, learner=learner, placement=placed(sharding))
+    algorithm, model = case.algorithm, case.model(model.parent)
+    config = learner_config(
+        model, algorithm={**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm], learner=learner_of(case, lr=1e-3),
+        placement=placed(case),
+    )
     updater = Updater(config, torch.device("cpu"))
     networks = {"policy": updater.policy.lm}
     if updater.critic is not None:
@@ -109,7 +128,7 @@ def measure(
     packed = updater.pack(batch, batch_advantages(config, batch))
     (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
     losses, _ = updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
-    loss = losses["policy"]
+    loss = losses["policy"] / case.slices
     dist.all_reduce(loss)
     result: dict[str, Any] = {"loss": float(loss)}
     for name, module in networks.items():
@@ -126,18 +145,15 @@ def measure(
     return result
 
 
-def measure_roles(model: Path, max_tokens: int, sharding: Literal["full", "hybrid"] = "full") -> dict[str, Any]:
+def measure_roles(model: Path, case: Case) -> dict[str, Any]:
     """All four roles at once, the policy with adapters: metrics of two updates and the weights to push."""
     config = learner_config(
         model,
         model=ModelConfig(path=str(model), lora=LoraConfig(rank=4)),
         algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
         reward_model=RewardModelConfig(path=str(model.parent / "reward-model")),
-        learner=LearnerConfig(
-            prompts_per_step=3, lr=1e-2, max_tokens_per_microbatch=max_tokens, gradient_checkpointing=True,
-            sharding=sharding,
-        ),
-        placement=placed(sharding),
+        learner=learner_of(case, lr=1e-2, gradient_checkpointing=True),
+        placement=placed(case),
     )
     updater = Updater(config, torch.device("cpu"))
     metrics = [{m.key: m.value for m in updater.update(make_batch(seed, seed))} for seed in (0, 1)]

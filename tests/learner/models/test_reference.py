@@ -13,6 +13,7 @@ from async_rl.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, 
 from async_rl.errors import ConfigError
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models.reference import Reference
+from learner.ranks import Ranks
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
@@ -27,7 +28,7 @@ def open_both(model_path: Path, rank: int = 0, dtype: Any = "float32", **referen
     config = learner_config(model_path, model=model, algorithm=algorithm, reference=ReferenceConfig(**reference))
     updater = Updater(config, CPU)
     compute = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    return updater, Reference(config, updater.policy, CPU, compute, init_device_mesh("cpu", (1,)))
+    return updater, Reference(config, updater.policy, CPU, compute, Ranks(init_device_mesh("cpu", (1,))))
 
 
 def check_logprobs(updater: Updater, reference: Reference, path: Path) -> None:

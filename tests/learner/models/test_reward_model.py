@@ -21,6 +21,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.types import Batch
 from learner.models.reward_model import RewardModel
 from learner.models.tiny_model import character_tokenizer
+from learner.ranks import Ranks
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
@@ -40,7 +41,7 @@ def open_reward_model(policy: Path, reward: Path, max_tokens: int = 4096, **sect
         reward_model=RewardModelConfig(path=str(reward)),
         learner=LearnerConfig(prompts_per_step=3, max_tokens_per_microbatch=max_tokens),
     )
-    return RewardModel(config, CPU, torch.float32, init_device_mesh("cpu", (1,)))
+    return RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
 
 
 def rewards_of(batch: Batch) -> list[float]:
@@ -152,7 +153,7 @@ def test_a_reward_model_with_another_vocabulary_can_not_read_calls_of_tools(tmp_
     task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"])
     config = learner_config(tmp_path / "policy", task=task, reward_model=RewardModelConfig(path=str(tmp_path / "rm")))
     with pytest.raises(ConfigError, match=r"must have the policy's vocabulary with task.tools"):
-        RewardModel(config, CPU, torch.float32, init_device_mesh("cpu", (1,)))
+        RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
 
 
 def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refused(

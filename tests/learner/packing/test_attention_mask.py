@@ -44,6 +44,19 @@ def test_the_block_mask_is_what_torch_makes_of_all_pairs(size: int) -> None:
             assert found == wanted
 
 
+@pytest.mark.parametrize("queries", [slice(0, 300), slice(300, 600), slice(SLAB, SLAB + 700)])
+def test_the_masks_of_some_queries_are_rows_of_the_whole_mask(queries: slice) -> None:
+    segments = packed_row(SLAB + 700, np.random.default_rng(0))[:, None]
+    size, count = SLAB + 700, queries.stop - queries.start
+    whole = attention_mask(segments, torch.float32)
+    assert torch.equal(attention_mask(segments, torch.float32, queries), whole[:, :, queries])
+    mask = block_mask(segments, queries)
+    expected = create_block_mask(mask.mask_mod, 1, None, count, size, device="cpu")
+    assert mask.seq_lengths == (count, size) and torch.equal(mask.to_dense(), expected.to_dense())
+    looked = mask.mask_mod(torch.tensor(0), torch.tensor(0), torch.arange(count)[:, None], torch.arange(size)[None])
+    assert torch.equal(looked, whole[0, 0, queries] == 0)
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that was made."""
 

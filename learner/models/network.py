@@ -1,0 +1,45 @@
+"""The base of the learner's networks: a Hugging Face model whose last hidden states predict response tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
+
+from learner.models.sequence import split_states
+from learner.packing.attention_mask import attention_mask, block_mask
+from learner.packing.microbatches import PackedTokens
+
+MASKED = ("sdpa", "eager")
+"""The attention of transformers that takes a mask of numbers."""
+
+
+class Network(nn.Module):
+    """A Hugging Face model, `lm`, whose activations have the type `compute_dtype`."""
+
+    def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.lm = lm
+        self.compute_dtype = compute_dtype
+        self.sequence: DeviceMesh | None = None
+        """The ranks that hold slices of the same rows; None: this rank holds whole rows. `shard` sets it."""
+
+    def hidden_states(self, inputs: PackedTokens) -> Tensor:
+        """Return the last hidden states that predict the N response tokens, [N, hidden].
+
+        With `sequence` they are those of the tokens that `owners` gives to this rank.
+        """
+        if self.sequence is not None:
+            return split_states(self.lm, inputs, self.compute_dtype, self.sequence)
+        mask: Tensor | BlockMask | None = None
+        attention = self.lm.config._attn_implementation
+        if inputs.segments is not None and attention == "flex_attention":
+            mask = block_mask(inputs.segments)
+        elif inputs.segments is not None and attention in MASKED:
+            mask = attention_mask(inputs.segments, self.compute_dtype)
+        output = self.lm.base_model(inputs.tokens, attention_mask=mask, position_ids=inputs.positions, use_cache=False)
+        states: Tensor = output.last_hidden_state.flatten(0, 1)[inputs.where]
+        return states

@@ -1,0 +1,198 @@
+"""Head and embeddings split by rows over the n ranks of a sequence group, so that no rank ever gathers them whole.
+
+Each rank has V / n rows. FSDP2 shards these over the other ranks that have the same, and gathers and averages them
+there; so gradients here are those of one share of the batch, while those of hidden states are n times as large, see
+sequence.py.
+
+    embeddings   for each rank of the group in turn: all ranks look up its tokens, and the sum goes to it
+    scores       for each rank of the group in turn, in chunks: it sends its hidden states, all ranks compute logits of
+                 their rows of the head, and maximum and sums of exponentials are added up over the group
+
+The formulas are those of token_scores.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from learner.models import token_scores
+from learner.models.token_scores import grad_of_logits
+
+
+def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
+    """Split embeddings and head, if there is one, in place. Returns the modules of each unit for FSDP2 to shard.
+
+    The embeddings then expect this rank's slice of tokens, and the head is called as `_split_scores` is, without its
+    first argument. Parameters keep their names; they are DTensors with the shape of the whole.
+    """
+    embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    is_tied = head is not None and head.weight is embeddings.weight
+    embeddings.weight = _split(embeddings.weight, ranks)
+    embeddings.forward = partial(_split_embeddings, embeddings, ranks)
+    if head is None:
+        return [[embeddings]]
+    head.weight = embeddings.weight if is_tied else _split(head.weight, ranks)
+    head.forward = partial(_split_scores, head, ranks)
+    return [[embeddings, head]] if is_tied else [[embeddings], [head]]
+
+
+def _split(weight: Tensor, ranks: DeviceMesh) -> nn.Parameter:
+    rows = distribute_tensor(weight.detach(), ranks, [Shard(0)], src_data_rank=None)
+    return nn.Parameter(rows, requires_grad=weight.requires_grad)
+
+
+def _split_embeddings(module: Any, ranks: DeviceMesh, tokens: Tensor) -> Tensor:
+    """Return the embeddings of this rank's slice of tokens. [B, s] -> [B, s, hidden]"""
+    all_tokens = [torch.empty_like(tokens) for _ in range(ranks.size())]
+    dist.all_gather(all_tokens, tokens.contiguous(), group=ranks.get_group())
+    weight = module.weight
+    states: Tensor = _SplitEmbeddings.apply(_own_rows(weight), all_tokens, _first_row(weight, ranks),
+                                            module.padding_idx, ranks)
+    return states
+
+
+def _split_scores(
+    module: Any, ranks: DeviceMesh, states: Tensor, targets: Tensor, temperature: Tensor, owners: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return on every rank what `score_tokens` returns for all N tokens.
+
+    Args:
+        states: [m, hidden] of the m tokens that `owners` [N] gives to this rank.
+        targets, temperature: [N] of all tokens.
+    """
+    weight = module.weight
+    chunk = max(1, token_scores.LOGITS_BYTES // (4 * -(-weight.shape[0] // ranks.size())))
+    chunks = list(_chunks(owners, chunk, ranks))
+    scored: tuple[Tensor, Tensor] = _SplitScores.apply(
+        states, _own_rows(weight), targets - _first_row(weight, ranks), temperature, chunks, ranks
+    )
+    return scored
+
+
+def _own_rows(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+def _first_row(weight: Tensor, ranks: DeviceMesh) -> int:
+    return ranks.get_local_rank() * -(-weight.shape[0] // ranks.size())
+
+
+def _chunks(owners: Tensor, size: int, ranks: DeviceMesh) -> Iterator[tuple[int, Tensor, slice]]:
+    """Yield (owner, indices of the chunk's tokens among all N, slice of them among the owner's tokens)."""
+    for owner in range(ranks.size()):
+        indices = (owners == owner).nonzero()[:, 0]
+        for start in range(0, len(indices), size):
+            yield owner, indices[start : start + size], slice(start, start + size)
+
+
+class _SplitEmbeddings(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, all_tokens: list[Tensor], first: int, padding: int | None, ranks: DeviceMesh
+    ) -> Tensor:
+        ctx.all_tokens, ctx.first, ctx.padding, ctx.ranks = all_tokens, first, padding, ranks
+        ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
+        own = weight.new_empty(0)
+        for owner, tokens in enumerate(all_tokens):
+            rows = tokens - first
+            is_here = (rows >= 0) & (rows < ctx.rows)
+            part = F.embedding(rows.clamp(0, ctx.rows - 1), weight).masked_fill_(~is_here[..., None], 0.0)
+            dist.reduce(part, group=ranks.get_group(), group_dst=owner)
+            if owner == ranks.get_local_rank():
+                own = part
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        of_weight = grad.new_zeros(ctx.rows, grad.shape[-1], dtype=torch.float32)
+        for owner, tokens in enumerate(ctx.all_tokens):
+            is_own = owner == ctx.ranks.get_local_rank()
+            part = grad.contiguous() if is_own else grad.new_empty(*tokens.shape, grad.shape[-1])
+            dist.broadcast(part, group=ctx.ranks.get_group(), group_src=owner)
+            rows = tokens - ctx.first
+            is_here = (rows >= 0) & (rows < ctx.rows)
+            if ctx.padding is not None:
+                is_here &= tokens != ctx.padding
+            # one row more takes what belongs to other ranks, and is left out
+            rows = rows.where(is_here, ctx.rows)
+            summed = torch.ops.aten.embedding_dense_backward(part, rows, ctx.rows + 1, ctx.rows, False)
+            of_weight += summed[: ctx.rows]
+        return of_weight.div_(ctx.ranks.size()).to(ctx.dtype), None, None, None, None
+
+
+class _SplitScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, head: Tensor, rows: Tensor, temperature: Tensor,
+        chunks: list[tuple[int, Tensor, slice]], ranks: DeviceMesh,
+    ) -> tuple[Tensor, Tensor]:
+        """`rows` [N] are the targets, counted from this rank's first row of the head [V / n, hidden]."""
+        logprobs, entropies, total = (torch.zeros_like(temperature, dtype=torch.float32) for _ in range(3))
+        for owner, indices, part in chunks:
+            logits = _scaled(_sent(states, owner, indices, part, ranks), head, temperature[indices])
+            top = logits.amax(1)
+            dist.all_reduce(top, dist.ReduceOp.MAX, ranks.get_group())
+            logits.sub_(top[:, None])
+            weights = logits.exp()
+            here, row = _in_head(rows[indices], head)
+            chosen = logits.gather(1, row[:, None])[:, 0].masked_fill_(~here, 0.0)
+            sums = torch.stack([weights.sum(1), torch.linalg.vecdot(weights, logits), chosen])
+            dist.all_reduce(sums, group=ranks.get_group())
+            log_sum = sums[0].log()
+            logprobs[indices] = sums[2] - log_sum
+            entropies[indices] = log_sum - sums[1] / sums[0]
+            total[indices] = log_sum + top
+        ctx.chunks, ctx.ranks = chunks, ranks
+        ctx.save_for_backward(states, head, rows, temperature, entropies, total)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        states, head, rows, temperature, entropies, total = ctx.saved_tensors
+        of_states = torch.zeros_like(states)
+        of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for owner, indices, part in ctx.chunks:
+            sent = _sent(states, owner, indices, part, ctx.ranks)
+            logits = _scaled(sent, head, temperature[indices])
+            of_logprobs, of_entropies = (None if grad is None else grad[indices] for grad in grads)
+            logp = logits.sub_(total[indices, None])
+            of_logits = grad_of_logits(logp, entropies[indices], of_logprobs, of_entropies)
+            if of_logprobs is not None:
+                here, row = _in_head(rows[indices], head)
+                of_logits.scatter_add_(1, row[:, None], (of_logprobs * here)[:, None])
+            of_logits = of_logits.div_(temperature[indices, None]).to(head.dtype)
+            of_sent = (of_logits @ head).float()
+            dist.reduce(of_sent, group=ctx.ranks.get_group(), group_dst=owner)
+            if owner == ctx.ranks.get_local_rank():
+                of_states[part] = (of_sent * ctx.ranks.size()).to(states.dtype)
+            if of_head is not None:
+                of_head += of_logits.T @ sent
+        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None, None
+
+
+def _in_head(rows: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (whether each row is one of this rank's, its index there, or some index if it is not)."""
+    return (rows >= 0) & (rows < len(head)), rows.clamp(0, len(head) - 1)
+
+
+def _sent(states: Tensor, owner: int, indices: Tensor, part: slice, ranks: DeviceMesh) -> Tensor:
+    """Return on every rank the hidden states [n, hidden] of a chunk that belongs to the rank `owner`. Collective."""
+    is_own = owner == ranks.get_local_rank()
+    sent = states[part].contiguous() if is_own else states.new_empty(len(indices), states.shape[1])
+    dist.broadcast(sent, group=ranks.get_group(), group_src=owner)
+    return sent
+
+
+def _scaled(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+    return (states @ head.T).float().div_(temperature[:, None])

@@ -155,10 +155,9 @@ def _describe(
     mask: Tensor | BlockMask | None = None
     lengths: dict[str, Any] = {}
     keys = WHOLE
-    if segments is None:
-        segments, is_causal = torch.zeros_like(positions[:1]).expand(2, 1, -1), True
-    else:
-        is_causal = False
+    is_causal = segments is None
+    if segments is None:  # one document a row
+        segments = torch.zeros_like(positions[:1]).expand(2, 1, -1)
     if "flash" in kernel:
         lengths, keys = document_lengths(positions, *queries.indices(positions.shape[1])[:2])
     elif kernel == "flex_attention":

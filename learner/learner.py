@@ -286,9 +286,6 @@ class Learner:
             case "eval":
                 on = "the held-out evaluation"
                 return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
-            case "wait_weights":
-                doing = "waits for a server to start on its GPU"
-                return Status(doing=doing, since_s=since_s, limit_s=timeouts.work_s)
             case "wait_data":
                 doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
                 return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
@@ -297,7 +294,8 @@ class Learner:
                 servers = weights.servers if weights else ()  # each may die in a push: it is repeated without that one
                 limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
                 return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
-        return Status(doing={"busy": "trains", "checkpoint": "saves"}.get(state, state), since_s=since_s)
+        words = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
+        return Status(doing=words.get(state, state), since_s=since_s)
 
     def _checkpoint(self) -> list[Metric]:
         """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""

@@ -284,7 +284,7 @@ def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_k
         check_inputs(dataclasses.replace(config, reward_model=RewardModelConfig(path=model.path)))
 
 
-def test_a_model_with_sliding_windows_is_refused_before_the_start_if_its_rows_would_be_split(
+def test_sliding_windows_are_refused_before_the_start_if_rows_are_split(
     model: ModelConfig, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(model.path, tmp_path / "windows")

@@ -1,5 +1,45 @@
-"""All that the parts share, and the driver. Importing it makes this process find the packages of this project."""
+"""Asynchronous RL post-training of language models with bounded staleness. docs/python.md shows these names at work.
+
+Importing it makes this process find the packages of this project. Each name is loaded when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from async_rl.seams.own_packages import find_own_packages_first
 
 find_own_packages_first()
+
+if TYPE_CHECKING:
+    from async_rl.api import Callback, TrainedStep, TrainingRun, evaluate, train
+    from async_rl.config import Config
+    from async_rl.config.loading import load_config
+    from async_rl.errors import AsyncRLError, ConfigError
+
+    __version__: str
+
+__all__ = [
+    "AsyncRLError", "Callback", "Config", "ConfigError", "TrainedStep", "TrainingRun", "__version__", "evaluate",
+    "load_config", "train",
+]
+
+_MODULES = {
+    "AsyncRLError": "async_rl.errors", "Callback": "async_rl.api", "Config": "async_rl.config",
+    "ConfigError": "async_rl.errors", "TrainedStep": "async_rl.api", "TrainingRun": "async_rl.api",
+    "evaluate": "async_rl.api", "load_config": "async_rl.config.loading", "train": "async_rl.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("async-rl")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'async_rl' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

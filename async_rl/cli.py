@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -182,10 +184,10 @@ def _train(args: argparse.Namespace) -> int:
             args.overrides = [f"run.resume={args.resume}", *args.overrides]
         config = load_config(args.config, args.overrides)
         signals.check()
+        beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:
-            from async_rl.view.command import shown
-        beside = [shown] if args.view else []
-        text = dry_run(config) if args.dry_run else format_summary(run(config, signals, *beside))
+            from async_rl.view.command import shown as beside
+        text = dry_run(config) if args.dry_run else format_summary(run(config, signals, beside))
         if args.dry_run:
             signals.check()
     print(text, end="")
@@ -286,18 +288,13 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from async_rl.config.loading import load_config
+    from async_rl.api import evaluation_config
     from async_rl.driver.signals import StopSignals
     from rollout_server.eval_command import evaluate_model
 
-    of_its_run = args.model.parent / "config.yaml"
-    if not args.config and not of_its_run.is_file():
-        if not args.model.is_dir():
-            raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {args.model}: there is no such folder")
-        raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {of_its_run} beside the model")
-    config = load_config(args.config or of_its_run, [*args.overrides, f"model.path={args.model}"])
+    config = evaluation_config(args.model, args.config, args.overrides)
     with StopSignals():
-        values = evaluate_model(config)
+        values = asyncio.run(evaluate_model(config))
     width = max(map(len, values))
     print("".join(f"{key:<{width}}  {value:10.4g}\n" for key, value in values.items() if key != "eval/version"), end="")
     return 0

@@ -43,6 +43,7 @@ from async_rl.driver.placement import (
     servers_per_gpu,
 )
 from async_rl.driver.preflight import check_inputs
+from async_rl.driver.run_control import RunControl
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 def run(
     config: Config, signals: StopSignals | None = None,
     beside: Callable[[Path], AbstractContextManager[object]] = contextlib.nullcontext,
+    control: RunControl | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train until step `config.run.steps`, from run.resume's checkpoint if set; returns the content of summary.json.
 
@@ -68,6 +70,7 @@ def run(
 
     Args:
         beside: called with the run directory; the context manager it returns is open while the run goes on.
+        control: by which the caller is told of steps, and may end the run early.
 
     Raises:
         AsyncRLError: the run failed, and every process has been stopped. ConfigError: it can't work, and none started.
@@ -75,13 +78,13 @@ def run(
     """
     if signals is None:
         with StopSignals() as signals:
-            return run(config, signals, beside)
+            return run(config, signals, beside, control)
     with signals.deferred():
         cautions = check_inputs(config)
         signals.check()
         with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
             try:
-                summary = _run(config, signals, cautions)
+                summary = _run(config, signals, cautions, control or RunControl())
             except (ProcessDiedError, WaitTimeoutError) as error:
                 if not list_checkpoints(config.run_dir):
                     raise
@@ -94,10 +97,10 @@ def run(
     return summary
 
 
-def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[str, Any]:
+def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control: RunControl) -> dict[str, Any]:
     run_dir = config.run_dir
     with (
-        contextlib.closing(RunLog(config)) as log, own_keys(config, run_dir / "keys") as config,
+        contextlib.closing(RunLog(config, control.on_step)) as log, own_keys(config, run_dir / "keys") as config,
         open_ray(config), ray_messages_in(run_dir / "logs" / "ray.log"),
     ):  # fmt: skip
         signals.install()
@@ -118,6 +121,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str]) -> dict[
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume and not config.placement.eval.servers:  # these do it beside training
                 _evaluate(config, processes, log, "rollout/0", version=0)
+            control.connect(processes.actors["learner/0"])
             supervisor.train(buffer_address, revive_buffer, signals)
             servers = supervisor.end_restarts()
             if not signals.requested:

@@ -19,12 +19,14 @@ class NoBatch:
     """The reason why there is no batch, which every rank gets in its place.
 
     `push wanted`: a rollout server came back and waits for weights; the batch is asked for again after the push.
-    `stopped`: the user has stopped the run. `nothing to learn`: the buffer will hand out no batch any more.
+    `checkpoint wanted`: so does the program that trains; the batch is asked for again after the checkpoint.
+    `stopped`: the user has stopped the run. `ended`: the program has ended it early, as if it were complete.
+    `nothing to learn`: the buffer will hand out no batch any more.
     """
 
-    why: Literal["push wanted", "stopped", "nothing to learn"]
+    why: Literal["push wanted", "checkpoint wanted", "stopped", "ended", "nothing to learn"]
     reason: str = ""
-    """The buffer's reason why no batch will follow."""
+    """The reason of the buffer or of the program why no batch will follow."""
 
 
 Taken = Sequence[bytes | memoryview] | NoBatch
@@ -32,20 +34,20 @@ Taken = Sequence[bytes | memoryview] | NoBatch
 
 
 def ask_buffer(
-    client: LearnerClient, version: int, is_stopping: Callable[[], bool], is_push_wanted: Callable[[], bool]
+    client: LearnerClient, version: int, asked: Callable[[], NoBatch | None], is_push_wanted: Callable[[], bool]
 ) -> Taken:
     """Wait on rank 0 for batch number `version` and return its frames, or a NoBatch that says why there is none.
 
-    Every few seconds `is_stopping` and `is_push_wanted` are asked; the wait ends if one of them returns True.
+    Every few seconds `asked` and `is_push_wanted` are called; the wait ends if one of them returns something true.
 
     Raises:
         WaitTimeoutError: there was no batch within timeouts.work_s, and no other reason to end the wait.
     """
     try:
-        frames = client.take_raw(version, lambda: is_stopping() or is_push_wanted())
+        frames = client.take_raw(version, lambda: asked() is not None or is_push_wanted())
     except NothingToLearnError as error:
         return NoBatch("nothing to learn", str(error))
-    return frames or NoBatch("stopped" if is_stopping() else "push wanted")
+    return frames or asked() or NoBatch("push wanted")
 
 
 def share_taken(taken: Taken | None, device: torch.device) -> Taken:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +29,7 @@ from learner.batch_checks import check_staleness
 from learner.batch_taking import NoBatch, ask_buffer, share_taken
 from learner.checkpointing import Checkpointer
 from learner.depth_moves import DepthMoves
+from learner.driver_requests import DriverRequests
 from learner.evaluations import Evaluations
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
@@ -80,7 +80,7 @@ class Learner:
             of_eval = Pusher(config, self._updater, publisher, self.servers["eval"])
         self.evaluations = Evaluations(config, rank, self._device, self._timeline, of_eval)
         self._alarms = Alarms(rules_for(self._updater.dtype))
-        self._stopping = threading.Event()
+        self.requests = DriverRequests()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, self._device)
         self._lineage = lineage_of(config.run_dir)
         self._first_step_s: float | None = None
@@ -97,7 +97,7 @@ class Learner:
 
     def stop(self) -> None:
         """Let `run` end after the current step, with a checkpoint. May be called from another thread."""
-        self._stopping.set()
+        self.requests.stop()
         self.evaluations.schedule.ended()
 
     def run(self) -> Iterator[LearnerReport]:
@@ -117,6 +117,9 @@ class Learner:
             if isinstance(taken, NoBatch):
                 if taken.why == "push wanted":
                     yield from self._publish(None, is_last=False)
+                    continue
+                if taken.why == "checkpoint wanted":
+                    self._checkpoint_on_request()
                     continue
                 yield from self._end_early(taken)
                 break
@@ -155,7 +158,7 @@ class Learner:
         with self._timeline.span("wait_data", "batch"):
             if self._client:
                 someone_waits = self.servers["rollout"].someone_waits
-                taken = ask_buffer(self._client, self.version, self._stopping.is_set, someone_waits)
+                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, someone_waits)
             taken = share_taken(taken, self._device)
         return taken if isinstance(taken, NoBatch) else decode_batch(taken)
 
@@ -307,6 +310,12 @@ class Learner:
             Metric("checkpoint/pause_s", time.monotonic() - start_s),
             Metric("checkpoint/last_write_s", self._checkpointer.write_s),
         ]
+
+    def _checkpoint_on_request(self) -> None:
+        """Start a checkpoint, unless there is one of this version; its metrics are reported with the next step."""
+        self.requests.saved()
+        if self.version > self._saved_version:
+            self._push_metrics += self._checkpoint()
 
     def _is_last(self, now_s: float) -> bool:
         """Return whether the step that ends now is the last, by run.steps or run.seconds; the same on every rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 
 
-def evaluate_model(config: Config) -> dict[str, float]:
+async def evaluate_model(config: Config) -> dict[str, float]:
     """Return the metrics {`eval/...`: value} of model.path on eval.size held-out prompts, eval.samples answers each."""
     check_model_folder(config.model.path, config.longest_tokens)
     load_without_weights("model.path", config.model.path, config.model.attn_implementation)
-    values = asyncio.run(_evaluate(config))
+    values = await _evaluate(config)
     if not values:
         raise ConfigError(
             f"eval.size and task.eval_path must give held-out prompts, got {config.eval.size} and "

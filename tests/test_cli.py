@@ -132,7 +132,7 @@ def test_the_end_of_a_run_has_its_exit_code(
     error: BaseException, code: int, message: str,
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def run(config: Config, signals: StopSignals) -> None:
+    def run(config: Config, signals: StopSignals, beside: object) -> None:
         raise error
 
     monkeypatch.setattr(pipeline, "run", run)
@@ -141,7 +141,7 @@ def test_the_end_of_a_run_has_its_exit_code(
 
 
 def test_a_bug_keeps_its_stack_trace(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "run", lambda config, signals: 1 / 0)
+    monkeypatch.setattr(pipeline, "run", lambda config, signals, beside: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", str(config_file)])
 

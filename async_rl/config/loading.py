@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,21 @@ from async_rl.errors import ConfigError
 COMMAND_LINE = "command line"
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a YAML file, if one is given, with `key.sub=value` overrides on top, parsed as YAML.
+def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a YAML file, or of settings as such a file holds, if one of these is given.
 
-    Relative paths in the configuration are relative to the working directory, not to the file.
+    The `overrides`, texts `key.sub=value` whose values are YAML, are set on top. Relative paths in the configuration
+    are relative to the working directory, not to the file.
 
     Raises:
         ConfigError: the file or an override can't be read, or settings can't work.
     """
     settings: dict[str, Any] = {"model": {}, "task": {}}
     places: dict[str, str] = {}
-    if path:
-        _read_file(Path(path), settings, places)
+    if isinstance(source, Mapping):
+        settings.update(copy.deepcopy(dict(source)))
+    elif source:
+        _read_file(Path(source), settings, places)
     for override in overrides:
         _override(settings, places, override)
     _apply_preset(settings, places)

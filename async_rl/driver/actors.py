@@ -211,6 +211,16 @@ class LearnerActor:
         """Have `run` end after the current step, with a checkpoint; returns at once."""
         self._learner.stop()
 
+    @ray.method(concurrency_group="control")
+    def end(self, reason: str) -> None:
+        """Have `run` end after the current step as if run.steps were reached; returns at once. Rank 0 only."""
+        self._learner.requests.end(reason)
+
+    @ray.method(concurrency_group="control")
+    def save(self) -> None:
+        """Have a checkpoint written after the current step; returns at once. Called on rank 0 only."""
+        self._learner.requests.save()
+
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
         """Wait, for timeouts.work_s, until a restarted server at `url` has got the weights; returns their version."""

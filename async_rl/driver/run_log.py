@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
+from async_rl.driver.run_control import StepListener
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TimedReport, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
 from async_rl.storage.run_dir import write_config
@@ -42,8 +43,11 @@ class RunLog:
     of older steps are in timeline.json only.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, on_step: StepListener = lambda version, metrics: None) -> None:
         self.run_dir = config.run_dir
+        self._on_step = on_step
+        self._evals_to_tell: Values = {}
+        """The metrics of the evaluations that ended since `on_step` was called last."""
         self._config = config
         self.logger = MetricsLogger(config, config.run_dir)
         self._trace = ChromeTrace(self.run_dir / "timeline.json", time.monotonic())
@@ -205,6 +209,7 @@ class RunLog:
             self._note_values(version, values)
             self._prune()
             self.logger.log_eval(version, values)
+            self._evals_to_tell |= values
 
     def skipped_eval(self, version: int, reason: str) -> None:
         """Say and count that a version stays without the evaluation that was due."""
@@ -265,6 +270,8 @@ class RunLog:
         self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values, report.examples)
+        evals, self._evals_to_tell = self._evals_to_tell, {}
+        self._on_step(report.version, values | evals)
 
     def _add_last_step(self, usage: Usage) -> Usage:
         """Add time, spans and samples of the newest logged step, unless it is the first, to `usage`, and return that.

@@ -60,6 +60,13 @@ class StopSignals:
         if self.requested and not self.is_heeded:
             raise KeyboardInterrupt
 
+    def request(self) -> None:
+        """Ask for the end of the run as a first signal does, from any thread; nothing is raised here."""
+        self._count += 1
+        self.requested = True
+        if self._count == 1 and self._on_request:
+            self._on_request()
+
     def _handle(self, number: int, frame: Any) -> None:
         self._count += 1
         self.requested = True

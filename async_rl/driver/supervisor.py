@@ -94,7 +94,8 @@ class Supervisor:
             signals.check()
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
-                endless = [self._keep_buffer(), *map(self._keep_server, servers), self._watch(), self._end_on(stop)]
+                servers_kept, watch = map(self._keep_server, servers), self._watch(signals)
+                endless = [self._keep_buffer(), *servers_kept, watch, self._end_on(stop)]
                 background = [self._tasks.create_task(each) for each in endless]
                 await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
                 if self._tuner:
@@ -216,9 +217,11 @@ class Supervisor:
             await self._processes.actors["buffer"].serve.remote()
         raise ProcessDiedError(f"the buffer stopped while the run was going on{self._processes.log_tail('buffer')}")
 
-    async def _watch(self) -> None:
+    async def _watch(self, signals: StopSignals) -> None:
         while True:
             dead = await self.watchdog.look()
+            if signals.at_once:  # the second signal was raised in another thread than this one
+                raise KeyboardInterrupt("ended at once")
             self._log.close_overdue()
             await self._notify()
             for name, error in dead:

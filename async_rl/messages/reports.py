@@ -82,7 +82,7 @@ class DepthMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnded(TimedReport):
-    """Training has ended before run.steps: there is nothing left to learn, or the user has stopped the run."""
+    """Training has ended before run.steps: there is nothing left to learn, or the user or a program has ended it."""
 
     version: int
     reason: str

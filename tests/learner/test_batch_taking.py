@@ -18,12 +18,13 @@ def test_every_kind_of_answer_arrives_as_it_was_sent(taken: Taken, one_rank: Non
     assert share_taken(taken, torch.device("cpu")) == taken
 
 
-@pytest.mark.parametrize(("frames", "is_stopping", "expected"), [
-    ([b"a batch"], False, [b"a batch"]), ([], True, NoBatch("stopped")), ([], False, NoBatch("push wanted")),
-    (None, True, NoBatch("nothing to learn", "the task is solved")),
+@pytest.mark.parametrize(("frames", "asked", "expected"), [
+    ([b"a batch"], None, [b"a batch"]), ([], NoBatch("stopped"), NoBatch("stopped")),
+    ([], NoBatch("ended", "good enough"), NoBatch("ended", "good enough")), ([], None, NoBatch("push wanted")),
+    (None, NoBatch("stopped"), NoBatch("nothing to learn", "the task is solved")),
 ])
 def test_the_buffers_answer_decides_what_the_learner_does_next(
-    frames: list[bytes] | None, is_stopping: bool, expected: Taken
+    frames: list[bytes] | None, asked: NoBatch | None, expected: Taken
 ) -> None:
     class Client:
         def take_raw(self, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
@@ -33,4 +34,4 @@ def test_the_buffers_answer_decides_what_the_learner_does_next(
             return frames
 
     client: Any = Client()
-    assert ask_buffer(client, 3, lambda: is_stopping, lambda: not is_stopping) == expected
+    assert ask_buffer(client, 3, lambda: asked, lambda: asked is None) == expected

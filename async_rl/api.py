@@ -1,0 +1,221 @@
+"""The functions and classes of `import async_rl`, by which scripts and notebooks train and evaluate.
+
+A run goes on in a thread of its own, so that it can be started where an event loop is running, as in a notebook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+from async_rl.driver.run_control import RunControl
+from async_rl.driver.signals import StopSignals
+from async_rl.errors import ConfigError
+
+Configuration = Config | str | Path | Mapping[str, Any]
+"""A Config, the path of a YAML file, or the settings themselves, as in the file: {"model": {"path": ...}, ...}."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One learner step of a run, as it was logged."""
+
+    version: int
+    """The policy version that the step has made: 1 after the first step."""
+    metrics: Mapping[str, float]
+    """The step's record of metrics.jsonl by name, and the eval/... of the evaluations that ended since the last step.
+    """
+    run: TrainingRun
+    """The run, to end or save it."""
+
+
+Callback = Callable[[TrainedStep], object]
+
+
+class TrainingRun:
+    """A training run: a context manager that starts it, and an iterable of its steps.
+
+        with async_rl.TrainingRun("configs/quickstart.yaml") as run:
+            for step in run:
+                if step.metrics["reward/mean"] > 0.9:
+                    run.end("the reward is above 0.9")
+        print(run.summary)
+
+    The run does not wait for the program: while that looks at a step, the next ones are trained. Ctrl-C ends the run
+    with its step and a checkpoint, a second one at once. An error of the program ends it with its step, too.
+
+    Args:
+        config: the configuration.
+        overrides: settings over it, such as "staleness.max=2".
+        resume: a run directory to continue, from its newest checkpoint, or one of its checkpoints.
+
+    Raises:
+        ConfigError: a setting can't work.
+    """
+
+    def __init__(self, config: Configuration, overrides: Sequence[str] = (), resume: str | Path = "") -> None:
+        settings = [*overrides, *([f"run.resume={resume}"] if resume else [])]
+        self.config = config_of(config, settings)
+        self.summary: dict[str, Any] = {}
+        """The content of summary.json, once the run has ended."""
+        self._events: queue.SimpleQueue[TrainedStep | None] = queue.SimpleQueue()
+        self._control = RunControl(lambda version, metrics: self._events.put(TrainedStep(version, metrics, self)))
+        self._signals, self._handlers = StopSignals(), contextlib.ExitStack()
+        self._thread = threading.Thread(target=self._train, name="async-rl run", daemon=True)
+        self._error: BaseException | None = None
+        self._has_ended = False
+
+    @property
+    def run_dir(self) -> Path:
+        return self.config.run_dir
+
+    def end(self, reason: str = "the program ended the run") -> None:
+        """Have the run end after its step as if run.steps were reached: it is evaluated, saved and summed up.
+
+        `reason` stands on the console and in the summary. May be called from any thread, also before the first step.
+        """
+        self._control.end(reason or "the program ended the run")
+
+    def save(self) -> None:
+        """Have a checkpoint written after the step under way; `checkpoint.keep` counts it as any other."""
+        self._control.save()
+
+    def __enter__(self) -> TrainingRun:
+        self._handlers.enter_context(self._signals)
+        self._handlers.enter_context(self._signals.deferred())
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Wait for the end of the run, and raise its error unless the program has one of its own.
+
+        Raises:
+            AsyncRLError, KeyboardInterrupt: as `async_rl.pipeline.run`.
+        """
+        with self._handlers:
+            if error is not None:
+                self._signals.request()
+            while self._next() is not None:
+                pass
+            self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+    def __iter__(self) -> Iterator[TrainedStep]:
+        """Yield each step once it is logged, until the run has ended."""
+        if not self._thread.ident:
+            raise RuntimeError("the run has not begun: iterate within `with async_rl.TrainingRun(config) as run:`")
+        while (step := self._next()) is not None:
+            yield step
+
+    def _next(self) -> TrainedStep | None:
+        """Return the next step, None at the end. A second Ctrl-C does not raise here: the run ends, and raises it."""
+        while not self._has_ended:
+            try:
+                step = self._events.get()
+            except KeyboardInterrupt:
+                continue
+            if step is not None:
+                return step
+            self._has_ended = True
+        return None
+
+    def _train(self) -> None:
+        from async_rl.pipeline import run
+
+        try:
+            self.summary = run(self.config, self._signals, control=self._control)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._events.put(None)
+
+
+def train(
+    config: Configuration, overrides: Sequence[str] = (), *, resume: str | Path = "", callbacks: Iterable[Callback] = ()
+) -> dict[str, Any]:  # fmt: skip
+    """Train, and return the content of summary.json.
+
+    Args:
+        config, overrides, resume: as for `TrainingRun`.
+        callbacks: called in order with each `TrainedStep` once it is logged, in the caller's thread. An error that
+            one raises ends the run with its step and a checkpoint, and is raised here.
+
+    Raises:
+        ConfigError: a setting can't work, and nothing was started. AsyncRLError: the run failed.
+        KeyboardInterrupt: after Ctrl-C; says how to resume.
+    """
+    callbacks = tuple(callbacks)
+    with TrainingRun(config, overrides, resume) as run:
+        for step in run:
+            for callback in callbacks:
+                callback(step)
+    return run.summary
+
+
+def evaluate(model: str | Path, config: Configuration | None = None, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Return the metrics `eval/...` of a model folder on the held-out prompts of a configuration.
+
+    Args:
+        model: a Hugging Face folder, such as RUN_DIR/model.
+        config: the configuration; None: that of the run in whose folder the model is.
+        overrides: settings over it, such as "eval.samples=4".
+
+    Raises:
+        ConfigError: there is no such folder or configuration, or a setting can't work.
+    """
+    from rollout_server.eval_command import evaluate_model
+
+    return _in_own_loop(evaluate_model(evaluation_config(model, config, overrides)))
+
+
+def evaluation_config(model: str | Path, config: Configuration | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the Config by which `evaluate` measures a model; its arguments and errors are those of `evaluate`."""
+    if config is None:
+        config = Path(model).parent / "config.yaml"
+        if not config.is_file():
+            if not Path(model).is_dir():
+                raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {model}: there is no such folder")
+            raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {config} beside the model")
+    return config_of(config, [*overrides, f"model.path={model}"])
+
+
+def config_of(config: Configuration, overrides: Sequence[str] = ()) -> Config:
+    """Return the Config of a file or of settings, with overrides on top; a Config stays as it is without any."""
+    if not isinstance(config, Config):
+        return load_config(config, overrides)
+    return load_config(dataclasses.asdict(config), overrides) if overrides else config
+
+
+def _in_own_loop(work: Coroutine[Any, Any, dict[str, float]]) -> dict[str, float]:
+    """Return what the coroutine returns, run in a loop and a thread of its own: the caller's thread may have a loop.
+
+    KeyboardInterrupt cancels it, and is raised once it has ended.
+    """
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[dict[str, float]]]] = []
+
+    async def in_thread() -> dict[str, float]:
+        task = asyncio.ensure_future(work)
+        tasks.append((asyncio.get_running_loop(), task))
+        return await task
+
+    with ThreadPoolExecutor(1, "async-rl") as threads:
+        result = threads.submit(asyncio.run, in_thread())
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            for loop, task in tasks:
+                loop.call_soon_threadsafe(task.cancel)
+            raise

@@ -1,0 +1,47 @@
+"""The requests of a program to its run while it goes on: to end early or to save; and the steps it is told of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+StepListener = Callable[[int, dict[str, float]], None]
+"""Called with the version and the metrics of each step that is logged, in the driver: it must return at once."""
+
+
+class RunControl:
+    """Passes the requests of a program to the learner, from any thread; those before its start wait for it.
+
+    Args:
+        on_step: told of each step when it is logged, together with the evaluations that ended since the one before.
+    """
+
+    def __init__(self, on_step: StepListener = lambda version, metrics: None) -> None:
+        self.on_step = on_step
+        self._lock = threading.Lock()
+        self._learner: Any = None
+        self._waiting: list[Callable[[Any], object]] = []
+
+    def connect(self, learner: Any) -> None:
+        """Pass what was asked for so far, and all that follows, to this actor, the learner's rank 0."""
+        with self._lock:
+            self._learner, waiting = learner, self._waiting
+            self._waiting = []
+        for request in waiting:
+            request(learner)
+
+    def end(self, reason: str) -> None:
+        """Have the run end after its step as if run.steps were reached; `reason` stands in the log and the summary."""
+        self._ask(lambda learner: learner.end.remote(reason))
+
+    def save(self) -> None:
+        """Have a checkpoint written after the step."""
+        self._ask(lambda learner: learner.save.remote())
+
+    def _ask(self, request: Callable[[Any], object]) -> None:
+        with self._lock:
+            if self._learner is None:
+                self._waiting.append(request)
+                return
+        request(self._learner)

@@ -1,0 +1,56 @@
+"""The requests of the driver to the learner: an early end, and a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from async_rl.config import CheckpointConfig, RunConfig, WeightSyncConfig
+from async_rl.messages.reports import StepDone, TrainingEnded
+from async_rl.storage.checkpoints import list_checkpoints
+from learner.batch_taking import NoBatch
+from learner.driver_requests import DriverRequests
+from tests.kit.learner.fakes import FakePublisher, open_learner
+
+
+def test_the_most_urgent_request_comes_first_and_the_first_reason_stays() -> None:
+    requests = DriverRequests()
+    assert requests.why_no_batch() is None
+    requests.save()
+    assert requests.why_no_batch() == NoBatch("checkpoint wanted")
+    requests.end("good enough")
+    requests.end("another reason")
+    assert requests.why_no_batch() == NoBatch("ended", "good enough")
+    requests.stop()
+    assert requests.why_no_batch() == NoBatch("stopped")
+
+
+def test_an_early_end_pushes_and_saves_the_model_as_the_last_step_does(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    run = RunConfig(steps=50, dir=str(tmp_path))
+    learner = open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3))
+    reports = []
+    for report in learner.run():
+        reports.append(report)
+        if isinstance(report, StepDone) and report.version == 2:
+            learner.requests.end("the reward is above 0.9")
+    assert isinstance(reports[-1], TrainingEnded)
+    assert (reports[-1].version, reports[-1].reason) == (2, "the reward is above 0.9")
+    assert publisher.calls[-1] == ("push", 2)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_checkpoint_that_is_asked_for_is_written_once_and_training_goes_on(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    run = RunConfig(steps=4, dir=str(tmp_path))
+    learner = open_learner(tiny_model_path, run=run, checkpoint=CheckpointConfig(every_steps=0))
+    learner.requests.save()  # of version 0, which needs none
+    versions = []
+    for report in learner.run():
+        versions.append(report.version)
+        if report.version == 2:
+            learner.requests.save()
+            learner.requests.save()
+    assert versions == [1, 2, 3, 4]
+    assert list(list_checkpoints(tmp_path / "run")) == [2]

@@ -1,0 +1,175 @@
+"""The names of `import async_rl`: a program is told of its run, asks it to save or to end, and gets its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import async_rl
+from async_rl import pipeline
+from async_rl.config import Config
+from async_rl.driver.run_control import RunControl
+from async_rl.driver.signals import StopSignals
+from async_rl.errors import ProcessDiedError
+
+SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}
+
+
+class Remote:
+    """A method of an actor; it keeps what it is called with."""
+
+    def __init__(self, told: list[tuple[str, ...]], name: str) -> None:
+        self._told, self._name = told, name
+
+    def remote(self, *arguments: str) -> None:
+        self._told.append((self._name, *arguments))
+
+
+class FakeLearner:
+    """Takes the place of the learner's actor."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, ...]] = []
+        self.end, self.save = Remote(self.told, "end"), Remote(self.told, "save")
+
+
+@pytest.fixture
+def learner(monkeypatch: pytest.MonkeyPatch) -> FakeLearner:
+    """A pipeline that logs three steps, the second after an evaluation, unless it is asked to end before."""
+    learner = FakeLearner()
+
+    def run(config: Config, signals: StopSignals, *, control: RunControl) -> dict[str, Any]:
+        control.connect(learner)
+        for version in (1, 2, 3):
+            control.on_step(version, {"reward/mean": version / 10, **({"eval/accuracy": 0.5} if version == 2 else {})})
+        return {"steps": 3, "bound": config.staleness.max}
+
+    monkeypatch.setattr(pipeline, "run", run)
+    return learner
+
+
+def test_each_callback_gets_each_step_in_order_and_the_summary_comes_back(learner: FakeLearner) -> None:
+    seen: list[tuple[str, int, float | None]] = []
+    callbacks = [
+        lambda step, name=name: seen.append((name, step.version, step.metrics.get("eval/accuracy"))) for name in "ab"
+    ]
+    assert async_rl.train(SETTINGS, ["staleness.max=3"], callbacks=callbacks) == {"steps": 3, "bound": 3}
+    assert seen == [(name, version, 0.5 if version == 2 else None) for version in (1, 2, 3) for name in "ab"]
+
+
+def test_what_a_program_asks_for_reaches_the_learner_also_from_before_its_start(learner: FakeLearner) -> None:
+    run = async_rl.TrainingRun(SETTINGS)
+    run.end("good enough")
+    with run:
+        for step in run:
+            if step.version == 2:
+                run.save()
+    assert learner.told == [("end", "good enough"), ("save",)]
+    assert run.summary["steps"] == 3
+
+
+def test_a_run_can_be_started_where_an_event_loop_is_running(learner: FakeLearner) -> None:
+    async def cell() -> dict[str, Any]:
+        return async_rl.train(SETTINGS)
+
+    assert asyncio.run(cell())["steps"] == 3
+
+
+def test_the_settings_given_are_not_changed_and_a_config_is_taken_as_it_is(learner: FakeLearner) -> None:
+    settings = {**SETTINGS, "staleness": {"max": 2}}
+    config = async_rl.load_config(settings, ["staleness.max=5"])
+    assert settings["staleness"] == {"max": 2}
+    assert async_rl.TrainingRun(config).config is config
+    assert async_rl.TrainingRun(config, ["staleness.max=1"]).config.staleness.max == 1
+    assert str(async_rl.TrainingRun(config, resume="runs/a").config.run.resume) == "runs/a"
+
+
+def test_a_setting_that_cannot_work_is_refused_before_anything_starts() -> None:
+    with pytest.raises(async_rl.ConfigError, match="staleness"):
+        async_rl.train({**SETTINGS, "staleness": {"max": -1}})
+    with pytest.raises(RuntimeError, match="within `with"):
+        list(async_rl.TrainingRun(SETTINGS))
+
+
+def pipeline_that(monkeypatch: pytest.MonkeyPatch, go: Callable[[StopSignals, RunControl], None]) -> None:
+    def run(config: Config, signals: StopSignals, *, control: RunControl) -> dict[str, Any]:
+        go(signals, control)
+        return {}
+
+    monkeypatch.setattr(pipeline, "run", run)
+
+
+def test_the_error_of_a_run_is_raised_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go(signals: StopSignals, control: RunControl) -> None:
+        control.on_step(1, {})
+        raise ProcessDiedError("learner/0 died")
+
+    pipeline_that(monkeypatch, go)
+    steps: list[int] = []
+    with pytest.raises(async_rl.AsyncRLError, match="learner/0 died"):
+        async_rl.train(SETTINGS, callbacks=[lambda step: steps.append(step.version)])
+    assert steps == [1]
+
+
+def test_the_error_of_a_callback_ends_the_run_with_its_step_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def go(signals: StopSignals, control: RunControl) -> None:
+        with signals.deferred(asked.set):
+            control.on_step(1, {})
+            assert asked.wait(20)
+        raise KeyboardInterrupt("resume with ...")
+
+    pipeline_that(monkeypatch, go)
+    with pytest.raises(ZeroDivisionError):
+        async_rl.train(SETTINGS, callbacks=[lambda step: 1 / 0])
+    assert asked.is_set()
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once_and_says_how_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def go(signals: StopSignals, control: RunControl) -> None:
+        control.on_step(1, {})
+        assert begun.wait(20)
+        with signals.deferred(lambda: os.kill(os.getpid(), signal.SIGINT)):
+            os.kill(os.getpid(), signal.SIGINT)
+            while not signals.at_once:
+                threading.Event().wait(0.01)
+        raise KeyboardInterrupt("resume with: async-rl train --resume runs/a")
+
+    pipeline_that(monkeypatch, go)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="resume with"):
+        async_rl.train(SETTINGS, callbacks=[lambda step: begun.set()])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_model_without_a_configuration_beside_it_is_not_evaluated(tmp_path: Path) -> None:
+    with pytest.raises(async_rl.ConfigError, match="there is no such folder"):
+        async_rl.evaluate(tmp_path / "nothing")
+    with pytest.raises(async_rl.ConfigError, match="needs a CONFIG with the task"):
+        async_rl.evaluate(tmp_path)
+
+
+def test_every_public_name_is_there_and_others_are_errors() -> None:
+    assert all(getattr(async_rl, name) for name in async_rl.__all__)
+    assert set(async_rl.__all__) <= set(dir(async_rl))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = async_rl.nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.processes
+def test_the_package_is_the_command_and_its_types_are_published() -> None:
+    done = subprocess.run([sys.executable, "-m", "async_rl", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"async-rl {async_rl.__version__}\n"
+    assert (Path(async_rl.__file__).parent / "py.typed").is_file()

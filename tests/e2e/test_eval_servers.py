@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -42,9 +43,8 @@ def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def evaluated_alone(config: Config, version: int, folder: Path) -> dict[str, float]:
     """Return what `async-rl eval` measures with the model of a checkpoint."""
     export(checkpoint_folder(config.run_dir, version), folder / f"model-{version}")
-    return evaluate_model(dataclasses.replace(
-        config, model=dataclasses.replace(config.model, path=str(folder / f"model-{version}"))
-    ))
+    model = dataclasses.replace(config.model, path=str(folder / f"model-{version}"))
+    return asyncio.run(evaluate_model(dataclasses.replace(config, model=model)))
 
 
 @pytest.mark.timeout(600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -42,20 +43,19 @@ def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def evaluated_alone(config: Config, version: int, folder: Path) -> dict[str, float]:
     """Return what `async-rl eval` measures with the model of a checkpoint."""
     export(checkpoint_folder(config.run_dir, version), folder / f"model-{version}")
-    return evaluate_model(dataclasses.replace(
-        config, model=dataclasses.replace(config.model, path=str(folder / f"model-{version}"))
-    ))
+    model = dataclasses.replace(config.model, path=str(folder / f"model-{version}"))
+    return asyncio.run(evaluate_model(dataclasses.replace(config, model=model)))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("engine", "servers"), [("hf", 2), ("sglang", 1)])
+@pytest.mark.parametrize(("engine", "servers", "ranks"), [("hf", 2, 2), ("sglang", 1, 1)])
 def test_evaluation_servers_measure_what_async_rl_eval_does_beside_training(
-    smoke_yaml: Path, tmp_path: Path, reward: str, engine: str, servers: int
+    smoke_yaml: Path, tmp_path: Path, reward: str, engine: str, servers: int, ranks: int
 ) -> None:
     config = load_config(smoke_yaml, [
         f"run.dir={tmp_path}", "run.name=apart", f"rollout.engine={engine}", "staleness.max=2", f"task.reward={reward}",
         f"placement.eval.servers={servers}", "eval.every_steps=2", "eval.size=25", "eval.samples=4", "learner.lr=1e-2",
-        "checkpoint.every_steps=2", "checkpoint.keep_last=9", "run.steps=6",
+        "checkpoint.every_steps=2", "checkpoint.keep_last=9", "run.steps=6", f"placement.learner.ranks={ranks}",
     ])  # fmt: skip
     summary = run(config)
     assert summary["steps"] == 6 and summary["staleness_max"] <= 2
@@ -74,7 +74,7 @@ def test_evaluation_servers_measure_what_async_rl_eval_does_beside_training(
     assert len(evaluated) + skipped == 4
     pools = summary["pools"]
     own = {f"eval/{number}" for number in range(servers)}
-    assert set(pools) == {"learner/0", "rollout/0", *own}
+    assert set(pools) == {*(f"learner/{rank}" for rank in range(ranks)), "rollout/0", *own}
     assert pools["learner/0"]["eval"] == pools["rollout/0"]["eval"] == 0 < min(pools[name]["busy"] for name in own)
     steps = [record for record in logged(config.run_dir) if "staleness/max" in record]
     pushed = {record["step"] for record in steps if "time/eval_push_s" in record}

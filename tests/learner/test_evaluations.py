@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import EvalConfig, EvalPlacement, PlacementConfig, RunConfig, WeightSyncConfig
+from async_rl.config import (
+    CheckpointConfig,
+    EvalConfig,
+    EvalPlacement,
+    PlacementConfig,
+    RunConfig,
+    WeightSyncConfig,
+)
 from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
+from async_rl.storage.checkpoints import checkpoint_folder
 from learner import learner as learner_module
 from learner import pusher as pusher_module
 from tests.kit.learner.fakes import FakePublisher, open_learner
@@ -28,9 +36,9 @@ def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePu
     return other
 
 
-def open_run(path: Path, folder: Path, steps: int, **more: Any) -> learner_module.Learner:
+def open_run(path: Path, folder: Path, steps: int, resume: str = "", **more: Any) -> learner_module.Learner:
     return open_learner(
-        path, run=RunConfig(steps=steps, dir=str(folder)), engine_urls=["http://x", "http://e"],
+        path, run=RunConfig(steps=steps, dir=str(folder), resume=resume), engine_urls=["http://x", "http://e"],
         eval=EvalConfig(every_steps=2, pin_version=True), placement=PlacementConfig(eval=EvalPlacement(servers=1)),
         **more,
     )
@@ -93,6 +101,20 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     pushes = [version for name, version in of_eval.calls if name == "push"]
     assert pushes == [2, 2, 6], "the push that lost it was repeated without it"
     assert of_eval.servers == {"eval/0": "http://new"}
+
+
+def test_a_resumed_learner_first_has_the_version_of_its_checkpoint_evaluated(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+) -> None:
+    kept = {"checkpoint": CheckpointConfig(every_steps=2)}
+    list(evaluate(open_run(tiny_model_path, tmp_path, 4, **kept), ends=[0, 2]))
+    of_eval.calls.clear()
+    of_eval.verified.clear()
+    learner = open_run(tiny_model_path, tmp_path, 6, resume=str(checkpoint_folder(tmp_path / "run", 2)), **kept)
+    reports = [report for report in evaluate(learner, ends=[2, 4]) if isinstance(report, EvaluationDue)]
+    assert [report.version for report in reports] == [2, 4], "not that of version 0"
+    assert [version for name, version in of_eval.calls if name == "push"] == [2, 4]
+    assert len(of_eval.verified) == 1, "of the first push after a batch"
 
 
 def test_the_status_of_a_push_names_the_servers_that_get_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_eval_and_sft_refuse_such_weights_too(good: Path, tmp_path: Path) -> Non
     folder = str(changed(good, tmp_path / "model", intermediate_size=7))
     config = make_config(folder, sft={"base": folder})
     with pytest.raises(ConfigError, match=r"model\.path .*: 6 weights do not have the shape"):
-        evaluate_model(config)
+        asyncio.run(evaluate_model(config))
     with pytest.raises(ConfigError, match=r"sft\.base .*: 6 weights do not have the shape"):
         base_tokenizer(config)
 

@@ -70,7 +70,7 @@ def _split_scores(
         targets, temperature: [N] of all tokens.
     """
     weight = module.weight
-    chunk = max(1, token_scores.LOGITS_BYTES // (4 * -(-weight.shape[0] // ranks.size())))
+    chunk = max(1, token_scores.LOGITS_BYTES[weight.device.type] // (4 * -(-weight.shape[0] // ranks.size())))
     chunks = list(_chunks(owners, chunk, ranks))
     scored: tuple[Tensor, Tensor] = _SplitScores.apply(
         states, _own_rows(weight), targets - _first_row(weight, ranks), temperature, chunks, ranks

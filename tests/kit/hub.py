@@ -169,6 +169,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     from huggingface_hub.utils import _http
 
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda s: None, time=time.time, monotonic=time.monotonic))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))

@@ -88,7 +88,7 @@ class TrainingRun:
         self._control.end(reason or "the program ended the run")
 
     def save(self) -> None:
-        """Have a checkpoint written after the step under way; `checkpoint.keep` counts it as any other."""
+        """Have a checkpoint written after the step under way; `checkpoint.keep_last` counts it as any other."""
         self._control.save()
 
     def __enter__(self) -> TrainingRun:
@@ -125,7 +125,7 @@ class TrainingRun:
         """Return the next step, None at the end. A second Ctrl-C does not raise here: the run ends, and raises it."""
         while not self._has_ended:
             try:
-                step = self._events.get()
+                step = self._events.get()  # no time limit: the waits of the run have theirs, and its end is told
             except KeyboardInterrupt:
                 continue
             if step is not None:
@@ -215,7 +215,7 @@ def _in_own_loop(work: Coroutine[Any, Any, dict[str, float]]) -> dict[str, float
     with ThreadPoolExecutor(1, "async-rl") as threads:
         result = threads.submit(asyncio.run, in_thread())
         try:
-            return result.result()
+            return result.result()  # no time limit: each request and each reward has its own
         except KeyboardInterrupt:
             for loop, task in tasks:
                 loop.call_soon_threadsafe(task.cancel)

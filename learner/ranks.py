@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def share(self) -> int:
-        """Which share of each batch this rank trains on, 0..shares - 1."""
+        """The number of the share of each batch that this rank trains on, 0..shares - 1."""
         return dist.get_rank() // self._slices
 
     @property

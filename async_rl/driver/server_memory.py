@@ -26,8 +26,8 @@ class ServerMemory:
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
-        """Where servers and learner take turns in using GPUs, wait for the end of a step, and put off the next one
-        until the block ends.
+        """Wait for the end of a step and put off the next one until the block ends, if servers and learner take turns
+        in using GPUs; else do nothing.
 
         Raises:
             AsyncRLError: the step did not end in time, or learner rank 0 has died.

@@ -22,7 +22,7 @@ from async_rl.weights.safetensors_io import write_weights
 from learner.models.lora import add_adapters, dropouts, merged_parameters
 from learner.models.network import MASKED, Network
 from learner.models.sequence import RECURRENT, kernel_of, owners, split_attention
-from learner.models.split_vocabulary import split_vocabulary
+from learner.models.split_vocabulary import check_rows, split_vocabulary
 from learner.models.token_scores import score_tokens
 from learner.optimizer import check_finite
 from learner.packing.microbatches import ForwardInputs
@@ -106,6 +106,8 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
         exact = replace(precision, cast_forward_inputs=False)  # temperatures stay float32
         for unit in split_vocabulary(lm, ranks.sequence):
             fully_shard(unit, mesh=ranks.vocabulary, mp_policy=exact, offload_policy=place)
+            for module in unit:
+                check_rows(module)
     blocks = set(lm._no_split_modules or ())
     for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
         if config.compile:

@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from async_rl.errors import ConfigError
 from learner.models import token_scores
 from learner.models.token_scores import grad_of_logits
 
@@ -43,6 +45,24 @@ def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
     head.weight = embeddings.weight if is_tied else _split(head.weight, ranks)
     head.forward = partial(_split_scores, head, ranks)
     return [[embeddings, head]] if is_tied else [[embeddings], [head]]
+
+
+def check_rows(module: nn.Module) -> None:
+    """Check that checkpoints, whose rows torch counts, would hold the rows of embeddings or head that this rank has.
+
+    Raises:
+        ConfigError: torch counts others, as it does for some numbers of rows that the ranks don't divide.
+    """
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    counted, _ = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    if counted != weight.to_local().shape:
+        raise ConfigError(
+            f"learner.sequence_parallel must be 1 with {len(weight)} rows of embeddings on "
+            f"{weight.device_mesh.size()} learner ranks: torch's checkpoints would take the {len(weight.to_local())} "
+            f"rows of this rank for {counted[0]}. Or take another number of ranks, or a model whose "
+            "vocabulary they divide"
+        )
 
 
 def _split(weight: Tensor, ranks: DeviceMesh) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Which steps the driver leaves out of what it measures for the depth."""
+"""The driver leaves some steps out of what it measures for the depth."""
 
 from __future__ import annotations
 

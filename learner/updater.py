@@ -36,8 +36,8 @@ from learner.algorithms.objective import Objective
 from learner.algorithms.step_size import step_scale, weight_sums
 from learner.algorithms.token_advantages import batch_advantages
 from learner.log_ratios import LogRatioRecorder
-from learner.models.critic import load_critic
-from learner.models.policy import layout_of, load_policy, shard
+from learner.models.critic import open_critic
+from learner.models.policy import layout_of, open_policy, shard
 from learner.models.reference import Reference
 from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
@@ -62,7 +62,7 @@ class Updater:
         self.dtype = dtype = serving_dtype(config, device.type)
         """The type of activations, and of the weights that servers get."""
         mesh = open_mesh(config, device)
-        self.policy = load_policy(config.model, device, dtype)
+        self.policy = open_policy(config.model, dtype)
         shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
         self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
         self.optimizers = {"policy": Optimizer("policy", self.policy, config.learner.lr, config.learner)}
@@ -70,11 +70,11 @@ class Updater:
         lms = [self.policy.lm]
         self._reference = None
         if self.objective.needs_reference:
-            self._reference = Reference(config, self.policy, device, dtype, mesh)
+            self._reference = Reference(config, self.policy, dtype, mesh)
             lms.append(self._reference.lm)
         self.critic = None
         if self.objective.advantage.needs_critic:
-            self.critic = load_critic(config, device, dtype)
+            self.critic = open_critic(config, dtype)
             shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)

@@ -1,4 +1,4 @@
-"""Loads the policy, a Hugging Face causal LM, shards it with FSDP2, scores tokens with it, and saves it as a folder."""
+"""Opens the policy, a Hugging Face causal LM, shards it with FSDP2, scores tokens with it, and saves it as a folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.storage.model_folder import SFT_MARKER, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
-from learner.models.lora import add_adapters, dropouts, merged_parameters
+from learner.models.loading import open_model, read_weights
+from learner.models.lora import adapter_starts, add_adapters, dropouts, merged_parameters
 from learner.models.token_scores import score_tokens
-from learner.optimizer import check_finite
 from learner.packing.attention_mask import attention_mask, block_mask
 from learner.packing.microbatches import ForwardInputs
 from learner.packing.plan import Layout
@@ -69,29 +69,24 @@ def hidden_states(lm: Any, inputs: ForwardInputs, dtype: torch.dtype) -> Tensor:
     return output.last_hidden_state.flatten(0, 1)[inputs.where]
 
 
-def load_policy(
-    config: ModelConfig, device: torch.device, compute_dtype: torch.dtype, is_trained: bool = True
-) -> Policy:
-    """Return the model of the folder model.path, with adapters if model.lora.rank is set, not yet sharded.
+def open_policy(config: ModelConfig, compute_dtype: torch.dtype, is_trained: bool = True) -> Policy:
+    """Return the model of the folder model.path, with adapters if model.lora.rank is set, but without its weights.
 
-    The weights are float32 if they are trained, else of the compute type.
+    `shard` or `read_weights` reads them. They are float32 if they are trained, else of the compute type.
 
     Raises:
-        ConfigError: the learner does not support the model, or a weight is not finite.
+        ConfigError: the learner does not support the model.
     """
     check_trainable(config.path)
-    lm = AutoModelForCausalLM.from_pretrained(
-        config.path,
-        dtype=torch.float32 if is_trained else compute_dtype,
-        attn_implementation=config.attn_implementation,
-    )
+    dtype = torch.float32 if is_trained else compute_dtype
+    lm = open_model(AutoModelForCausalLM, config.path, dtype, attn_implementation=config.attn_implementation)
     if not is_trained:
         lm.requires_grad_(False)
     if config.lora.rank:
         add_adapters(lm, config.lora)
-    lm.eval().to(device)
-    check_finite(lm, config.path)
-    return Policy(lm, compute_dtype)
+        for linear, start in adapter_starts(lm):
+            lm.stored_weights.start(linear, start)
+    return Policy(lm.eval(), compute_dtype)
 
 
 def shard(
@@ -100,11 +95,15 @@ def shard(
 ) -> None:
     """Shard `module`, which contains `lm`, in place with FSDP2: one unit for each transformer block, one for the rest.
 
+    If `lm` is from `open_model`, each rank then reads its shards of the weights from the model folder. Collective.
     Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered,
     and gradients are reduced in float32.
 
     Args:
         offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
+
+    Raises:
+        ConfigError: the model folder lacks weights, or one of this rank's is not finite.
     """
     precision = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
@@ -122,6 +121,8 @@ def shard(
     fully_shard(
         module, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
     )
+    if hasattr(lm, "stored_weights"):
+        read_weights(module, lm, "cpu" if offload else mesh.device_type)
 
 
 def layout_of(lms: Sequence[Any]) -> Layout:

@@ -18,6 +18,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch, IntArray, Row
+from learner.models.loading import open_model
 from learner.models.policy import shard
 from learner.packing.plan import Layout, Piece, plan_microbatches
 
@@ -36,12 +37,12 @@ class RewardModel:
 
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh) -> None:
         path = config.reward_model.path
-        lm = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+        lm = open_model(AutoModelForSequenceClassification, path, dtype)
         if lm.config.num_labels != 1:
             raise ConfigError(
                 f"reward_model.path {path} must have one output, the reward, got {lm.config.num_labels} labels"
             )
-        self._scorer = _Scorer(lm.eval().requires_grad_(False).to(device))
+        self._scorer = _Scorer(lm.requires_grad_(False))
         shard(self._scorer, lm, mesh, dtype, config.learner)
         self._retokenize = _open_retokenizer(config.model.path, path)
         if self._retokenize and config.task.has_turns:

@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import weight_files
@@ -134,6 +133,8 @@ def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:
     if not isinstance(weight, DTensor):
         weight.copy_(read(slice(None)))
         return
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    if weight.to_local().numel():
-        weight.to_local().copy_(read(slice(offset[0], offset[0] + shape[0])))
+    mesh, own = weight.device_mesh, weight.to_local()
+    # FSDP2 splits the rows as torch.chunk does, over the mesh's last dimension
+    first = mesh.get_local_rank(mesh.ndim - 1) * -(-weight.shape[0] // mesh.size(mesh.ndim - 1))
+    if own.numel():  # the last ranks may have no rows
+        own.copy_(read(slice(first, first + own.shape[0])))

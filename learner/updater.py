@@ -63,7 +63,8 @@ class Updater:
         """The type of activations, and of the weights that servers get."""
         mesh = open_mesh(config, device)
         self.policy = open_policy(config.model, dtype)
-        shard(self.policy, self.policy.lm, mesh, dtype, config.learner)
+        offloads = config.learner.offload == "all"
+        shard(self.policy, self.policy.lm, mesh, dtype, config.learner, offloads)
         self._reward_model = RewardModel(config, device, dtype, mesh) if config.reward_model.path else None
         self.optimizers = {"policy": Optimizer("policy", self.policy, config.learner.lr, config.learner)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
@@ -75,7 +76,7 @@ class Updater:
         self.critic = None
         if self.objective.advantage.needs_critic:
             self.critic = open_critic(config, dtype)
-            shard(self.critic, self.critic.lm, mesh, dtype, config.learner)
+            shard(self.critic, self.critic.lm, mesh, dtype, config.learner, offloads)
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)

@@ -93,6 +93,10 @@ class LearnerConfig:
     gradient_checkpointing: bool = False
     """Keep only the inputs of each transformer block and compute the rest again in the backward pass: less memory, a
     third more work."""
+    offload: Literal["none", "moments", "all"] = "none"
+    """What policy and critic keep in CPU memory. moments: AdamW's two moments, which are copied to the GPU for each
+    optimizer step, one weight at a time. all: weights, gradients and moments too; the optimizer then computes on the
+    CPU. Without a GPU it changes nothing but the time."""
     compile: bool = False
     """Compile each transformer block with torch.compile."""
     grad_clip: Annotated[Unbounded, Field(gt=0)] = 1.0

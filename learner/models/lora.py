@@ -101,4 +101,6 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _gathered(parameter: Tensor) -> Tensor:
     data = parameter.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data
+    if not isinstance(data, DTensor):
+        return data
+    return data.to(data.device_mesh.device_type).full_tensor()  # with learner.offload all, shards are in CPU memory

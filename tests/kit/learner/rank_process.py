@@ -135,7 +135,7 @@ def measure_roles(model: Path, max_tokens: int, sharding: Literal["full", "hybri
         reward_model=RewardModelConfig(path=str(model.parent / "reward-model")),
         learner=LearnerConfig(
             prompts_per_step=3, lr=1e-2, max_tokens_per_microbatch=max_tokens, gradient_checkpointing=True,
-            sharding=sharding,
+            sharding=sharding, offload="all" if dist.get_world_size() > 1 else "none",
         ),
         placement=placed(sharding),
     )

@@ -17,7 +17,6 @@ import os
 import struct
 import sys
 import tempfile
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,13 +29,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from async_rl.config import LearnerConfig, ModelConfig
+from learner.memory.live_bytes import LiveBytes
 from learner.models import loading
 from learner.models.policy import Policy, open_policy, shard
 
@@ -67,34 +64,6 @@ class Counted:
     """The largest tensor in float32."""
     peak: int
     """The most bytes that existed at a time while the weights were read."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made within the `with` block while they live: `peak` is their most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count((leaf._local_tensor if isinstance(leaf, DTensor) else leaf).untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._seen:
-            return
-        self._seen.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._seen.discard(key)
-        self.live -= num_bytes
 
 
 class HeaderOnly:

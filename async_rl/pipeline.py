@@ -33,12 +33,14 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
+from async_rl.driver.memory import plan_memory
 from async_rl.driver.placement import (
     explain,
     open_ray,
     ray_messages_in,
     reserve,
     resolve_placement,
+    runs_here,
     servers_per_gpu,
 )
 from async_rl.driver.preflight import check_inputs
@@ -259,6 +261,7 @@ def dry_run(config: Config) -> str:
     }
     sections = {
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
+        "memory": plan_memory(config).table() if runs_here(config) else ["not computed: the run spans other hosts"],
         "caution": cautions,
     }
     text = dump_config(config)

@@ -69,7 +69,7 @@ def _pass_bytes(
     config = deepcopy(config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        config.layer_types = (list(config.layer_types) * layers)[:layers]
     attention = "eager" if config._attn_implementation == "eager" else "sdpa"
     with FakeTensorMode():
         base: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention).eval()

@@ -42,6 +42,8 @@ class Network:
     role: str
     config: Any
     parameters: int
+    base: int
+    """How many it has without adapters."""
     trained: int
     """How many of the parameters are trained; with adapters only these."""
     rest: int
@@ -92,6 +94,7 @@ def networks_of(config: Config) -> list[Network]:
 
 def _network(role: str, key: str, path: str, config: Config) -> Network:
     lm = load_without_weights(key, path, "eager" if config.model.attn_implementation == "eager" else "sdpa")
+    base = sum(parameter.numel() for parameter in lm.parameters())
     if role == "policy" and config.model.lora.rank:
         add_adapters(lm, config.model.lora)
     is_trained = role in ("policy", "critic")
@@ -101,7 +104,7 @@ def _network(role: str, key: str, path: str, config: Config) -> Network:
     in_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     head = lm.get_output_embeddings() if role in ("policy", "reference") else None
     return Network(
-        role=role, config=lm.config, parameters=sum(sizes.values()),
+        role=role, config=lm.config, parameters=sum(sizes.values()), base=base,
         trained=sum(p.numel() for p in lm.parameters() if p.requires_grad) if is_trained else 0,
         rest=sum(sizes.values()) - sum(in_blocks), block=max(in_blocks, default=0), largest=max(sizes.values()),
         head=head.weight.numel() if head is not None else 0,

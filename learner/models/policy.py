@@ -114,7 +114,7 @@ def shard(
     for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
-        if config.gradient_checkpointing:
+        if config.gradient_checkpointing is True:  # the Updater resolves auto
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass

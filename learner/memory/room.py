@@ -1,0 +1,51 @@
+"""Tells how much memory a learner rank may use, and whether a run is so small that it fits without a computation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from async_rl.config import Config
+from async_rl.storage.model_folder import ROLES, weight_shapes
+
+IN_TURNS_BYTES = 5 * 2**30
+"""What a server that has let go of weights and KV cache still holds of a GPU, CUDA graphs above all. An estimate."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_SMALL = 8
+"""A run is small if an upper bound of its memory is so many times below the room."""
+
+
+def host_bytes() -> int:
+    """Return the memory of this host, or of the container in which this process runs."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_room(config: Config, device: torch.device) -> int:
+    """Return the bytes that a rank that is about to load its models may use on `device`. Its servers are up already."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - IN_TURNS_BYTES if config.shares_gpus else free
+    learner = config.placement.learner
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min(available, host_bytes()) * learner.nodes // learner.ranks
+
+
+def is_surely_small(config: Config, room: int) -> bool:
+    """Return whether all networks of the learner, not split, and a full micro-batch need but a fraction of `room`."""
+    paths = {config.model.path, config.critic.path, *(getattr(config, key.partition(".")[0]).path for key in ROLES)}
+    parameters, token_bytes = 0, 0
+    for path in paths - {""}:
+        shapes = weight_shapes(Path(path)).values()
+        parameters += 2 * sum(torch.Size(shape).numel() for shape in shapes)  # perhaps a critic or reference as well
+        model = AutoConfig.from_pretrained(path).get_text_config()
+        widest = max(shape[-1] for shape in shapes if shape)
+        token_bytes += 2 * 4 * 64 * model.num_hidden_layers * max(model.hidden_size, widest)
+    tokens = config.learner.max_tokens_per_microbatch
+    pairs = 4 * 4 * tokens * config.longest_tokens  # masks, and what eager attention keeps
+    return _SMALL * (16 * parameters + tokens * token_bytes + pairs) < room

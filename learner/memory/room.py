@@ -14,8 +14,8 @@ from async_rl.storage.model_folder import ROLES, weight_shapes
 IN_TURNS_BYTES = 5 * 2**30
 """What a server that has let go of weights and KV cache still holds of a GPU, CUDA graphs above all. An estimate."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_SMALL = 8
-"""A run is small if an upper bound of its memory is so many times below the room."""
+_SMALL = 2
+"""A run is small if what it needs at the very most is so many times below the room."""
 
 
 def host_bytes() -> int:
@@ -38,14 +38,15 @@ def free_room(config: Config, device: torch.device) -> int:
 
 def is_surely_small(config: Config, room: int) -> bool:
     """Return whether all networks of the learner, not split, and a full micro-batch need but a fraction of `room`."""
-    paths = {config.model.path, config.critic.path, *(getattr(config, key.partition(".")[0]).path for key in ROLES)}
-    parameters, token_bytes = 0, 0
-    for path in paths - {""}:
+    paths = {config.model.path, *(getattr(config, key.partition(".")[0]).path for key in ROLES)} - {""}
+    tokens, longest = config.learner.max_tokens_per_microbatch, config.longest_tokens
+    parameters = numbers = 0
+    for path in paths:
         shapes = weight_shapes(Path(path)).values()
-        parameters += 2 * sum(torch.Size(shape).numel() for shape in shapes)  # perhaps a critic or reference as well
+        parameters += 2 * sum(torch.Size(shape).numel() for shape in shapes)  # also as a critic or a reference
         model = AutoConfig.from_pretrained(path).get_text_config()
+        layers, heads = model.num_hidden_layers, model.num_attention_heads
         widest = max(shape[-1] for shape in shapes if shape)
-        token_bytes += 2 * 4 * 64 * model.num_hidden_layers * max(model.hidden_size, widest)
-    tokens = config.learner.max_tokens_per_microbatch
-    pairs = 4 * 4 * tokens * config.longest_tokens  # masks, and what eager attention keeps
-    return _SMALL * (16 * parameters + tokens * token_bytes + pairs) < room
+        pairs = longest * (3 * layers * heads if config.model.attn_implementation == "eager" else 4)
+        numbers += 2 * tokens * (layers * max(40 * model.hidden_size, 12 * widest) + pairs)
+    return _SMALL * (16 * parameters + 4 * numbers) < room

@@ -131,9 +131,9 @@ def count(folder: Path, ranks: int) -> Counted:
         whole = {name: 4 * parameter.numel() for name, parameter in policy.lm.named_parameters()}
         shard(policy, policy.lm, init_device_mesh("cpu", (ranks,)), torch.bfloat16, LearnerConfig())
         policy.lm.stored_weights = stored
-        with mock.patch.object(loading, "safe_open", HeaderOnly), mock.patch.object(loading, "check_finite"):
-            with LiveBytes() as counter:
-                loading.read_weights(policy, policy.lm, "meta")
+        counter = LiveBytes()
+        with mock.patch.object(loading, "safe_open", HeaderOnly), mock.patch.object(loading, "check_finite"), counter:
+            loading.read_weights(policy, policy.lm, "meta")
     shards = [4 * parameter.to_local().numel() for parameter in policy.lm.parameters()]
     block = sum(num_bytes for name, num_bytes in whole.items() if ".layers.0." in name)
     return Counted(sum(whole.values()), sum(shards), block, max(whole.values()), counter.peak)
@@ -199,7 +199,7 @@ def measured_table(size: str, ranks_tried: tuple[int, ...] = (1, 2, 4)) -> list[
         lm.save_pretrained(folder)  # type: ignore[operator]
         del lm
         lines = [f"{num_bytes / GIB:.2f} GiB of float32 weights, the largest tensor {largest / GIB:.2f} GiB.", "",
-                 "| ranks | shards of a rank | peak, whole model first | peak | left | all ranks, whole first | all ranks |",
+                 "| ranks | shards | peak, whole model first | peak | left | all ranks, whole first | all ranks |",
                  "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
         for ranks in ranks_tried:
             peaks = {}

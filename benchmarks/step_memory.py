@@ -4,8 +4,8 @@
     python -m benchmarks.step_memory --out benchmarks/results/step_memory.md
 
 Each case is a process (with two ranks, two) that makes an `Updater`, trains on two batches that fill their
-micro-batches, and gathers the weights into buckets as a push does. Measured is its largest resident memory (VmHWM) above
-what it held before; freed memory goes back at once (MALLOC_MMAP_THRESHOLD_), as on a GPU's allocator it would be reused.
+micro-batches, and gathers the weights into buckets as a push does. Measured is its largest resident memory (VmHWM)
+above what it held before; freed memory goes back at once (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse it.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def main() -> None:
         print(measure(case, Path(root), int(rank), ranks, store))
         return
     lines = [
-        "`python -m benchmarks.step_memory`: the peak of a learner rank in MiB, as the dry run says it and as measured.",
-        "", "| case | ranks | said | measured | difference |", "| --- | ---: | ---: | ---: | ---: |",
+        "`python -m benchmarks.step_memory`: the peak of a learner rank in MiB, as the dry run says it, and measured.", "",
+        "| case | ranks | said | measured | difference |", "| --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))

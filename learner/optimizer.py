@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from async_rl.config import LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
 
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SERVER_EXTRA_BYTES = 3 * GIB
-"""What a server takes of a GPU beside its share: activations and CUDA graphs. An estimate."""
+"""The bytes that a server takes of a GPU beside its share: activations and CUDA graphs. An estimate."""
 PROCESS_BYTES = 2**30 // 2
 """CPU memory of a process without weights: the interpreter and its libraries."""
 
@@ -75,7 +75,7 @@ def room_of(config: Config, gpus: int, gpu_bytes: int, host_bytes: int, server: 
 
 
 class MemoryPlan:
-    """What the processes of a run need and have. Models are measured without their weights.
+    """The memory that the processes of a run need and have. Models are measured without their weights.
 
     Raises:
         ConfigError: a model can't be loaded.

@@ -24,7 +24,7 @@ class PassMemory:
     """The bytes that a forward and backward pass takes for each row, beside weights and their gradients."""
 
     kept: float
-    """What the forward pass keeps for the backward pass."""
+    """The bytes that the forward pass keeps for the backward pass."""
     peak: float
     """The most at a time: what is kept, and what the backward pass of a block makes."""
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from async_rl.config import Config
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.weights.base import serving_dtype
@@ -61,9 +59,9 @@ class RankMemory:
     """The bytes that one learner rank needs."""
 
     parts: dict[str, int]
-    """What lies on the rank's device, by name, most of it not at the same time."""
+    """The bytes on the rank's device by what they are for; not all of them are there at the same time."""
     host: dict[str, int]
-    """What lies in CPU memory because of learner.offload, reference.offload and checkpoints."""
+    """The bytes in CPU memory that learner.offload, reference.offload and checkpoints take, by what they are for."""
     peaks: dict[str, int]
     """The bytes on the device at each moment that may be the fullest."""
 
@@ -175,7 +173,8 @@ class RankMemoryEstimate:
             alive = sum(kept.values()) if network.role == "critic" else kept["policy"]  # the critic goes first
             scores = self._scores(network, rows * config.longest_tokens)
             parts[f"{network.role}: logits and head"] = scores
-            block = rows * (passes[network.role].peak - passes[network.role].kept) + self._unsharded(network.block, split)
+            block = rows * (passes[network.role].peak - passes[network.role].kept)
+            block += self._unsharded(network.block, split)
             loss = max(loss, fixed + alive + max(scores, block))
             others = alive - kept[network.role]
             embedding = max(embedding, fixed + others + self._unsharded(network.rest, split))

@@ -12,7 +12,7 @@ from async_rl.config import Config
 from async_rl.storage.model_folder import ROLES, weight_shapes
 
 IN_TURNS_BYTES = 5 * 2**30
-"""What a server that has let go of weights and KV cache still holds of a GPU, CUDA graphs above all. An estimate."""
+"""The bytes of a GPU that a server holds after it has let go of weights and KV cache: CUDA graphs, say. An estimate."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SMALL = 2
 """A run is small if what it needs at the very most is so many times below the room."""

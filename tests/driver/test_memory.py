@@ -81,7 +81,7 @@ def test_a_full_micro_batch_that_does_not_fit_is_told_with_what_would(folder: Pa
 
 
 def test_a_model_that_no_setting_makes_fit_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^memory: a learner rank needs .* with the smallest micro-batches .*\. Set "):
+    with pytest.raises(ConfigError, match=r"^memory: a learner rank needs .* with the smallest micro-batch.*\. Set "):
         plan(folder, 2, 4 * 10**9).check()
 
 

@@ -146,7 +146,7 @@ def main() -> None:
         print(measure(case, Path(root), int(rank), ranks, store))
         return
     lines = [
-        "`python -m benchmarks.step_memory`: the peak of a learner rank in MiB, as the dry run says it, and measured.", "",
+        "`python -m benchmarks.step_memory`: the peak of a learner rank in MiB, said by the dry run, and measured.", "",
         "| case | ranks | said | measured | difference |", "| --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

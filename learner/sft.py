@@ -87,7 +87,7 @@ def train_sft(config: Config, examples: Sequence[Demonstration], out_dir: Path) 
         attention = config.model.attn_implementation
         model = open_model(AutoModelForCausalLM, config.sft.base, torch.float32, attn_implementation=attention)
         read_weights(model, model, device)
-    model.to(device).train()
+    model.to(device).train()  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))
     indices = _batches(len(examples), config.sft.batch_size, config.run.seed)

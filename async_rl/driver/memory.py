@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
@@ -167,30 +168,32 @@ class MemoryPlan:
         except NotImplementedError:
             return False
 
-    def _offers(self) -> Iterator[str]:
-        """Yield settings with which a rank would fit, the cheapest first; at most three."""
-        offers: list[tuple[str, Callable[[], bool]]] = []
+    def _offers(self) -> list[str]:
+        """Return at most three settings with which a rank would fit, the cheapest first."""
+        return list(islice((setting for setting, fits in self._settings() if fits), 3))
+
+    def _settings(self) -> Iterator[tuple[str, bool]]:
+        """Yield (settings that need less memory, whether a rank would fit with them), the cheapest first."""
         longest, checkpoints = self.config.longest_tokens, self.checkpoints
         if not checkpoints:
-            offers.append(("learner.gradient_checkpointing: auto", lambda: self._fits(checkpoints=True)))
+            yield "learner.gradient_checkpointing: auto", self._fits(checkpoints=True)
         tokens = self.config.learner.max_tokens_per_microbatch
         while (tokens := tokens // 2) >= longest:
-            smaller = f"learner.max_tokens_per_microbatch: {tokens}"
-            offers.append((smaller, lambda tokens=tokens: self._fits(checkpoints=checkpoints, max_tokens=tokens)))
+            fits = self._fits(checkpoints=checkpoints, max_tokens=tokens)
+            yield f"learner.max_tokens_per_microbatch: {tokens}", fits
+            if fits:
+                break
         if self.room.shared:
             needed = self.estimate.rank_memory(checkpoints=True).peak + SERVER_EXTRA_BYTES
             share = int(100 * (1 - needed / self.room.total)) / 100
             least = (self.server.weights + longest * self.server.token) / self.room.total
-            offers.append((f"rollout.mem_fraction: {share}, with checkpointing", lambda: share > least))
-        if self.room.device == "cuda":
-            for offload in ("moments", "all"):
-                where = f"learner.offload: {offload}, with checkpointing"
-                offers.append((where, lambda o=offload: self._fits(checkpoints=True, offload=o)))  # type: ignore[misc]
-        ranks = self.config.placement.learner.ranks
-        for more in (2 * ranks, 4 * ranks, 8 * ranks):
-            offers.append((f"{more} learner ranks, on a GPU each, with checkpointing",
-                           lambda more=more: self.room.device == "cuda" and self._fits(checkpoints=True, ranks=more)))
-        yield from [text for text, fits in offers if fits()][:3]
+            yield f"rollout.mem_fraction: {share}, with checkpointing", share > least
+        if self.room.device == "cpu":
+            return
+        for offload in ("moments", "all"):
+            yield f"learner.offload: {offload}, with checkpointing", self._fits(checkpoints=True, offload=offload)
+        for ranks in (self.config.placement.learner.ranks * more for more in (2, 4, 8)):
+            yield f"{ranks} learner ranks, on a GPU each, with checkpointing", self._fits(checkpoints=True, ranks=ranks)
 
 
 def _server_memory(config: Config, estimate: RankMemoryEstimate) -> ServerMemory:

@@ -103,4 +103,5 @@ def _gathered(parameter: Tensor) -> Tensor:
     data = parameter.detach()
     if not isinstance(data, DTensor):
         return data
-    return data.to(data.device_mesh.device_type).full_tensor()  # with learner.offload all, shards are in CPU memory
+    on_device: Any = data.to(data.device_mesh.device_type)  # with learner.offload all, shards are in CPU memory
+    return on_device.full_tensor()  # type: ignore[no-any-return]

@@ -65,7 +65,9 @@ class Optimizer:
             torch.optim.AdamW(part, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
             for part in parts
         ]
-        self._adamw_of: dict[Tensor, torch.optim.AdamW] = {p: adamw for part, adamw in zip(parts, self._adamws, strict=True) for p in part}
+        self._adamw_of: dict[Tensor, torch.optim.AdamW] = {
+            parameter: adamw for part, adamw in zip(parts, self._adamws, strict=True) for parameter in part
+        }
         mesh = self._parameters[0].device_mesh if isinstance(self._parameters[0], DTensor) else None
         self._device = mesh.device_type if mesh else self._parameters[0].device.type
         self._copies = mesh.size(0) if mesh and mesh.ndim == 2 else 1

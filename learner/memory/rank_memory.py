@@ -148,10 +148,13 @@ class RankMemoryEstimate:
             NotImplementedError: a pass can't be measured without data.
         """
         config = self._config
-        split = self._split(ranks or config.placement.learner.ranks)
+        ranks = ranks or config.placement.learner.ranks
+        split = self._split(ranks)
         offload = offload or config.learner.offload
         tokens = max_tokens or config.learner.max_tokens_per_microbatch
-        rows = max(1, tokens // config.longest_tokens)
+        in_step = config.learner.prompts_per_step * config.max_rows_per_group
+        of_rank = -(-in_step // (config.algorithm.minibatches * ranks))
+        rows = min(of_rank, max(1, tokens // config.longest_tokens))
         trained = [network for network in self.networks if network.trained]
         parts: dict[str, int] = {}
         host: dict[str, int] = {}
@@ -168,6 +171,7 @@ class RankMemoryEstimate:
         kept = {role: rows * memory.kept for role, memory in passes.items()}
         gathered = sum(self._gathered(network, split) for network in trained)
         fixed = held + gathered + PROCESS_BYTES[self._device_type]
+        earlier = gradients if of_rank > rows else 0  # with a single micro-batch there are none yet
         loss, embedding = 0.0, 0.0
         for network in trained:
             alive = sum(kept.values()) if network.role == "critic" else kept["policy"]  # the critic goes first
@@ -175,7 +179,7 @@ class RankMemoryEstimate:
             parts[f"{network.role}: logits and head"] = scores
             block = rows * (passes[network.role].peak - passes[network.role].kept)
             block += self._unsharded(network.block, split)
-            loss = max(loss, fixed + alive + max(scores, block))
+            loss = max(loss, fixed - gradients + earlier + alive + max(scores, block))
             others = alive - kept[network.role]
             embedding = max(embedding, fixed + others + self._unsharded(network.rest, split))
         buffers = self._push(split)

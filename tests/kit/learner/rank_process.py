@@ -152,7 +152,9 @@ def measure_roles(model: Path, case: Case) -> dict[str, Any]:
         model=ModelConfig(path=str(model), lora=LoraConfig(rank=4)),
         algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
         reward_model=RewardModelConfig(path=str(model.parent / "reward-model")),
-        learner=learner_of(case, lr=1e-2, gradient_checkpointing=True),
+        learner=learner_of(
+            case, lr=1e-2, gradient_checkpointing=True, offload="all" if dist.get_world_size() > 1 else "none"
+        ),
         placement=placed(case),
     )
     updater = Updater(config, torch.device("cpu"))

@@ -97,9 +97,9 @@ class LearnerConfig:
     third more work. auto: if a full micro-batch has no room otherwise, as computed at the start from the memory that is
     free; no number that training computes depends on it."""
     offload: Literal["none", "moments", "all"] = "none"
-    """What policy and critic keep in CPU memory. moments: AdamW's two moments, which are copied to the GPU for each
-    optimizer step, one weight at a time. all: weights, gradients and moments too; the optimizer then computes on the
-    CPU. Without a GPU it changes nothing but the time."""
+    """The part of policy and critic that is kept in CPU memory. moments: AdamW's two moments, which are copied to the
+    GPU for each optimizer step, one weight at a time. all: weights, gradients and moments too; the optimizer then
+    computes on the CPU. Without a GPU it changes nothing but the time."""
     compile: bool = False
     """Compile each transformer block with torch.compile."""
     grad_clip: Annotated[Unbounded, Field(gt=0)] = 1.0

@@ -45,12 +45,18 @@ CASES: dict[str, dict[str, Any]] = {
     "deep": {},
     "deep, checkpointed": {"learner": {"gradient_checkpointing": True}},
     "deep, two ranks": {"placement": {"learner": {"ranks": 2}}},
+    "deep, two ranks that split rows": {
+        "learner": {"sequence_parallel": 2}, "placement": {"learner": {"ranks": 2}},
+    },
     "deep, with a critic": {"algorithm": {"advantage": "gae"}},
     "deep, adapters": {"model": {"lora": {"rank": 16}}},
     "deep, bfloat16": {"model": {"dtype": "bfloat16"}},
     "wide head": {},
     "wide head, checkpointed, two ranks": {
         "learner": {"gradient_checkpointing": True}, "placement": {"learner": {"ranks": 2}},
+    },
+    "wide head, two ranks that split rows": {
+        "learner": {"sequence_parallel": 2}, "placement": {"learner": {"ranks": 2}},
     },
     "wide head, small micro-batches": {"learner": {"max_tokens_per_microbatch": 512}},
 }  # fmt: skip

@@ -92,13 +92,14 @@ def _pass_bytes(
             blocks = set(base._no_split_modules or ())  # type: ignore[arg-type]
             for block in [module for module in base.modules() if type(module).__name__ in blocks]:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-        tokens = torch.zeros(rows, row_tokens, dtype=torch.long)
         mask = torch.zeros(rows, 1, row_tokens, row_tokens, dtype=dtype) if masked else None
         where = torch.arange(rows * row_tokens)
-        existing = [*base.parameters(), *base.buffers(), tokens, where, *([] if mask is None else [mask])]
+        existing = [*base.parameters(), *base.buffers(), where, *([] if mask is None else [mask])]
         try:
             with LiveBytes(existing) as counter:
-                states = base(tokens, attention_mask=mask, use_cache=False).last_hidden_state
+                # not tokens: the gradient of the embeddings, which is no block's, may take more than all else
+                embedded = torch.zeros(rows, row_tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+                states = base(inputs_embeds=embedded, attention_mask=mask, use_cache=False).last_hidden_state
                 chosen = states.flatten(0, 1)[where]
                 del states
                 kept = counter.live

@@ -34,8 +34,8 @@ it was never measured; on a CPU only tensors are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """A network of the learner: its role, and its sizes in parameters."""
+class NetworkSizes:
+    """The sizes of a network of the learner in parameters, with its role."""
 
     role: str
     config: Any
@@ -71,7 +71,7 @@ class RankMemory:
         return max(self.peaks.values())
 
 
-def networks_of(config: Config) -> list[Network]:
+def networks_of(config: Config) -> list[NetworkSizes]:
     """Return the networks that the learner holds; only headers of weight files are read.
 
     Raises:
@@ -90,7 +90,7 @@ def networks_of(config: Config) -> list[Network]:
     return networks
 
 
-def _network(role: str, key: str, path: str, config: Config) -> Network:
+def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
     lm = load_without_weights(key, path, "eager" if config.model.attn_implementation == "eager" else "sdpa")
     base = sum(parameter.numel() for parameter in lm.parameters())
     if role == "policy" and config.model.lora.rank:
@@ -101,7 +101,7 @@ def _network(role: str, key: str, path: str, config: Config) -> Network:
     blocks = [module for module in lm.modules() if type(module).__name__ in names]
     in_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     head = lm.get_output_embeddings() if role in ("policy", "reference") else None
-    return Network(
+    return NetworkSizes(
         role=role, config=lm.config, parameters=sum(sizes.values()), base=base,
         trained=sum(p.numel() for p in lm.parameters() if p.requires_grad) if is_trained else 0,
         rest=sum(sizes.values()) - sum(in_blocks), block=max(in_blocks, default=0), largest=max(sizes.values()),
@@ -123,7 +123,7 @@ class RankMemoryEstimate:
         self.networks = networks_of(config)
         self._passes: dict[tuple[str, bool], PassMemory] = {}
 
-    def measure(self, network: Network, checkpoints: bool) -> PassMemory:
+    def measure(self, network: NetworkSizes, checkpoints: bool) -> PassMemory:
         """Return the memory of the longest row, or of this rank's slice of it, in a pass of the network.
 
         Raises:
@@ -198,7 +198,7 @@ class RankMemoryEstimate:
         learner = self._config.placement.learner
         return ranks if self._config.learner.sharding == "full" else max(1, ranks // learner.nodes)
 
-    def _held(self, network: Network, split: int, offload: str) -> Iterator[tuple[str, int, bool]]:
+    def _held(self, network: NetworkSizes, split: int, offload: str) -> Iterator[tuple[str, int, bool]]:
         """Yield (name, bytes, whether it is offloaded) of what a rank holds of a network over the whole step."""
         if not network.trained:
             offloads = network.role == "reference" and self._config.reference.offload
@@ -208,7 +208,7 @@ class RankMemoryEstimate:
         yield "gradients", _MASTER * network.trained // split, offload == "all"
         yield "moments", 2 * _MASTER * network.trained // split, offload in ("moments", "all")
 
-    def _gathered(self, network: Network, split: int) -> int:
+    def _gathered(self, network: NetworkSizes, split: int) -> int:
         """Return the bytes of weights in the compute type: those of no block stay gathered, and a block or three."""
         blocks = 1 if split == 1 else 3  # the one that computes, and the next one, flat and taken apart
         return self.dtype.itemsize * (network.rest // self._slices + blocks * network.block)
@@ -227,7 +227,7 @@ class RankMemoryEstimate:
     def _trains_all(self) -> bool:
         return not self._config.model.lora.rank
 
-    def _scores(self, network: Network, tokens: int) -> int:
+    def _scores(self, network: NetworkSizes, tokens: int) -> int:
         """Return the bytes of logits and of the head's gradient; see token_scores.py and split_vocabulary.py.
 
         Args:

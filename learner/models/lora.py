@@ -100,7 +100,7 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gathered(parameter: Tensor) -> Tensor:
-    data = parameter.detach()
+    data: Any = parameter.detach()
     if not isinstance(data, DTensor):
         return data
     data = data.to(data.device_mesh.device_type)  # with learner.offload all, shards are in CPU memory

@@ -48,6 +48,33 @@ def test_a_rank_holds_its_part_of_weights_gradients_and_moments(folder: Path) ->
         assert found.peak == max(found.peaks.values()) > 16 * parameters // ranks
 
 
+def test_ranks_that_split_rows_have_their_part_of_activations_embeddings_and_logits(folder: Path) -> None:
+    def parts(slices: int, attention: str = "flash_attention_2") -> dict[str, int]:
+        learner = {"sequence_parallel": slices, "max_tokens_per_microbatch": 16_384 // slices}
+        settings: dict[str, Any] = {"learner": learner, "model": {"attn_implementation": attention}}
+        found = plan(folder, 8, placement={"learner": {"ranks": 2}}, **settings).rank_memory()
+        return {name.removeprefix("policy: "): size for name, size in found.parts.items()}
+
+    whole, split = parts(1), parts(2)
+    assert split["activations"] == whole["activations"] // 2
+    assert whole["gathered"] - split["gathered"] == pytest.approx(151_936 * 896, rel=0.01)  # half of them in bfloat16
+    assert whole["logits and head"] - split["logits and head"] == 3 * 151_936 * 896  # of 6 bytes; logits fill a chunk
+    assert split["moments"] == whole["moments"]
+    assert parts(2, "sdpa")["activations"] > parts(1, "sdpa")["activations"] // 2  # each rank has masks of whole rows
+
+
+def test_split_rows_whose_keys_are_gathered_are_not_computed_and_checkpointed(folder: Path) -> None:
+    gathers = plan(folder, 8, placement={"learner": {"ranks": 4}}, learner={"sequence_parallel": 4})  # of 14 heads
+    assert gathers.checkpoints and "its ranks gather keys" in gathers.check()[0] and "gather keys" in gathers.table()[1]
+
+
+def test_the_backward_pass_of_a_block_takes_more_than_what_is_kept(folder: Path) -> None:
+    estimate = plan(folder, 2).estimate  # the gradient of its embeddings is larger than the activations of a row
+    for checkpoints in (False, True):
+        found = estimate.measure(estimate.networks[0], checkpoints)
+        assert found.kept < found.peak < 2 * estimate.measure(estimate.networks[0], checkpoints=False).kept
+
+
 def test_what_is_offloaded_is_in_the_hosts_memory(folder: Path) -> None:
     peaks = {}
     for offload in ("none", "moments", "all"):

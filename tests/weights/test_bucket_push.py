@@ -56,10 +56,10 @@ def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverPr
     class EventPublisher(BroadcastPublisher):
         num_sent = 0
 
-        def _broadcast(self, data: Tensor) -> None:
+        def _broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
             self.num_sent += 1
             assert next_began[self.num_sent].wait(10)  # fails if the gather waits for the broadcast
-            super()._broadcast(data)
+            super()._broadcast(data, filled)
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for number, item in enumerate(gathered(receiver, 3.0)):

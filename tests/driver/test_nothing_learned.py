@@ -19,7 +19,7 @@ def test_a_run_that_ends_without_a_step_has_a_non_zero_exit(
     summary: dict[str, Any] = {"steps": steps, "ended": ENDED, "run_dir": str(tmp_path)}
     monkeypatch.setattr(pipeline, "check_inputs", lambda config: [])
     monkeypatch.setattr(pipeline, "open_run_dir", contextlib.nullcontext)
-    monkeypatch.setattr(pipeline, "_run", lambda config, signals, cautions: summary)
+    monkeypatch.setattr(pipeline, "_run", lambda *_: summary)
     (tmp_path / "config.yaml").write_text("model: {path: m}\ntask: {name: reasoning_gym/chain_sum}\n")
     assert main(["train", str(tmp_path / "config.yaml")]) == code
     error = f"async-rl: error: the run has learned nothing, it ended without a step: {ENDED}\n"

@@ -48,7 +48,9 @@ def evaluated_alone(config: Config, version: int, folder: Path) -> dict[str, flo
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("engine", "servers", "ranks"), [("hf", 2, 2), ("sglang", 1, 1)])
+@pytest.mark.parametrize(
+    ("engine", "servers", "ranks"), [("hf", 2, 2), pytest.param("sglang", 1, 1, marks=pytest.mark.nightly)]
+)
 def test_evaluation_servers_measure_what_async_rl_eval_does_beside_training(
     smoke_yaml: Path, tmp_path: Path, reward: str, engine: str, servers: int, ranks: int
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_run_resumes_from_the_commits_it_began_with_and_without_the_hub(
     command("export-trajectories", str(run_dir), str(tmp_path / "rows.parquet"), "--text")
 
 
+@pytest.mark.nightly
 def test_sglang_serves_a_model_of_the_hub(
     hub: HubServer, config_file: Path, tmp_path: Path, command: Callable[..., str]
 ) -> None:
@@ -113,6 +114,7 @@ def other_cache(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     cluster.shutdown()
 
 
+@pytest.mark.nightly
 def test_each_of_two_hosts_fetches_what_its_processes_need_once(
     hub: HubServer, config_file: Path, other_cache: Path, command: Callable[..., str]
 ) -> None:

@@ -40,7 +40,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerMemory:
+class ServerNeeds:
     """The bytes that a server needs on one device."""
 
     weights: int
@@ -50,7 +50,7 @@ class ServerMemory:
     """The tokens of all answers that may be in flight."""
 
 
-def room_of(config: Config, gpus: int, gpu_bytes: int, host_bytes: int, server: ServerMemory) -> Room:
+def room_of(config: Config, gpus: int, gpu_bytes: int, host_bytes: int, server: ServerNeeds) -> Room:
     """Return the room on a host with `gpus` GPUs of `gpu_bytes`, or, without GPUs, with `host_bytes` of memory."""
     from learner.memory.room import IN_TURNS_BYTES
 
@@ -87,7 +87,7 @@ class MemoryPlan:
 
         self.config = config
         self.estimate: RankMemoryEstimate = RankMemoryEstimate(config, "cuda" if gpus else "cpu")
-        self.server = _server_memory(config, self.estimate)
+        self.server = _server_needs(config, self.estimate)
         self.room = room_of(config, gpus, gpu_bytes, host_bytes, self.server)
         asked = config.learner.gradient_checkpointing
         self.checkpoints = asked is True or (asked == "auto" and not self._fits(checkpoints=False))
@@ -201,13 +201,13 @@ class MemoryPlan:
             yield f"{ranks} learner ranks, on a GPU each, with checkpointing", self._fits(checkpoints=True, ranks=ranks)
 
 
-def _server_memory(config: Config, estimate: RankMemoryEstimate) -> ServerMemory:
+def _server_needs(config: Config, estimate: RankMemoryEstimate) -> ServerNeeds:
     from rollout_server.engines.kv_cache import kv_token_bytes, max_running_replies
 
     policy, tp = estimate.networks[0], config.placement.rollout.tp
     model = policy.config.get_text_config()
     name = str(estimate.dtype).removeprefix("torch.")
-    return ServerMemory(
+    return ServerNeeds(
         weights=estimate.dtype.itemsize * policy.base // tp, token=max(1, kv_token_bytes(model, name) // tp),
         tokens=max_running_replies(config) * config.longest_tokens,
     )

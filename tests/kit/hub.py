@@ -99,7 +99,8 @@ class HubServer:
 
     def environment(self, cache: Path) -> dict[str, str]:
         """The variables with which a process asks this hub, and keeps what it gets in the folder `cache`."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_CACHE": str(cache / "hub")}
+        places = {"HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_CACHE": str(cache / "hub")}
+        return {**places, "HF_HUB_OFFLINE": "0"}  # other tests set it to 1
 
     def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         """Have this process do the same."""
@@ -168,6 +169,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     from huggingface_hub.utils import _http
 
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda s: None, time=time.time, monotonic=time.monotonic))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
+from async_rl.driver.memory import plan_memory
 from async_rl.driver.placement import (
     explain,
     open_ray,
@@ -283,6 +284,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
     }
     sections = {
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
+        "memory": plan_memory(config).table() if runs_here(config) else ["not computed: the run spans other hosts"],
         "caution": cautions,
     }
     text = dump_config(shown)

@@ -42,7 +42,7 @@ from async_rl.sweeps.tables import Table, write_page
 from async_rl.types import Batch, Group, Row
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
-from learner.models.policy import Policy, load_policy, shard
+from learner.models.policy import Policy, open_policy, shard
 from learner.packing.microbatches import ForwardInputs
 from learner.ranks import open_ranks
 from learner.updater import Updater
@@ -176,7 +176,7 @@ def documents(tokens: int) -> ForwardInputs:
 def memory(folder: Path, case: Case, tokens: int) -> dict[str, Any]:
     """Return the bytes that autograd keeps in one pass over `documents`, and those of embeddings and head at hand."""
     config = configured(folder, case, tokens)
-    policy = load_policy(config.model, CPU, torch.float32)
+    policy = open_policy(config.model, torch.float32)
     shard(policy, open_ranks(config, CPU), config.learner)
     kept: dict[int, int] = {}
     present: dict[nn.Module, int] = {}

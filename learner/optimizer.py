@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from async_rl.config import LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
@@ -35,7 +37,9 @@ def check_finite(module: nn.Module, path: str) -> None:
 
 def non_finite(module: nn.Module) -> str:
     """Return the name of a parameter that holds NaN or infinity, in this rank's shard if it is sharded, or ""."""
-    return next((name for name, p in module.named_parameters() if not _local(p.detach()).isfinite().all()), "")
+    own = ((name, _local(parameter.detach())) for name, parameter in module.named_parameters())
+    # the norm needs no memory, isfinite almost twice that of a tensor
+    return next((n for n, t in own if t.numel() and not torch.linalg.vector_norm(t, math.inf).isfinite()), "")
 
 
 def lr_decay(done: int, steps: int, fraction: float) -> float:
@@ -49,17 +53,26 @@ def lr_decay(done: int, steps: int, fraction: float) -> float:
 class Optimizer:
     """Updates the sharded `module` of one network, called `policy` or `critic`, with AdamW and gradient clipping.
 
-    The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps).
+    The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps). With learner.offload moments
+    the moments are in CPU memory, but for those of one parameter at a time during a step.
     """
 
     def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
         self._network = network
         self.module = module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._adamw = torch.optim.AdamW(
-            self._parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
-        self._copies = _copies(self._parameters[0])
+        self._offloads = config.offload == "moments"
+        parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
+        self._adamws = [
+            torch.optim.AdamW(part, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+            for part in parts
+        ]
+        self._adamw_of: dict[Tensor, torch.optim.AdamW] = {
+            parameter: adamw for part, adamw in zip(parts, self._adamws, strict=True) for parameter in part
+        }
+        first = self._parameters[0]
+        self._device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+        self._copies = _copies(first)
         self._slices = config.sequence_parallel
         self._lr = lr
         self._warmup_steps = config.warmup_steps
@@ -80,7 +93,8 @@ class Optimizer:
             AsyncRLError: learner.max_skipped_steps steps in a row had to be skipped.
         """
         gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
-        squared = torch.nn.utils.get_total_norm(gradients).double().square() / self._copies
+        norm = torch.nn.utils.get_total_norm(gradients).to(loss.device)  # with learner.offload all it is on the CPU
+        squared = norm.double().square() / self._copies
         totals = torch.stack([squared, loss.detach().double() / self._slices])
         dist.all_reduce(totals)
         squared_norm, total_loss = totals.tolist()
@@ -91,11 +105,10 @@ class Optimizer:
             scale = self._grad_clip / (grad_norm + 1e-6)
             if scale < 1:
                 torch._foreach_mul_(gradients, scale)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
+            for adamw in self._adamws:
+                self._step_part(adamw, lr)
             self._steps += 1
-        self._adamw.zero_grad(set_to_none=True)
+        self.drop()
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == self._max_skipped:
             raise AsyncRLError(
@@ -106,14 +119,15 @@ class Optimizer:
         return OptimizerStep(total_loss, grad_norm, lr, skipped=not finite)
 
     def drop(self) -> None:
-        """Drop gradients that no step will use, because a KL limit has ended the update of this batch."""
-        self._adamw.zero_grad(set_to_none=True)
+        """Drop the gradients: a step has used them, or none will, as a KL limit has ended the update of this batch."""
+        for adamw in self._adamws:
+            adamw.zero_grad(set_to_none=True)
 
     def largest_weight(self) -> Tensor:
         """Return the largest magnitude of the weights in this rank's shards, a scalar; NaN if one of them is NaN."""
         weights = [_local(p.detach()) for p in self._parameters]
         norm = torch.nn.utils.get_total_norm([shard for shard in weights if shard.numel()], math.inf)
-        return norm.to(weights[0].device)  # a rank whose shards are all empty gets a zero in CPU memory
+        return norm.to(self._device)  # of empty or of offloaded shards it is in CPU memory
 
     def counts(self) -> dict[str, int]:
         """Return the counts that a checkpoint keeps: {"steps": taken, "skipped_in_a_row": skipped without a break}."""
@@ -124,12 +138,39 @@ class Optimizer:
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return AdamW's own tensors for a parameter, not copies; they are zeros before the first step."""
-        state: dict[str, Tensor] = self._adamw.state[parameter]
+        state: dict[str, Tensor] = self._adamw_of[parameter].state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter.detach())
-            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+            for moment in _MOMENTS:
+                state[moment] = _zeros_on_cpu(parameter) if self._offloads else torch.zeros_like(parameter.detach())
         return state
+
+    def _step_part(self, adamw: torch.optim.AdamW, lr: float) -> None:
+        """Take a step with the parameters of one AdamW, whose moments are on their device meanwhile."""
+        (group,) = adamw.param_groups
+        group["lr"] = lr
+        if not self._offloads:
+            adamw.step()
+            return
+        (parameter,) = group["params"]
+        if parameter.grad is None:
+            return
+        state = self.state_of(parameter)
+        kept = {moment: state[moment] for moment in _MOMENTS}
+        state |= {moment: tensor.to(self._device, non_blocking=True) for moment, tensor in kept.items()}
+        adamw.step()
+        for moment, tensor in kept.items():
+            tensor.copy_(state[moment])
+        state |= kept
+
+
+def _zeros_on_cpu(parameter: Tensor) -> Tensor:
+    """Return zeros of a parameter's shape and sharding in CPU memory, which the GPU can copy without a detour."""
+    zeros = torch.zeros_like(parameter.detach(), device="cpu")
+    if parameter.device.type == "cuda" and _local(zeros).numel():
+        local = _local(zeros)
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(local.data_ptr(), local.nbytes, 0)))
+    return zeros
 
 
 def _copies(parameter: Tensor) -> int:

@@ -19,8 +19,9 @@ from async_rl.messages.reports import StepDone
 from async_rl.storage.model_folder import check_model_folder, load_tokenizer, writing
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import Metric
+from learner.models.loading import open_model, read_weights
 from learner.models.tiny_model import TINY_MODELS, tiny_model
-from learner.optimizer import check_finite, lr_decay, non_finite
+from learner.optimizer import lr_decay, non_finite
 
 _REPORT_EVERY_STEPS = 20
 _RECENT_STEPS = 10
@@ -82,10 +83,9 @@ def train_sft(config: Config, examples: Sequence[Demonstration], out_dir: Path) 
     if config.sft.base in TINY_MODELS:
         model = tiny_model(config.sft.base, config.run.seed)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.sft.base, dtype=torch.float32, attn_implementation=config.model.attn_implementation
-        )
-    check_finite(model, config.sft.base)
+        attention = config.model.attn_implementation
+        model = open_model(AutoModelForCausalLM, config.sft.base, torch.float32, attn_implementation=attention)
+        read_weights(model, model, device)
     model.to(device).train()  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))

@@ -36,8 +36,9 @@ from learner.algorithms.objective import Objective
 from learner.algorithms.step_size import step_scale, weight_sums
 from learner.algorithms.token_advantages import batch_advantages
 from learner.log_ratios import LogRatioRecorder
-from learner.models.critic import load_critic
-from learner.models.policy import layout_of, load_policy, shard
+from learner.memory.checkpointing_choice import with_checkpointing
+from learner.models.critic import open_critic
+from learner.models.policy import layout_of, open_policy, shard
 from learner.models.reference import Reference
 from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
@@ -55,27 +56,28 @@ class Updater:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.config = config
+        self.config = config = with_checkpointing(config, device)
         self.objective = Objective(config)
         self.device = device
         torch.manual_seed(config.run.seed)
         self.dtype = dtype = serving_dtype(config, device.type)
         """The type of activations, and of the weights that servers get."""
         self.ranks = ranks = open_ranks(config, device)
-        self.policy = load_policy(config.model, device, dtype)
-        shard(self.policy, ranks, config.learner)
+        self.policy = open_policy(config.model, dtype)
+        offloads = config.learner.offload == "all"
+        shard(self.policy, ranks, config.learner, offloads)
         self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
         self.optimizers = {"policy": Optimizer("policy", self.policy, config.learner.lr, config.learner)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]
         self._reference = None
         if self.objective.needs_reference:
-            self._reference = Reference(config, self.policy, device, dtype, ranks)
+            self._reference = Reference(config, self.policy, dtype, ranks)
             lms.append(self._reference.lm)
         self.critic = None
         if self.objective.advantage.needs_critic:
-            self.critic = load_critic(config, device, dtype)
-            shard(self.critic, ranks, config.learner)
+            self.critic = open_critic(config, dtype)
+            shard(self.critic, ranks, config.learner, offloads)
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)

@@ -92,9 +92,14 @@ class LearnerConfig:
     """The weight decay of AdamW."""
     max_tokens_per_microbatch: PositiveInt = 16_384
     """The most tokens of a rank in one forward and backward pass, padding included."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Keep only the inputs of each transformer block and compute the rest again in the backward pass: less memory, a
-    third more work."""
+    third more work. auto: if a full micro-batch has no room otherwise, as computed at the start from the memory that is
+    free; no number that training computes depends on it."""
+    offload: Literal["none", "moments", "all"] = "none"
+    """The part of policy and critic that is kept in CPU memory. moments: AdamW's two moments, which are copied to the
+    GPU for each optimizer step, one weight at a time. all: weights, gradients and moments too; the optimizer then
+    computes on the CPU. Without a GPU it changes nothing but the time."""
     compile: bool = False
     """Compile each transformer block with torch.compile."""
     grad_clip: Annotated[Unbounded, Field(gt=0)] = 1.0

@@ -18,6 +18,7 @@ from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
 from async_rl.cores import usable_cores
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
+from async_rl.driver.memory import check_memory
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
@@ -89,6 +90,8 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     for key, path in {"model.path": model, **roles}.items():
         needs = MODEL if key == "model.path" else key
         checks.append(PreflightCheck(f"{key} loads", path, partial(_check_loading, key, path, settings, splits), needs))
+    if runs_here(config):
+        checks.append(PreflightCheck("memory", "learner and servers", lambda: check_memory(config), "model.path loads"))
     if config.rollout.top_p < 1:
         checks.append(PreflightCheck("rollout.top_p", f"{config.rollout.top_p}", partial(_check_sampling, config)))
     if config.task.has_turns:

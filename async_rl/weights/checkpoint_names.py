@@ -8,8 +8,9 @@ Servers know the names of folders only; SGLang skips others in silence.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -71,6 +72,48 @@ def from_checkpoint(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         for full_name, value in converter.convert(new_name, model=lm, config=lm.config).items():
             result[full_name] = value[0] if isinstance(value, list) else value
     return result
+
+
+@dataclass(slots=True)
+class Source:
+    """The tensors of a model folder of which one weight of a transformers model is made, or several at once."""
+
+    weight: str
+    """The model's name of the weight, of the first one if they are several."""
+    converter: Any = None
+    """Makes the weights of the tensors; None: the only tensor is the weight."""
+    tensors: dict[str, str] = field(default_factory=dict)
+    """The pattern of `converter` that each tensor is for, by its name in the folder, in the order in which they are
+    joined."""
+
+    def convert(self, lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights of `lm` by name, given the tensors of the folder."""
+        converter = deepcopy(self.converter)
+        for name, pattern in self.tensors.items():
+            converter.add_tensor(self.weight, name, pattern, tensors[name])
+        weights = converter.convert(self.weight, model=lm, config=lm.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in weights.items()}
+
+
+def sources_of(lm: Any, names: Sequence[str]) -> list[Source]:
+    """Return the sources of the weights of `lm`, which `from_pretrained` has made, among the `names` of its folder.
+
+    Names that are of no use for the model are left out.
+    """
+    conversions: list[Any] = lm._weight_conversions
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    weights, prefix = lm.state_dict(), lm.base_model_prefix
+    sources: dict[str, Source] = {}
+    for name in sorted(names, key=dot_natural_key):  # experts are stacked in the order of their numbers
+        weight, pattern = rename_source_key(name, renamings, converters, prefix, weights)
+        if weight not in weights and name in weights:
+            weight, pattern = name, None
+        if weight in weights:
+            converter = None if pattern is None else by_pattern[pattern]
+            sources.setdefault(weight, Source(weight, converter)).tensors[name] = pattern or ""
+    return list(sources.values())
 
 
 def check_names(lm: Any, checkpoint: Mapping[str, list[int]], path: str) -> None:

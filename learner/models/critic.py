@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 from async_rl.config import Config
+from learner.models.loading import open_model
 from learner.models.network import Network
 from learner.models.sequence import gather_tokens, owners
-from learner.optimizer import check_finite
 from learner.packing.microbatches import ForwardInputs
 
 
@@ -25,22 +25,13 @@ class Critic(Network):
         return values if self.sequence is None else gather_tokens(values, owners(inputs, self.sequence), self.sequence)
 
 
-def load_critic(config: Config, device: torch.device, compute_dtype: torch.dtype) -> Critic:
-    """Return the critic, loaded from critic.path or, if that is empty, from model.path: float32 and not yet sharded.
+def open_critic(config: Config, compute_dtype: torch.dtype) -> Critic:
+    """Return the critic of critic.path or, if that is empty, of model.path, without its weights, which are float32.
 
-    A folder without a value head gets one of zeros, so that V = 0 at first.
+    `shard` reads them. A folder without a value head gets one of zeros, so that V = 0 at first.
     """
-    path = config.critic.path or config.model.path
-    lm, loaded = AutoModelForTokenClassification.from_pretrained(
-        path,
-        num_labels=1,
-        dtype=torch.float32,
-        attn_implementation=config.model.attn_implementation,
-        output_loading_info=True,
-    )
-    if any(name.startswith("score.") for name in loaded["missing_keys"]):
-        for parameter in lm.score.parameters():
-            nn.init.zeros_(parameter)
-    lm.to(device).eval()
-    check_finite(lm, path)
+    path, attention = config.critic.path or config.model.path, config.model.attn_implementation
+    classifier = AutoModelForTokenClassification
+    lm = open_model(classifier, path, torch.float32, num_labels=1, attn_implementation=attention)
+    lm.stored_weights.start(lm.score, torch.zeros)
     return Critic(lm, compute_dtype)

@@ -14,8 +14,9 @@ from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from async_rl.storage.hub import located
 from async_rl.storage.model_folder import writing
 from async_rl.weights.checkpoint_names import to_checkpoint
+from learner.models.loading import read_weights
 from learner.models.lora import merged_parameters
-from learner.models.policy import load_policy, write_folder
+from learner.models.policy import open_policy, write_folder
 
 
 def export(source: str | Path, target: Path) -> Path:
@@ -35,7 +36,8 @@ def export(source: str | Path, target: Path) -> Path:
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
     config = located(load_config(run_dir_of(checkpoint) / "config.yaml"), ["model.path"])
-    policy = load_policy(config.model, torch.device("cpu"), torch.float32)
+    policy = open_policy(config.model, torch.float32)
+    read_weights(policy, policy.lm, "cpu")
     tensors = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)

@@ -5,7 +5,8 @@ A linear layer W x becomes W x + alpha / rank * B A x; W is frozen, A [rank, in]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +53,16 @@ def _layers(lm: nn.Module) -> list[LoraLayer]:
     return [module for module in lm.modules() if isinstance(module, LoraLayer)]
 
 
+def adapter_starts(lm: nn.Module) -> Iterator[tuple[nn.Module, Callable[[torch.Size], Tensor]]]:
+    """Yield (linear layer, function that makes its first weight from the shape) of each A and B: B begins with zeros.
+
+    The values of A are drawn whole, so that they don't depend on how it is sharded.
+    """
+    for layer in _layers(lm):
+        yield layer.lora_A[_ADAPTER], lambda shape: nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))
+        yield layer.lora_B[_ADAPTER], torch.zeros
+
+
 def dropouts(lm: nn.Module) -> list[nn.Module]:
     """Return the dropout layers of the model's adapters, which `Policy.forward` switches on in passes with gradient."""
     return [d for layer in _layers(lm) for d in layer.lora_dropout.values() if isinstance(d, nn.Dropout)]
@@ -89,9 +100,10 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gathered(parameter: Tensor) -> Tensor:
-    data = parameter.detach()
+    data: Any = parameter.detach()
     if not isinstance(data, DTensor):
         return data
+    data = data.to(data.device_mesh.device_type)  # with learner.offload all, shards are in CPU memory
     placements = list(data.placements)
     for dim in range(len(placements)):  # one dimension at a time: torch warns where it gathers two in one go
         placements[dim] = Replicate()

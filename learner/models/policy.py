@@ -1,4 +1,4 @@
-"""Loads the policy, a Hugging Face causal LM, shards it with FSDP2, scores tokens with it, and saves it as a folder."""
+"""Opens the policy, a Hugging Face causal LM, shards it with FSDP2, scores tokens with it, and saves it as a folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.storage.model_folder import SFT_MARKER, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
-from learner.models.lora import add_adapters, dropouts, merged_parameters
+from learner.models.loading import open_model, read_weights
+from learner.models.lora import adapter_starts, add_adapters, dropouts, merged_parameters
 from learner.models.network import MASKED, Network
 from learner.models.sequence import RECURRENT, kernel_of, owners, split_attention
-from learner.models.split_vocabulary import check_rows, split_vocabulary
+from learner.models.split_vocabulary import split_vocabulary
 from learner.models.token_scores import score_tokens
-from learner.optimizer import check_finite
 from learner.packing.microbatches import ForwardInputs
 from learner.packing.plan import Layout
 from learner.ranks import Ranks
@@ -58,29 +58,24 @@ class Policy(Network):
         return scores
 
 
-def load_policy(
-    config: ModelConfig, device: torch.device, compute_dtype: torch.dtype, is_trained: bool = True
-) -> Policy:
-    """Return the model of the folder model.path, with adapters if model.lora.rank is set, not yet sharded.
+def open_policy(config: ModelConfig, compute_dtype: torch.dtype, is_trained: bool = True) -> Policy:
+    """Return the model of the folder model.path, with adapters if model.lora.rank is set, but without its weights.
 
-    The weights are float32 if they are trained, else of the compute type.
+    `shard` or `read_weights` reads them. They are float32 if they are trained, else of the compute type.
 
     Raises:
-        ConfigError: the learner does not support the model, or a weight is not finite.
+        ConfigError: the learner does not support the model.
     """
     check_trainable(config.path)
-    lm = AutoModelForCausalLM.from_pretrained(
-        config.path,
-        dtype=torch.float32 if is_trained else compute_dtype,
-        attn_implementation=config.attn_implementation,
-    )
+    dtype = torch.float32 if is_trained else compute_dtype
+    lm = open_model(AutoModelForCausalLM, config.path, dtype, attn_implementation=config.attn_implementation)
     if not is_trained:
         lm.requires_grad_(False)
     if config.lora.rank:
         add_adapters(lm, config.lora)
-    lm.eval().to(device)
-    check_finite(lm, config.path)
-    return Policy(lm, compute_dtype)
+        for linear, start in adapter_starts(lm):
+            lm.stored_weights.start(linear, start)
+    return Policy(lm.eval(), compute_dtype)
 
 
 def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool = False) -> None:
@@ -88,11 +83,15 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
 
     With sequence parallelism embeddings and head are units of their own, split over the ranks of a sequence group.
 
+    If `lm` is from `open_model`, each rank then reads its shards of the weights from the model folder. Collective.
     Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered,
     and gradients are reduced in float32.
 
     Args:
         offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
+
+    Raises:
+        ConfigError: the model folder lacks weights, or one of this rank's is not finite.
     """
     lm, mesh = network.lm, ranks.mesh
     precision = MixedPrecisionPolicy()
@@ -106,19 +105,19 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
         exact = replace(precision, cast_forward_inputs=False)  # temperatures stay float32
         for unit in split_vocabulary(lm, ranks.sequence):
             fully_shard(unit, mesh=ranks.vocabulary, mp_policy=exact, offload_policy=place)
-            for module in unit:
-                check_rows(module)
     blocks = set(lm._no_split_modules or ())
     for block in [m for m in lm.modules() if type(m).__name__ in blocks]:
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
-        if config.gradient_checkpointing:
+        if config.gradient_checkpointing is True:  # the Updater resolves auto
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass
     fully_shard(
         network, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
     )
+    if hasattr(lm, "stored_weights"):
+        read_weights(network, lm, "cpu" if offload else mesh.device_type)
 
 
 def layout_of(lms: Sequence[Any]) -> Layout:

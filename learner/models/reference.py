@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rl.config import Config, LoraConfig
 from async_rl.errors import ConfigError
 from learner.models.lora import without_adapters
-from learner.models.policy import Policy, load_policy, shard
+from learner.models.policy import Policy, open_policy, shard
 from learner.packing.microbatches import ForwardInputs
 from learner.ranks import Ranks
 
@@ -29,14 +29,12 @@ class Reference:
         ConfigError: the model has another vocabulary size than the policy.
     """
 
-    def __init__(
-        self, config: Config, policy: Policy, device: torch.device, dtype: torch.dtype, ranks: Ranks
-    ) -> None:
+    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, ranks: Ranks) -> None:
         self._policy = policy
         if not config.model.lora.rank or config.reference.path:
             path = config.reference.path or config.model.path
             model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
-            self._policy = load_policy(model, device, dtype, is_trained=False)
+            self._policy = open_policy(model, dtype, is_trained=False)
             expected, found = policy.lm.config.vocab_size, self.lm.config.vocab_size
             if expected != found:
                 raise ConfigError(

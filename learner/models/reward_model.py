@@ -17,6 +17,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch, IntArray, Row
+from learner.models.loading import open_model
 from learner.models.network import Network
 from learner.models.policy import shard
 from learner.models.sequence import gather_tokens, owners
@@ -42,12 +43,12 @@ class RewardModel:
 
     def __init__(self, config: Config, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> None:
         path = config.reward_model.path
-        lm = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+        lm = open_model(AutoModelForSequenceClassification, path, dtype)
         if lm.config.num_labels != 1:
             raise ConfigError(
                 f"reward_model.path {path} must have one output, the reward, got {lm.config.num_labels} labels"
             )
-        self._scorer = _Scorer(lm.eval().requires_grad_(False).to(device), dtype)
+        self._scorer = _Scorer(lm.requires_grad_(False), dtype)
         self._ranks = ranks if self._scorer.reads_last_token else Ranks(ranks.mesh)
         shard(self._scorer, self._ranks, config.learner)
         self._retokenize = _open_retokenizer(config.model.path, path)

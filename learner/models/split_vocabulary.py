@@ -23,11 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from async_rl.errors import ConfigError
 from learner.models import token_scores
-from learner.models.token_scores import grad_of_logits
+from learner.models.token_scores import grad_of_logits, split_rows
 
 
 def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
@@ -45,24 +43,6 @@ def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
     head.weight = embeddings.weight if is_tied else _split(head.weight, ranks)
     head.forward = partial(_split_scores, head, ranks)
     return [[embeddings, head]] if is_tied else [[embeddings], [head]]
-
-
-def check_rows(module: nn.Module) -> None:
-    """Check that checkpoints, whose rows torch counts, would hold the rows of embeddings or head that this rank has.
-
-    Raises:
-        ConfigError: torch counts others, as it does for some numbers of rows that the ranks don't divide.
-    """
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    counted, _ = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    if counted != weight.to_local().shape:
-        raise ConfigError(
-            f"learner.sequence_parallel must be 1 with {len(weight)} rows of embeddings on "
-            f"{weight.device_mesh.size()} learner ranks: torch's checkpoints would take the {len(weight.to_local())} "
-            f"rows of this rank for {counted[0]}. Or take another number of ranks, or a model whose "
-            "vocabulary they divide"
-        )
 
 
 def _split(weight: Tensor, ranks: DeviceMesh) -> nn.Parameter:
@@ -163,10 +143,10 @@ class _SplitScores(torch.autograd.Function):
             top = logits.amax(1)
             dist.all_reduce(top, dist.ReduceOp.MAX, ranks.get_group())
             logits.sub_(top[:, None])
-            weights = logits.exp()
             here, row = _in_head(rows[indices], head)
             chosen = logits.gather(1, row[:, None])[:, 0].masked_fill_(~here, 0.0)
-            sums = torch.stack([weights.sum(1), torch.linalg.vecdot(weights, logits), chosen])
+            sums = torch.stack([*_weight_sums(logits), chosen])
+            del logits  # before the next chunk is made
             dist.all_reduce(sums, group=ranks.get_group())
             log_sum = sums[0].log()
             logprobs[indices] = sums[2] - log_sum
@@ -191,6 +171,7 @@ class _SplitScores(torch.autograd.Function):
             if of_logprobs is not None:
                 here, row = _in_head(rows[indices], head)
                 of_logits.scatter_add_(1, row[:, None], (of_logprobs * here)[:, None])
+            del logits, logp  # of_logits has their memory, until it is converted
             of_logits = of_logits.div_(temperature[indices, None]).to(head.dtype)
             of_sent = (of_logits @ head).float()
             dist.reduce(of_sent, group=ctx.ranks.get_group(), group_dst=owner)
@@ -198,6 +179,7 @@ class _SplitScores(torch.autograd.Function):
                 of_states[part] = (of_sent * ctx.ranks.size()).to(states.dtype)
             if of_head is not None:
                 of_head += of_logits.T @ sent
+            del of_logits  # before the next chunk is made
         return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None, None
 
 
@@ -212,6 +194,16 @@ def _sent(states: Tensor, owner: int, indices: Tensor, part: slice, ranks: Devic
     sent = states[part].contiguous() if is_own else states.new_empty(len(indices), states.shape[1])
     dist.broadcast(sent, group=ranks.get_group(), group_src=owner)
     return sent
+
+
+def _weight_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sum of exp(z), sum of z exp(z)) over each row of the logits z, [n] each."""
+    sums = []
+    for part in split_rows(logits):
+        weights = part.exp()
+        sums.append(torch.stack([weights.sum(1), torch.linalg.vecdot(weights, part)]))
+    of_weights, of_products = torch.cat(sums, 1)
+    return of_weights, of_products
 
 
 def _scaled(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
     z = states W^T / temperature        log p(y) = z_y - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
 
-The float32 logits that exist at a time take at most LOGITS_BYTES. The backward pass computes them again, in the same
-chunks, unless one chunk held them all. The gradients are d log p(y) / dz = [y = v] - p_v and
-dH / dz = -p_v (log p_v + H).
+The float32 logits that exist at a time take at most LOGITS_BYTES, and what is made of them, such as p, is made for an
+eighth of their rows at a time: the peak is 1.3 times LOGITS_BYTES, with bfloat16 weights, whose logits are converted,
+1.5 times. The backward pass computes the logits again, in the same chunks, unless one chunk held them all. It adds the
+gradient of W, which has the size of W, in float32 if there are several chunks. The gradients are
+d log p(y) / dz = [y = v] - p_v and dH / dz = -p_v (log p_v + H).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from torch import Tensor
 LOGITS_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 """[device] the most memory that float32 logits take; more tokens are scored in chunks. On a GPU each chunk reads and
 writes the whole gradient of the head, in float32, which takes longer than the rest of the chunk unless it is large."""
+_PARTS = 8
+"""Temporary tensors of the logits' shape have this part of a chunk's rows."""
 
 
 def score_tokens(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,8 +43,8 @@ class _ScoreTokens(torch.autograd.Function):
             logp = _log_softmax(x, head, t)
             chosen = logp.gather(1, y[:, None])[:, 0]
             kept = logp if len(states) <= size and (states.requires_grad or head.requires_grad) else None
-            entropy = -torch.linalg.vecdot(logp.exp(), logp)
-            scores.append((chosen, entropy))
+            scores.append((chosen, torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in split_rows(logp)])))
+            del logp  # before the next chunk is made
         logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
         ctx.size, ctx.kept = size, kept
         ctx.save_for_backward(states, head, targets, temperature, entropies)
@@ -61,6 +65,7 @@ class _ScoreTokens(torch.autograd.Function):
             of_chunk = (None if grad is None else grad[part] for grad in grads)
             of_logprobs, of_entropies = of_chunk
             of_logits = grad_of_logits(logp, entropies[part], of_logprobs, of_entropies)
+            del logp  # of_logits has its memory, until it is converted
             if of_logprobs is not None:
                 of_logits.scatter_add_(1, targets[part, None], of_logprobs[:, None])
             of_logits = of_logits.div_(temperature[part, None]).to(head.dtype)
@@ -69,6 +74,7 @@ class _ScoreTokens(torch.autograd.Function):
                 of_head.addmm_(of_logits.T, states[part])
             elif of_head is not None:
                 of_head += of_logits.T @ states[part]
+            del of_logits  # before the next chunk is made
         return of_states, None if of_head is None else of_head.to(head.dtype), None, None
 
 
@@ -76,7 +82,14 @@ def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
     """Return log_softmax(states head^T / temperature), [n, V], in float32 or better."""
     logits = states @ head.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature[:, None])
-    return logits.sub_(logits.logsumexp(1, keepdim=True))
+    for part in split_rows(logits):
+        part.sub_(part.logsumexp(1, keepdim=True))
+    return logits
+
+
+def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the rows of a tensor, in _PARTS parts or fewer."""
+    return rows.split(max(1, -(-len(rows) // _PARTS)))
 
 
 def grad_of_logits(
@@ -90,5 +103,7 @@ def grad_of_logits(
     slope = torch.zeros_like(entropies) if of_logprobs is None else -of_logprobs
     if of_entropies is None:
         return logp.exp_().mul_(slope[:, None])
-    p = logp.exp()
-    return logp.add_(entropies[:, None]).mul_(-of_entropies[:, None]).add_(slope[:, None]).mul_(p)
+    for part, h, of_h, k in zip(*map(split_rows, (logp, entropies, of_entropies, slope)), strict=True):
+        p = part.exp()
+        part.add_(h[:, None]).mul_(-of_h[:, None]).add_(k[:, None]).mul_(p)
+    return logp

@@ -25,7 +25,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import weight_shapes
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.weights.checkpoint_names import check_names, from_checkpoint, to_checkpoint
-from learner.models.policy import load_policy, save_policy, shard
+from learner.models.policy import open_policy, save_policy, shard
 from learner.ranks import Ranks
 from tests.kit.configs import learner_config
 from tests.kit.learner.exported import train_and_export
@@ -107,7 +107,7 @@ def test_saved_and_exported_policies_have_the_names_of_their_folder(tmp_path: Pa
     shapes = weight_shapes(source)
     assert f"model.layers.1.mlp.experts.{EXPERTS - 1}.down_proj.weight" in shapes
     config = learner_config(source)
-    policy = load_policy(config.model, CPU, torch.float32)
+    policy = open_policy(config.model, torch.float32)
     shard(policy, Ranks(torch.distributed.init_device_mesh("cpu", (1,))), config.learner)
     save_policy(policy, source, tmp_path / "saved", is_writer=True)
     assert weight_shapes(tmp_path / "saved") == shapes

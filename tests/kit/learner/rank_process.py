@@ -147,12 +147,13 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 
 def measure_roles(model: Path, case: Case) -> dict[str, Any]:
     """All four roles at once, the policy with adapters: metrics of two updates and the weights to push."""
+    offload: dict[int, Literal["none", "moments", "all"]] = {1: "none", 2: "all", 4: "moments"}
     config = learner_config(
         model,
         model=ModelConfig(path=str(model), lora=LoraConfig(rank=4)),
         algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(kind="k2_loss", coef=0.1)),
         reward_model=RewardModelConfig(path=str(model.parent / "reward-model")),
-        learner=learner_of(case, lr=1e-2, gradient_checkpointing=True),
+        learner=learner_of(case, lr=1e-2, gradient_checkpointing=True, offload=offload[dist.get_world_size()]),
         placement=placed(case),
     )
     updater = Updater(config, torch.device("cpu"))

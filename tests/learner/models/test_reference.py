@@ -28,7 +28,7 @@ def open_both(model_path: Path, rank: int = 0, dtype: Any = "float32", **referen
     config = learner_config(model_path, model=model, algorithm=algorithm, reference=ReferenceConfig(**reference))
     updater = Updater(config, CPU)
     compute = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    return updater, Reference(config, updater.policy, CPU, compute, Ranks(init_device_mesh("cpu", (1,))))
+    return updater, Reference(config, updater.policy, compute, Ranks(init_device_mesh("cpu", (1,))))
 
 
 def check_logprobs(updater: Updater, reference: Reference, path: Path) -> None:

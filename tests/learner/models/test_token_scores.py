@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from learner.memory.live_bytes import LiveBytes
 from learner.models import token_scores as scoring
 from learner.models.token_scores import score_tokens
 
@@ -86,3 +87,21 @@ def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(scoring, "_log_softmax", spy)
     score_tokens(*inputs())[0].sum().backward()
     assert sizes == [2, 2, 2, 1] * 2  # forward, then backward
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.3), (torch.bfloat16, 1.55)])
+def test_beside_the_heads_gradient_little_more_than_a_chunk_of_logits_exists(
+    dtype: torch.dtype, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab, hidden, limit = 4096, 2, 4 * 4096 * 64
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", limit)
+    torch.manual_seed(0)
+    states = torch.randn(200, hidden, dtype=dtype, requires_grad=True)
+    head = torch.randn(vocab, hidden, dtype=dtype, requires_grad=True)
+    with LiveBytes() as forward:
+        logprobs, entropy = score_tokens(states, head, torch.randint(vocab, (200,)), torch.ones(200))
+        loss = logprobs.sum() + entropy.sum()
+    with LiveBytes() as backward:
+        loss.backward()
+    assert limit < forward.peak < most * limit
+    assert limit < backward.peak - 8 * head.numel() < most * limit

@@ -1,0 +1,237 @@
+"""The memory of each learner rank and server, as a table before the start, and what would fit where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from async_rl.config import Config
+from async_rl.driver.placement import gpus_here
+from async_rl.driver.resources import host_demands
+from async_rl.errors import ConfigError
+from async_rl.telemetry.nvml import smallest_gpu_bytes
+
+if TYPE_CHECKING:
+    from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
+
+GIB = 2**30
+SERVER_EXTRA_BYTES = 3 * GIB
+"""The bytes that a server takes of a GPU beside its share: activations and CUDA graphs. An estimate."""
+PROCESS_BYTES = 2**30 // 2
+"""CPU memory of a process without weights: the interpreter and its libraries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory that the processes of a run have."""
+
+    device: str
+    """`cuda`, or `cpu`."""
+    total: int
+    """The bytes of the smallest GPU, or of this host."""
+    rank: int
+    """The bytes of it that a learner rank may use."""
+    server: int
+    """The bytes of it that a server may use for weights and KV cache; on a CPU all that is free."""
+    shared: bool = False
+    """Whether servers hold a share of the rank's GPU while it trains: rollout.mem_fraction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerNeeds:
+    """The bytes that a server needs on one device."""
+
+    weights: int
+    token: int
+    """The KV cache of one token."""
+    tokens: int
+    """The tokens of all answers that may be in flight."""
+
+
+def room_of(config: Config, gpus: int, gpu_bytes: int, host_bytes: int, server: ServerNeeds) -> Room:
+    """Return the room on a host with `gpus` GPUs of `gpu_bytes`, or, without GPUs, with `host_bytes` of memory."""
+    from learner.memory.room import IN_TURNS_BYTES
+
+    placement = config.placement
+    if not gpus:
+        servers = 0 if config.rollout.server_url else placement.rollout.servers
+        taken = servers * (server.weights + server.token * server.tokens + PROCESS_BYTES)
+        left = host_bytes - taken - placement.learner.ranks * PROCESS_BYTES
+        rank = max(0, left // placement.learner.ranks)
+        return Room(device="cpu", total=host_bytes, rank=rank, server=host_bytes // max(1, servers))
+    demands = host_demands(config, float(gpus))
+    shares = [share for demand in demands for name, share in demand.gpus_of.items() if name.startswith("learner")]
+    shared = min(shares) < 1 and not config.rollout.server_url
+    per_gpu = 1 if placement.colocated or not shared else placement.rollout.servers
+    rank = gpu_bytes
+    if config.shares_gpus:
+        rank = gpu_bytes - IN_TURNS_BYTES
+    elif shared:
+        rank = round(gpu_bytes * (1 - config.rollout.mem_fraction)) - per_gpu * SERVER_EXTRA_BYTES
+    server_bytes = round(gpu_bytes * config.rollout.mem_fraction / per_gpu)
+    held = shared and not config.shares_gpus
+    return Room(device="cuda", total=gpu_bytes, rank=max(0, rank), server=server_bytes, shared=held)
+
+
+class MemoryPlan:
+    """The memory that the processes of a run need and have. Models are measured without their weights.
+
+    Raises:
+        ConfigError: a model can't be loaded.
+    """
+
+    def __init__(self, config: Config, gpus: int, gpu_bytes: int, host_bytes: int) -> None:
+        from learner.memory.rank_memory import RankMemoryEstimate
+
+        self.config = config
+        self.estimate: RankMemoryEstimate = RankMemoryEstimate(config, "cuda" if gpus else "cpu")
+        self.server = _server_needs(config, self.estimate)
+        self.room = room_of(config, gpus, gpu_bytes, host_bytes, self.server)
+        asked = config.learner.gradient_checkpointing
+        self.checkpoints = asked is True or (asked == "auto" and not self._fits(checkpoints=False))
+
+    def rank_memory(self) -> RankMemory:
+        """Return the memory of a learner rank as it is configured; NotImplementedError: it can't be computed."""
+        return self.estimate.rank_memory(checkpoints=self.checkpoints)
+
+    def check(self) -> list[str]:
+        """Return cautions that say what would fit where the configuration may not.
+
+        Raises:
+            ConfigError: a rank has too little memory even for a single row, or a server for the weights.
+        """
+        self._check_server()
+        try:
+            needed = self.rank_memory().peak
+        except NotImplementedError as error:
+            return [f"the learner's memory is not checked: {error}"]
+        room = self.room.rank
+        if needed <= room:
+            return []
+        place = "a GPU" if self.room.device == "cuda" else "this host"
+        text = f"a learner rank needs {_size(needed)}, of {place} with {_size(self.room.total)} it has {_size(room)}"
+        offers = " or ".join(self._offers()) or "more learner ranks on more GPUs, or a smaller model"
+        fewest = self.estimate.rank_memory(checkpoints=True, max_tokens=self._fewest_tokens).peak
+        if fewest > room:
+            raise ConfigError(f"memory: {text}, and with the smallest micro-batches {_size(fewest)}. Set {offers}")
+        return [f"memory: where micro-batches are full, {text}. Set {offers}"]
+
+    def table(self) -> list[str]:
+        """Return the table of `async-rl train --dry-run`: lines by rank and server."""
+        config, room = self.config, self.room
+        ranks, servers = config.placement.learner.ranks, config.placement.rollout.servers
+        place = "smallest GPU" if room.device == "cuda" else "host"
+        lines = [f"{place}: {_size(room.total)}"]
+        try:
+            memory = self.rank_memory()
+        except NotImplementedError as error:
+            lines.append(f"each of {ranks} learner ranks: not computed: {error}")
+        else:
+            fullest = max(memory.peaks, key=memory.peaks.__getitem__)
+            how = "with" if self.checkpoints else "without"
+            lines.append(
+                f"each of {ranks} learner rank(s): at most {_size(memory.peak)} at a time ({fullest}, {how} gradient "
+                f"checkpointing), has {_size(room.rank)}"
+            )
+            lines += [f"  {name:<32} {_size(size):>11}" for name, size in memory.parts.items() if size]
+            lines += [f"  {name + ' (host)':<32} {_size(size):>11}" for name, size in memory.host.items() if size]
+        if config.rollout.server_url:
+            return lines
+        server, kv = self.server, self._kv_tokens()
+        lines += [
+            f"each of {servers} rollout server(s):",
+            f"  {'weights':<32} {_size(server.weights):>11}",
+            f"  {'KV cache':<32} {_size(kv * server.token):>11}  {kv} tokens; answers in flight have {server.tokens}",
+        ]
+        return lines
+
+    @property
+    def _fewest_tokens(self) -> int:
+        """The least value of learner.max_tokens_per_microbatch with which the longest row can be trained."""
+        return -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
+
+    def _kv_tokens(self) -> int:
+        left = max(0, self.room.server - self.server.weights) // self.server.token
+        return left if self.room.device == "cuda" else min(left, self.server.tokens)
+
+    def _check_server(self) -> None:
+        rollout, server = self.config.rollout, self.server
+        if self.room.device != "cuda" or rollout.server_url or self._kv_tokens() >= self.config.longest_tokens:
+            return
+        wanted = server.weights + self.config.longest_tokens * server.token
+        raise ConfigError(
+            f"rollout.mem_fraction {rollout.mem_fraction} gives a server {_size(self.room.server)} of a GPU with "
+            f"{_size(self.room.total)}: too little for its weights and one answer, {_size(wanted)}. Raise it, or "
+            "placement.rollout.tp"
+        )
+
+    def _fits(self, **settings: Any) -> bool:
+        try:
+            return self.estimate.rank_memory(**settings).peak <= self.room.rank
+        except NotImplementedError:
+            return False
+
+    def _offers(self) -> list[str]:
+        """Return at most three settings with which a rank would fit, the cheapest first."""
+        return list(islice((setting for setting, fits in self._settings() if fits), 3))
+
+    def _settings(self) -> Iterator[tuple[str, bool]]:
+        """Yield (settings that need less memory, whether a rank would fit with them), the cheapest first."""
+        longest, checkpoints = self.config.longest_tokens, self.checkpoints
+        if not checkpoints:
+            yield "learner.gradient_checkpointing: auto", self._fits(checkpoints=True)
+        tokens = self.config.learner.max_tokens_per_microbatch
+        while (tokens := tokens // 2) >= self._fewest_tokens:
+            fits = self._fits(checkpoints=checkpoints, max_tokens=tokens)
+            yield f"learner.max_tokens_per_microbatch: {tokens}", fits
+            if fits:
+                break
+        if self.room.shared:
+            needed = self.estimate.rank_memory(checkpoints=True).peak + SERVER_EXTRA_BYTES
+            share = int(100 * (1 - needed / self.room.total)) / 100
+            least = (self.server.weights + longest * self.server.token) / self.room.total
+            yield f"rollout.mem_fraction: {share}, with checkpointing", share > least
+        if self.room.device == "cpu":
+            return
+        for offload in ("moments", "all"):
+            yield f"learner.offload: {offload}, with checkpointing", self._fits(checkpoints=True, offload=offload)
+        for ranks in (self.config.placement.learner.ranks * more for more in (2, 4, 8)):
+            yield f"{ranks} learner ranks, on a GPU each, with checkpointing", self._fits(checkpoints=True, ranks=ranks)
+
+
+def _server_needs(config: Config, estimate: RankMemoryEstimate) -> ServerNeeds:
+    from rollout_server.engines.kv_cache import kv_token_bytes, max_running_replies
+
+    policy, tp = estimate.networks[0], config.placement.rollout.tp
+    model = policy.config.get_text_config()
+    name = str(estimate.dtype).removeprefix("torch.")
+    return ServerNeeds(
+        weights=estimate.dtype.itemsize * policy.base // tp, token=max(1, kv_token_bytes(model, name) // tp),
+        tokens=max_running_replies(config) * config.longest_tokens,
+    )
+
+
+def plan_memory(config: Config) -> MemoryPlan:
+    """Return the plan for a run on this host."""
+    from learner.memory.room import host_bytes
+
+    gpus = int(gpus_here())
+    return MemoryPlan(config, gpus, smallest_gpu_bytes() if gpus else 0, host_bytes())
+
+
+def check_memory(config: Config) -> list[str]:
+    """Return cautions about memory, see MemoryPlan.check, unless the run is far smaller than this host."""
+    from learner.memory.room import host_bytes, is_surely_small
+
+    gpus = int(gpus_here())
+    total = smallest_gpu_bytes() if gpus else host_bytes()
+    processes = config.placement.learner.ranks + config.placement.rollout.servers
+    if is_surely_small(config, total // (2 * processes)):
+        return []
+    return plan_memory(config).check()
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,168 @@
+"""Compares the memory that `async-rl train --dry-run` says a learner rank needs with what steps and a push take.
+
+    python -m benchmarks.step_memory                              # about five minutes
+    python -m benchmarks.step_memory --out benchmarks/results/step_memory.md
+
+Each case is a process (with two ranks, two) that makes an `Updater`, trains on two batches that fill their
+micro-batches, and gathers the weights into buckets as a push does. Measured is its largest resident memory (VmHWM)
+above what it held before; freed memory goes back at once (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from async_rl.config import Config
+from async_rl.types import Batch, Group, Row
+from async_rl.weights.bucket import iter_buckets
+from benchmarks.model_loading import status_bytes
+from learner.memory.rank_memory import RankMemoryEstimate
+from learner.models.policy import full_parameters
+from learner.updater import Updater
+
+MIB = 2**20
+SHAPES: dict[str, dict[str, Any]] = {
+    "deep": {"vocab_size": 8000, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12,
+             "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "wide head": {"vocab_size": 64_000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 3,
+                  "num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": False},
+}  # fmt: skip
+"""Models of which the activations, or the head and its logits, take the most."""
+PROMPT, ANSWER = 16, 496
+CASES: dict[str, dict[str, Any]] = {
+    "deep": {},
+    "deep, checkpointed": {"learner": {"gradient_checkpointing": True}},
+    "deep, two ranks": {"placement": {"learner": {"ranks": 2}}},
+    "deep, two ranks that split rows": {
+        "learner": {"sequence_parallel": 2}, "placement": {"learner": {"ranks": 2}},
+    },
+    "deep, with a critic": {"algorithm": {"advantage": "gae"}},
+    "deep, adapters": {"model": {"lora": {"rank": 16}}},
+    "deep, bfloat16": {"model": {"dtype": "bfloat16"}},
+    "wide head": {},
+    "wide head, checkpointed, two ranks": {
+        "learner": {"gradient_checkpointing": True}, "placement": {"learner": {"ranks": 2}},
+    },
+    "wide head, two ranks that split rows": {
+        "learner": {"sequence_parallel": 2}, "placement": {"learner": {"ranks": 2}},
+    },
+    "wide head, small micro-batches": {"learner": {"max_tokens_per_microbatch": 512}},
+}  # fmt: skip
+"""Settings of a case, on the model of SHAPES with which its name begins."""
+
+
+def case_config(case: str, root: Path) -> Config:
+    settings = json.loads(json.dumps(CASES[case]))
+    learner = {"prompts_per_step": 4, "max_tokens_per_microbatch": 2048, "gradient_checkpointing": False}
+    return Config(**{
+        **settings, "model": {**settings.get("model", {}), "path": str(root / case.split(",")[0])},
+        "task": {"name": "reasoning_gym/chain_sum", "max_prompt_tokens": PROMPT},
+        "rollout": {"group_size": 2, "max_response_tokens": ANSWER, "engine": "hf"},
+        "learner": learner | settings.get("learner", {}), "weight_sync": {"bucket_bytes": 32 * MIB},
+    })  # fmt: skip
+
+
+def save_models(root: Path) -> None:
+    for name, shape in SHAPES.items():
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(Qwen2Config(**shape, max_position_embeddings=1024)).save_pretrained(root / name)
+
+
+def full_batch(config: Config, version: int) -> Batch:
+    """Return a batch of answers of the greatest length."""
+    rng = np.random.default_rng(version)
+    groups = []
+    for index in range(config.learner.prompts_per_step):
+        rows = tuple(
+            Row(
+                tokens=rng.integers(3, 8000, ANSWER).astype(np.int32), reward=float(number % 2), finish_reason="length",
+                logprobs=np.full(ANSWER, -9.0, np.float32), versions=np.full(ANSWER, version, np.int32),
+                mask=np.ones(ANSWER, bool),
+            )
+            for number in range(config.rollout.group_size)
+        )  # fmt: skip
+        groups.append(Group(
+            group_id=index, prompt_index=index, start_version=version, temperature=1.0, rows=rows, duration_s=1.0,
+            prompt_tokens=rng.integers(3, 8000, PROMPT).astype(np.int32),
+        ))  # fmt: skip
+    return Batch(version=version, groups=tuple(groups), finished_versions=(version,) * len(groups))
+
+
+def measure(case: str, root: Path, rank: int, ranks: int, store: str) -> int:
+    """Return the bytes that two steps and a push take as one of `ranks` ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    config = case_config(case, root)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = status_bytes("VmRSS")
+    updater = Updater(config, torch.device("cpu"))
+    buffers: list[torch.Tensor | None] = [None, None]
+    for version in range(2):
+        updater.update(full_batch(config, version))
+        tensors = full_parameters(updater.policy, updater.dtype)
+        for _ in iter_buckets(tensors, config.weight_sync.bucket_bytes, updater.dtype, buffers):
+            pass
+    peak = status_bytes("VmHWM") - before
+    dist.barrier()
+    return peak
+
+
+def run_case(case: str, root: Path) -> str:
+    config = case_config(case, root)
+    ranks = config.placement.learner.ranks
+    store = tempfile.mktemp(dir=root)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "benchmarks.step_memory", "--case", case, str(root), store]
+    processes = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    measured = max(int(process.communicate()[0].split()[-1]) for process in processes)
+    estimate = RankMemoryEstimate(config, "cpu").rank_memory(
+        checkpoints=bool(config.learner.gradient_checkpointing)
+    )
+    fullest = max(estimate.peaks, key=estimate.peaks.__getitem__)
+    return (
+        f"| {case} | {ranks} | {estimate.peak / MIB:.0f} ({fullest}) | {measured / MIB:.0f} | "
+        f"{estimate.peak / measured - 1:+.0%} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.case:
+        case, root, store, rank = args.case
+        ranks = case_config(case, Path(root)).placement.learner.ranks
+        print(measure(case, Path(root), int(rank), ranks, store))
+        return
+    lines = [
+        "`python -m benchmarks.step_memory`: the peak of a learner rank in MiB, said by the dry run, and measured.", "",
+        "| case | ranks | said | measured | difference |", "| --- | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        save_models(Path(folder))
+        for case in args.only:
+            lines.append(run_case(case, Path(folder)))
+            print(lines[-1], flush=True)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Loads models so that a rank reads from the weight files only what it keeps.
+
+    open_model     the model with meta tensors: names, shapes and types, but no weights
+    shard          learner/models/policy.py; FSDP2 splits meta tensors as it does others
+    read_weights   allocates what this rank keeps, and fills it from the files tensor by tensor
+
+The most memory that a rank needs is that of its shards and of one tensor. Where transformers makes a weight of several
+tensors, as of the experts of a layer, it is that of its shards and of those tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from async_rl.errors import ConfigError
+from async_rl.storage.model_folder import weight_files
+from async_rl.weights.checkpoint_names import Source, sources_of
+from learner.optimizer import check_finite
+
+Start = Callable[[torch.Size], Tensor]
+"""Makes the first value, whole and in CPU memory, of a weight that no file holds, from its shape."""
+
+
+def open_model(model_class: Any, path: str, dtype: torch.dtype, **settings: Any) -> Any:
+    """Return the Hugging Face model in the folder `path` with meta tensors for weights; `read_weights` reads these.
+
+    What no file holds, such as the frequencies of rotary embeddings, is computed.
+
+    Args:
+        model_class: one of transformers' auto classes, whose `from_pretrained` gets the `settings`.
+    """
+    lm, loaded = model_class.from_pretrained(
+        path, dtype=dtype, device_map="meta", output_loading_info=True, **settings
+    )
+    for module in lm.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                module._is_hf_initialized = False
+    lm.initialize_weights()  # skips what is marked as initialised, which are all weights
+    lm.stored_weights = StoredWeights(lm, path, sorted(loaded["missing_keys"]))
+    return lm.eval()
+
+
+class StoredWeights:
+    """The weights of a model that is still without them: the files that hold them, and the start of all others."""
+
+    def __init__(self, lm: Any, path: str, missing: Sequence[str]) -> None:
+        self.path = path
+        self._file_of: dict[str, Path] = {}
+        for file in weight_files(Path(path)):
+            with safe_open(file, framework="pt") as opened:
+                self._file_of |= dict.fromkeys(opened.keys(), file)
+        modules = dict(lm.named_modules())
+        # Adapters change the names of modules, but not the modules; sharding changes parameters, but not their modules.
+        self._owner_of = {
+            name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in lm.state_dict()
+        }
+        self._sources = sources_of(lm, list(self._file_of))
+        self._missing = missing
+        self._starts: list[tuple[nn.Module, str, Start]] = []
+
+    def start(self, module: nn.Module, start: Start) -> None:
+        """Have those weights of `module` that no file holds begin with the result of `start`."""
+        self._starts += [(module, name, start) for name, _ in module.named_parameters(recurse=False)]
+
+    def fill(self, lm: Any) -> None:
+        """Fill the weights of `lm`, of which this rank may have shards only.
+
+        Raises:
+            ConfigError: the files lack weights for which there is no start, or torch can't tell this rank's rows.
+        """
+        started = {module for module, _, _ in self._starts}
+        if lacking := [name for name in self._missing if self._owner_of[name][0] not in started]:
+            raise ConfigError(
+                f"the weight files in {self.path} lack {len(lacking)} weights of the model: {', '.join(lacking[:3])}. "
+                "Take config.json and weights of one model"
+            )
+        for module, attribute, start in self._starts:
+            weight = getattr(module, attribute)
+            _fill(weight, start(weight.shape).__getitem__)
+        for source in self._sources:
+            for name, read in self._readers(lm, source):
+                owner, attribute = self._owner_of[name]
+                _fill(getattr(owner, attribute), read)
+
+    def _readers(self, lm: Any, source: Source) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
+        """Yield (name, function that returns a range of rows) of each weight that is made of the tensors of a source.
+
+        The files are open until the next one is asked for, so that their pages do not add up to the whole model.
+        """
+        with ExitStack() as stack:
+            opened = {
+                file: stack.enter_context(safe_open(file, framework="pt"))
+                for file in {self._file_of[name] for name in source.tensors}
+            }
+            if source.converter is None:
+                (name,) = source.tensors
+                piece = opened[self._file_of[name]].get_slice(name)
+                yield source.weight, lambda rows: piece[rows] if piece.get_shape() else piece[...]
+                return
+            tensors = {name: opened[self._file_of[name]].get_tensor(name) for name in source.tensors}
+            for name, whole in source.convert(lm, tensors).items():
+                yield name, whole.__getitem__
+
+
+def read_weights(module: nn.Module, lm: Any, device: torch.device | str) -> None:
+    """Allocate on `device` what this rank keeps of the weights of `lm`, part of `module`, and read it from the files.
+
+    Raises:
+        ConfigError: the files lack weights, or one of this rank's is NaN or infinite.
+    """
+    stored: StoredWeights = lm.stored_weights
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    if not any(isinstance(parameter, DTensor) for parameter in lm.parameters()):
+        lm.tie_weights()  # what was one meta tensor has become two
+    with torch.no_grad():
+        stored.fill(lm)
+    del lm.stored_weights
+    check_finite(lm, stored.path)
+
+
+def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:
+    """Copy the rows that this rank has of a weight into it; `read` returns them."""
+    if not isinstance(weight, DTensor):
+        weight.copy_(read(slice(None)))
+        return
+    mesh, own = weight.device_mesh, weight.to_local()
+    shape, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+    if shape != own.shape:  # checkpoints find their rows by the same function
+        raise ConfigError(
+            f"learner.sequence_parallel must be 1 with {len(weight)} rows of embeddings on {mesh.size()} learner "
+            f"ranks: torch's checkpoints would take the {len(own)} rows of this rank for {shape[0]}. Or take another "
+            "number of ranks, or a model whose vocabulary they divide"
+        )
+    if own.numel():  # the last ranks may have no rows
+        own.copy_(read(slice(first, first + own.shape[0])))

@@ -1,0 +1,200 @@
+"""The memory of a run is known before it starts: what does not fit is refused, or told with what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from async_rl import pipeline
+from async_rl.config import Config
+from async_rl.driver import memory
+from async_rl.driver.memory import GIB, MemoryPlan
+from async_rl.errors import ConfigError
+from benchmarks.model_loading import QWEN2_5, save_headers
+from learner.memory import checkpointing_choice
+from learner.memory.checkpointing_choice import with_checkpointing
+from learner.memory.room import host_bytes, is_surely_small
+from tests.kit.configs import learner_config, make_config
+
+pytestmark = pytest.mark.processes  # each measures passes of models without data, for about a second
+
+H100_BYTES = 80 * 10**9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2.5-0.5B with four of its layers: headers of weight files without weights."""
+    folder = tmp_path_factory.mktemp("headers")
+    save_headers(Qwen2Config(**QWEN2_5["0.5B"] | {"num_hidden_layers": 4}), folder)
+    return folder
+
+
+def plan(folder: Path, gpus: int = 1, gpu_bytes: int = H100_BYTES, **sections: Any) -> MemoryPlan:
+    return MemoryPlan(make_config(folder, **sections), gpus, gpu_bytes, host_bytes=64 * GIB)
+
+
+def test_a_rank_holds_its_part_of_weights_gradients_and_moments(folder: Path) -> None:
+    parameters = 151_936 * 896 + 4 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864 + 896 + 2 * 128 + 2 * 896) + 896
+    for ranks in (1, 4):
+        found = plan(folder, 8, placement={"learner": {"ranks": ranks}}).rank_memory()
+        parts = {name.removeprefix("policy: "): size for name, size in found.parts.items()}
+        assert parts["weights"] == parts["gradients"] == 4 * parameters // ranks
+        assert parts["moments"] == 8 * parameters // ranks
+        assert found.host == {"checkpoint being written": 12 * parameters // ranks}
+        assert found.peak == max(found.peaks.values()) > 16 * parameters // ranks
+
+
+def test_ranks_that_split_rows_have_their_part_of_activations_embeddings_and_logits(folder: Path) -> None:
+    def parts(slices: int, attention: str = "flash_attention_2") -> dict[str, int]:
+        learner = {"sequence_parallel": slices, "max_tokens_per_microbatch": 16_384 // slices}
+        settings: dict[str, Any] = {"learner": learner, "model": {"attn_implementation": attention}}
+        found = plan(folder, 8, placement={"learner": {"ranks": 2}}, **settings).rank_memory()
+        return {name.removeprefix("policy: "): size for name, size in found.parts.items()}
+
+    whole, split = parts(1), parts(2)
+    assert split["activations"] == whole["activations"] // 2
+    assert whole["gathered"] - split["gathered"] == pytest.approx(151_936 * 896, rel=0.01)  # half of them in bfloat16
+    assert whole["logits and head"] - split["logits and head"] == 3 * 151_936 * 896  # of 6 bytes; logits fill a chunk
+    assert split["moments"] == whole["moments"]
+    assert parts(2, "sdpa")["activations"] > parts(1, "sdpa")["activations"] // 2  # each rank has masks of whole rows
+
+
+def test_split_rows_whose_keys_are_gathered_are_not_computed_and_checkpointed(folder: Path) -> None:
+    gathers = plan(folder, 8, placement={"learner": {"ranks": 4}}, learner={"sequence_parallel": 4})  # of 14 heads
+    assert gathers.checkpoints and "its ranks gather keys" in gathers.check()[0] and "gather keys" in gathers.table()[1]
+
+
+def test_the_backward_pass_of_a_block_takes_more_than_what_is_kept(folder: Path) -> None:
+    estimate = plan(folder, 2).estimate  # the gradient of its embeddings is larger than the activations of a row
+    for checkpoints in (False, True):
+        found = estimate.measure(estimate.networks[0], checkpoints)
+        assert found.kept < found.peak < 2 * estimate.measure(estimate.networks[0], checkpoints=False).kept
+
+
+def test_what_is_offloaded_is_in_the_hosts_memory(folder: Path) -> None:
+    peaks = {}
+    for offload in ("none", "moments", "all"):
+        found = plan(folder, learner={"offload": offload}).rank_memory()
+        peaks[offload] = found.peak
+        on_host = {name.removeprefix("policy: ") for name in found.host}
+        kept = {"none": set(), "moments": {"moments"}, "all": {"weights", "gradients", "moments"}}[offload]
+        assert on_host == {"checkpoint being written", *kept}
+    moments = plan(folder).rank_memory().parts["policy: moments"]
+    assert peaks["none"] - peaks["moments"] == moments and peaks["moments"] - peaks["all"] == moments
+
+
+def test_auto_checkpoints_only_what_would_not_fit(folder: Path) -> None:
+    needed = plan(folder, 2).rank_memory().peak
+    assert not plan(folder, 2, round(1.01 * needed)).checkpoints
+    tight = plan(folder, 2, round(0.99 * needed))
+    assert tight.checkpoints and tight.rank_memory().peak < needed and tight.check() == []
+    assert not plan(folder, 2, round(0.99 * needed), learner={"gradient_checkpointing": False}).checkpoints
+
+
+def test_a_full_micro_batch_that_does_not_fit_is_told_with_what_would(folder: Path) -> None:
+    never: dict[str, Any] = {"gradient_checkpointing": False}
+    needed = plan(folder, 2, learner=never).rank_memory().peak
+    (caution,) = plan(folder, 2, round(0.9 * needed), learner=never).check()
+    assert "where micro-batches are full, a learner rank needs" in caution
+    assert "learner.gradient_checkpointing: auto or learner.max_tokens_per_microbatch: 8192" in caution
+    # what it offers does fit
+    assert plan(folder, 2, round(0.9 * needed)).check() == []
+    smaller = never | {"max_tokens_per_microbatch": 8192}
+    assert plan(folder, 2, round(0.9 * needed), learner=smaller).check() == []
+
+
+def test_a_model_that_no_setting_makes_fit_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^memory: a learner rank needs .* with the smallest micro-batch.*\. Set "):
+        plan(folder, 2, 4 * 10**9).check()
+
+
+def test_at_once_on_one_gpu_the_servers_share_is_lowered_or_moments_are_offloaded(folder: Path) -> None:
+    config: dict[str, Any] = {"staleness": {"max": 2}, "rollout": {"mem_fraction": 0.8}}
+    shared = plan(folder, 1, 24 * 10**9, **config)
+    assert shared.room.shared and shared.room.rank < 5 * 10**9
+    found: list[str] = []
+    try:
+        found = shared.check()
+    except ConfigError as error:
+        found = [str(error)]
+    assert "rollout.mem_fraction: 0." in found[0]
+    alone = plan(folder, 2, 24 * 10**9, **config)
+    assert not alone.room.shared and alone.room.rank == 24 * 10**9 and alone.check() == []
+
+
+def test_a_share_too_small_for_the_weights_and_an_answer_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.mem_fraction 0\.01 gives a server .* Raise it"):
+        plan(folder, 1, 24 * 10**9, rollout={"mem_fraction": 0.01}).check()
+
+
+def test_on_a_cpu_all_processes_share_the_memory_of_the_host(folder: Path) -> None:
+    one = plan(folder, 0)
+    two = plan(folder, 0, placement={"learner": {"ranks": 2}, "rollout": {"servers": 2}})
+    assert one.room.device == "cpu" and 2 * two.room.rank < one.room.rank < 64 * GIB
+    assert one.estimate.dtype == torch.float32 and plan(folder).estimate.dtype == torch.bfloat16
+
+
+def test_the_table_has_a_line_for_each_part_and_server(folder: Path) -> None:
+    lines = plan(folder, 8, placement={"learner": {"ranks": 2}, "rollout": {"servers": 3}}).table()
+    text = "\n".join(lines)
+    for part in ("weights", "gradients", "moments", "activations", "logits and head", "gathered"):
+        assert f"\n  policy: {part} " in text
+    assert "each of 2 learner rank(s): at most" in text and "\n  push buffers " in text
+    assert "each of 3 rollout server(s):\n  weights " in text and "\n  KV cache " in text
+    assert "smallest GPU: 74.51 GiB" in text
+
+
+def test_a_critic_and_a_reference_are_in_the_table(folder: Path) -> None:
+    found = plan(folder, 2, algorithm={"advantage": "gae", "kl": {"kind": "k2_loss"}}).rank_memory()
+    names = {name.partition(":")[0] for name in found.parts}
+    assert {"policy", "critic", "reference"} <= names
+    assert "reference: moments" not in found.parts and "critic: moments" in found.parts
+
+
+def test_a_run_far_smaller_than_the_host_is_not_computed(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(model_folder, learner={"max_tokens_per_microbatch": 1024})
+    monkeypatch.setattr(memory, "plan_memory", lambda config: pytest.fail("not needed"))
+    assert is_surely_small(config, host_bytes()) and memory.check_memory(config) == []
+    assert not is_surely_small(config, 2**20)
+
+
+def test_the_learner_resolves_auto_by_its_room(
+    model_folder: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = learner_config(model_folder)
+    assert config.learner.gradient_checkpointing == "auto"
+    cpu = torch.device("cpu")
+    assert with_checkpointing(config, cpu).learner.gradient_checkpointing is False
+    monkeypatch.setattr(checkpointing_choice, "free_room", lambda config, device: 10_000)
+    assert with_checkpointing(config, cpu).learner.gradient_checkpointing is True
+    for asked in (True, False):
+        asks = learner_config(model_folder, learner={"gradient_checkpointing": asked})
+        assert with_checkpointing(asks, cpu) is asks
+
+
+def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(config: Config) -> list[str]:
+        return []
+
+    monkeypatch.setattr(pipeline, "check_inputs", checked)
+    text = pipeline.dry_run(make_config(model_folder, rollout={"engine": "hf"}))
+    assert "\n# memory\n# host: " in text and "#   policy: activations " in text
+
+
+@pytest.mark.nightly
+def test_seven_billion_parameters_fit_eight_gpus_with_checkpoints_and_not_one(tmp_path: Path) -> None:
+    save_headers(Qwen2Config(**QWEN2_5["7B"]), tmp_path)
+    node: dict[str, Any] = {"placement": {"learner": {"ranks": 8}, "rollout": {"servers": 8}}}
+    eight = plan(tmp_path, 16, **node)
+    assert eight.checkpoints and eight.check() == []
+    assert 25 * GIB < eight.rank_memory().peak < 45 * GIB  # the audit's arithmetic by hand: 34 GB
+    never = plan(tmp_path, 16, **node, learner={"gradient_checkpointing": False})
+    assert never.rank_memory().peak > 110 * GIB and "gradient_checkpointing: auto" in never.check()[0]
+    with pytest.raises(ConfigError, match="learner ranks, on a GPU each"):
+        plan(tmp_path, 2).check()

@@ -103,17 +103,17 @@ class RolloutActor:
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
     async def connect(self, buffer_address: str) -> None:
-        """Open the reward and the worker, which requests slots from the buffer at this address once `run` is called."""
-        self._doing, self._since_s = "opens its reward, environment and tools", time.monotonic()
+        """Open rewards and worker, which requests slots from the buffer at this address once `run` is called."""
+        self._doing, self._since_s = "opens its rewards, environment and tools", time.monotonic()
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 
     def _open_worker(self, buffer_address: str) -> Worker:
-        from rollout_server.rewards.base import open_reward
+        from rollout_server.rewards.base import open_rewards
         from rollout_server.scored_player import ScoredPlayer
         from rollout_server.worker import Worker
 
-        reward = open_reward(self._config, self._task)
-        player = ScoredPlayer(self._config, self._index, self._engine, self._task, reward, self._tokenizer)
+        rewards = open_rewards(self._config, self._task)
+        player = ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer)
         return Worker(self._config, player, buffer_address)
 
     async def run(self) -> AsyncIterator[WorkerReport]:

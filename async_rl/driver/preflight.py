@@ -97,7 +97,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         *checks,
         PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), MODEL, everywhere=True),
         PreflightCheck(
-            "reward", config.task.reward or "the task's own", lambda: _check_reward(config, task()), TASK,
+            "reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK,
             everywhere=True,
         ),
     ]
@@ -197,9 +197,9 @@ def _check_episodes(config: Config) -> None:
 
 
 def _check_reward(config: Config, task: Task) -> None:
-    from rollout_server.rewards.base import open_reward
+    from rollout_server.rewards.base import open_rewards
 
-    open_reward(config, task)
+    open_rewards(config, task)
 
 
 def _check_placement(config: Config) -> list[str]:

@@ -1,7 +1,4 @@
-"""The type of a reward, the rules that compare a response with the right answer, and the table that names them.
-
-Every reward is called as `reward(question, response)`: these rules, a task's `verify`, and a function of the user's.
-"""
+"""The rules that compare a response with the right answer, and the table that names them."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.math_checker import MathChecker
 
-Reward = Callable[[Question, str], float]
+Rule = Callable[[Question, str], float]
 """Takes the question and the text of a response without special tokens, returns the reward. Called in threads, many at
-once; if it raises, the group fails."""
+once."""
 
 TAIL_CHARACTERS = 300
 """The number of last characters of the response in which the GSM8K rule looks for the answer."""
@@ -53,12 +50,12 @@ def math_verify(question: Question, response: str) -> float:
     return float(_math_checker().is_equal(response, str(question.ground_truth)))
 
 
-RULES: dict[str, Reward] = {
+RULES: dict[str, Rule] = {
     "gsm8k": gsm8k,
     "gsm8k_flexible": partial(gsm8k, flexible=True),
     "math_verify": math_verify,
 }
-"""The rules by their name in `task.reward`."""
+"""The rules by their name in the configuration."""
 NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
 """The rules of which the right answer is one number."""
 

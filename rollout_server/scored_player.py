@@ -47,6 +47,7 @@ class ScoredPlayer:
         self._config = config
         log_file = config.run_dir / "logs" / f"agent-{index}.log"
         self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self.stats.waiting)
+        self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
         self._scoring = Scoring(config, rewards, self.stats.waiting) if rewards else None
         self._evaluation = Evaluation(config, self.play, task, self.stats)
 

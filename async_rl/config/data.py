@@ -31,7 +31,7 @@ class RewardConfig:
     reward: str = ""
     """As in task.reward."""
     weight: float = 1.0
-    """What its score is multiplied by. 0: it is only logged."""
+    """The factor of its score in the sum. 0: it is only logged."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that it declares."""
     timeout_s: NonNegativeFloat = 0.0
@@ -78,11 +78,14 @@ class TaskConfig:
     max_concurrent_calls: PositiveInt = 256
     """Calls of tools and environments, or agents, that one worker runs at once."""
     reward: str = ""
-    """The function that scores answers: gsm8k, gsm8k_flexible, math_verify or package.module:function. Empty: the
+    """The function that scores answers: gsm8k, gsm8k_flexible, math_verify, code or package.module:function. Empty: the
     task's own verifier."""
     rewards: List[tuple[RewardConfig, ...]] = ()
     """Several rewards in place of `reward`, each with a name, a weight and settings. With `env` or `agent` their
     weighted sum is added to what these give."""
+    sandbox: Literal["auto", "none"] = "auto"
+    """The containment of the programs in answers that a reward runs. auto: the strongest that this machine has; a run
+    is refused where there is none. none: they run as the user of the run, with all of its rights."""
     max_prompt_tokens: PositiveInt = 512
     """The longest allowed prompt, in tokens. Longer ones are left out and counted."""
     max_failures: PositiveInt = 20

@@ -20,6 +20,7 @@ from async_rl.errors import ConfigError
 from async_rl.seams import find_entry
 from async_rl.seams.lookup import import_object
 from rollout_server.question import Question
+from rollout_server.rewards.code.checker import CODE
 from rollout_server.rewards.contract import Reward, Score
 from rollout_server.rewards.math_checker import num_children
 from rollout_server.rewards.reward_tasks import MAX_TASKS
@@ -29,7 +30,8 @@ from rollout_server.rewards.verdict_cache import identity
 
 # A thread's wait for a free math-verify process would count against the time limit.
 REWARDS: dict[str, Reward] = {
-    name: Reward(function=rule, concurrency=num_children()) for name, rule in RULES.items()
+    **{name: Reward(function=rule, concurrency=num_children()) for name, rule in RULES.items()},
+    "code": CODE,
 }
 """The rewards that are built in, by their name in the configuration."""
 
@@ -60,6 +62,8 @@ class NamedReward:
     """A digest of its code and settings, for the keys of its verdicts."""
     logs_score: bool = False
     """Whether its score is logged by its name: always but for the one reward of a run, which is the reward itself."""
+    about: str = ""
+    """What `async-rl status` says of it."""
 
     def at_once(self, function: Score) -> int:
         """Return the most calls at once of the function of this reward."""
@@ -84,12 +88,15 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
             each.reward, f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
             "Its greedy answer, the baseline, has no others beside it.",
         )
+        timeout_s = each.timeout_s or config.timeouts.reward_s
+        if reward.check:
+            reward.check(config, settings, timeout_s, key)
+        about = reward.describe(config, settings) if reward.describe else ""
         found.append(NamedReward(
-            name=each.name, weight=each.weight, reward=reward, settings=settings,
-            timeout_s=each.timeout_s or config.timeouts.reward_s,
+            name=each.name, weight=each.weight, reward=reward, settings=settings, timeout_s=timeout_s,
             limit=f"{key}.timeout_s" if each.timeout_s else "timeouts.reward_s",
             concurrency=each.concurrency or reward.concurrency, identity=identity(each.reward, reward, settings),
-            logs_score=bool(config.task.rewards),
+            logs_score=bool(config.task.rewards), about=about,
         ))
     return tuple(found)
 

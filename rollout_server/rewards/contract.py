@@ -1,4 +1,4 @@
-"""What a reward is: the function that scores, what its entry declares about it, and what it may return."""
+"""The contract of rewards: the function that scores, what its entry declares about it, and what it may return."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class RewardResult:
     """Numbers to log, as reward/<name of the reward>/<name>."""
     reason: str = ""
     """The reason for there being no verdict, in a sentence."""
+    is_final: bool = True
+    """False: the same input may get another verdict, so that this one is not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,11 @@ class Reward:
     """Whether the same question, answer and settings always give the same verdict, which may then be kept."""
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
+    check: Callable[[Config, Any, float, str], None] | None = None
+    """Checks before a run starts, given the configuration, the settings, the time limit of a call in seconds and the
+    key of the reward, that the reward can work on this machine; raises ConfigError if not."""
+    describe: Callable[[Config, Any], str] | None = None
+    """Returns, given the configuration and the settings, what `async-rl status` says of it."""
 
     def __post_init__(self) -> None:
         if (self.function is None) == (self.open is None):
@@ -79,7 +86,7 @@ def read_verdict(value: Any) -> RewardResult:
             raise RewardError(f"the name of a metric of a RewardResult must be {allowed}, got {name!r:.200}")
     metrics = {name: _finite(each, f"log a number as {name}") for name, each in value.metrics.items()}
     score = None if value.score is None else _finite(value.score, "return a number or None as score")
-    return RewardResult(score, metrics, value.reason)
+    return RewardResult(score, metrics, value.reason, value.is_final)
 
 
 def _finite(value: Any, duty: str) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
+from rollout_server.rewards.code.cases import read_cases
 from rollout_server.rewards.math_checker import MathChecker
 
 Rule = Callable[[Question, str], float]
@@ -73,13 +74,18 @@ def rule_for_source(source: str) -> str:
     if _MATH_SOURCE.search(source):
         return "math_verify"
     raise ConfigError(
-        f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, or "
+        f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, code, or "
         "to a function of yours: package.module:function"
     )
 
 
 def check_reference(rule: str, answer: Any, where: str) -> None:
-    """Raise ConfigError if `rule` needs a number and the right answer is neither text nor a number."""
+    """Raise ConfigError if `rule` can't read the right answer: no text or number for a number, no tests for code."""
+    if rule == "code":
+        try:
+            read_cases(answer)
+        except (ValueError, TypeError, SyntaxError) as error:
+            raise ConfigError(f"{where}: reward_model.ground_truth must hold the tests of a program: {error}") from None
     if rule in NUMBER_RULES and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise ConfigError(
             f"{where}: reward_model.ground_truth must be text or a number for the rule {rule}, got {str(answer)[:120]}"

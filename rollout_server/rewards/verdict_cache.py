@@ -51,11 +51,11 @@ class VerdictCache:
         return {key: RewardResult(score, json.loads(metrics)) for key, score, metrics in found}
 
     def put(self, reward: str, question: Question, verdicts: Mapping[bytes, tuple[str, RewardResult]]) -> None:
-        """Keep verdicts on answers to a question, given as {key: (answer, verdict)}; those without a score are not."""
+        """Keep verdicts on answers to a question, given as {key: (answer, verdict)}, but none that is not final."""
         truth = _text(question.ground_truth)
         rows = [
             (key, reward, truth, answer, verdict.score, json.dumps(dict(verdict.metrics)))
-            for key, (answer, verdict) in verdicts.items() if verdict.score is not None
+            for key, (answer, verdict) in verdicts.items() if verdict.score is not None and verdict.is_final
         ]
         if rows:
             self._execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", rows)

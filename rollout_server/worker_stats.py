@@ -53,7 +53,7 @@ class WorkerStats:
         """The waits that have begun and not ended: of groups, of their greedy answers, and of held-out prompts."""
         self._num_evaluations = 0
         self.about = ""
-        """What `status` also says of the worker."""
+        """The words that `status` adds on the worker."""
         self.in_flight = 0
         """The number of groups that were granted and that the buffer has not yet acknowledged."""
         self._group_seconds = 0.0

@@ -36,7 +36,7 @@ class Status:
     limit_s: float = 0.0
     """The time limit of the wait; 0: the process does not wait."""
     about: str = ""
-    """What else is worth knowing of the process, such as how its rewards contain programs."""
+    """Anything else that is worth knowing of the process, such as how its rewards contain programs."""
 
     @property
     def waited_s(self) -> float:

@@ -63,7 +63,7 @@ class NamedReward:
     logs_score: bool = False
     """Whether its score is logged by its name: always but for the one reward of a run, which is the reward itself."""
     about: str = ""
-    """What `async-rl status` says of it."""
+    """The words of `async-rl status` on it."""
 
     def at_once(self, function: Score) -> int:
         """Return the most calls at once of the function of this reward."""

@@ -27,7 +27,7 @@ _CODE = "from rollout_server.sandbox.fork_server import main; main()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLimits:
-    """What one program may use."""
+    """The limits of one program."""
 
     wall_s: float = 6.0
     cpu_s: float = 5.0

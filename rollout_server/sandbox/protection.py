@@ -21,7 +21,7 @@ _WITHOUT = "Or set task.sandbox: none, if you trust the programs: they then run 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What holds programs on this machine."""
+    """The protection against programs that this machine has."""
 
     landlock_abi: int
     """0: there is no Landlock."""

@@ -39,6 +39,8 @@ NIGHTLY = [
     "async-rl train configs/agent_cpu.yaml",
     "async-rl sft configs/guess_cpu.yaml",
     "async-rl train configs/guess_cpu.yaml",
+    "async-rl sft configs/code_cpu.yaml",
+    "async-rl train configs/code_cpu.yaml",
     "python configs/shop/orders.py",
     "async-rl sft configs/shop_agent_cpu.yaml",
     "async-rl train configs/shop_agent_cpu.yaml --dry-run",

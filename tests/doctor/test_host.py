@@ -35,6 +35,12 @@ def config(tmp_path: Path) -> Config:
     return make_config(tmp_path / "model", run={"dir": tmp_path}, rollout={"engine": "hf"})
 
 
+@pytest.fixture(autouse=True)
+def contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs can be contained, which is not tried."""
+    monkeypatch.setattr(doctor, "find_protection", lambda: Protection(7, True, True))
+
+
 @pytest.fixture
 def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor.metadata.version

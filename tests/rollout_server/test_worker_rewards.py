@@ -88,7 +88,7 @@ async def statuses_of_evaluation(config: Config) -> list[Status]:
 
 
 def test_answers_without_a_verdict_leave_their_group_and_are_counted() -> None:
-    """Of three answers the judge has no verdict on one in training, and on one of two in the evaluation."""
+    """The judge has no verdict on one of three answers."""
     calls = itertools.count()
 
     def judge(question: Question, text: str) -> RewardResult | None:

@@ -22,7 +22,7 @@ from rollout_server.sandbox import kernel, protection
 from rollout_server.sandbox.pool import SandboxDiedError
 from rollout_server.sandbox.protection import Protection
 from tests.kit.configs import changed, make_config
-from tests.rollout_server.rewards.test_scoring import of
+from tests.kit.rewards import of
 
 pytestmark = pytest.mark.processes
 needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")

@@ -31,7 +31,7 @@ modes = pytest.mark.parametrize(
     ],
 )  # fmt: skip
 OPEN = {"stat of others"}
-"""What only namespaces hold: the existence and the size of a file can be told."""
+"""Misdeeds that only namespaces hold: the existence and the size of a file can be told."""
 ENDLESS = {"endless loop", "endless sleep that ignores signals"}
 
 

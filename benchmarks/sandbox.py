@@ -3,13 +3,13 @@
     python -m benchmarks.sandbox                                         # prints the tables
     python -m benchmarks.sandbox --out benchmarks/results/sandbox
 
-The rows are measured in turn, `--rounds` times, and the table has their medians. Processor time is that of all processes
-together; on a machine that has other work it says more than the rate.
+The rows are measured in turn, `--rounds` times, and the table has their medians. Processor time is that of all
+processes together; on a machine that has other work it says more than the rate.
     subprocess    `python -I -S program`, a process of its own for each run
     fork server   seccomp, Landlock and limits
     namespaces    the same with namespaces of its own for each run
-Then 48 programs at once (16 fork bombs, 16 endless loops, 16 sound ones), the memory of the pool while 20 programs sleep,
-and the processes that are left when a worker is killed.
+Then 48 programs at once (16 fork bombs, 16 endless loops, 16 sound ones), the memory of the pool while 20 programs
+sleep, and the processes that are left when a worker is killed.
 """
 
 from __future__ import annotations

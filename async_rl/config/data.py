@@ -119,6 +119,10 @@ class TaskConfig:
             f"rewards with names of their own, none of {', '.join(RESERVED_REWARD_NAMES)}",
         )
         check(
+            num_sources == 1 or all(each.reward for each in self.rewards), "task.rewards",
+            [each.reward for each in self.rewards], "rewards that are named, where there are no questions",
+        )
+        check(
             not self.rewards or any(each.weight for each in self.rewards), "task.rewards",
             [each.weight for each in self.rewards], "rewards of which one has a weight other than 0",
         )

@@ -48,7 +48,7 @@ class ForkServer:
         self._control = socket.socket(fileno=control)
         self._has_namespaces = has_namespaces
         self._is_root = os.getuid() == 0
-        self._parent = os.getppid()
+        self._pid, self._parent = os.getpid(), os.getppid()
         self._readable = [*_READABLE, sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)]
         self._ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null"])
         self._running: dict[int, tuple[int, int]] = {}
@@ -138,6 +138,8 @@ class ForkServer:
             os.setresuid(uid, uid, uid)
             threads = THREADS
         kernel.die_with_parent()
+        if os.getppid() != self._pid:
+            raise ProcessLookupError("the server has ended")
         num_processes = int(spec["processes"]) if self._has_namespaces else 1
         ruleset = self._ruleset
         if self._has_namespaces:

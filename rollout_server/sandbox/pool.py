@@ -103,7 +103,9 @@ class SandboxPool:
     async def aclose(self) -> None:
         """End the fork server, and with it all programs."""
         async with self._starting:
-            await asyncio.to_thread(self._stop)
+            self._hang_up()
+            if self._server is not None:
+                await asyncio.to_thread(_wait_for, self._server)
 
     async def _run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
         async with self._starting:
@@ -166,8 +168,8 @@ class SandboxPool:
         }  # fmt: skip
         server = self._server = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=environment, cwd="/", stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, user=self._user, group=self._user,
-            extra_groups=None if self._user is None else [],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, user=self._user,
+            group=self._user, extra_groups=None if self._user is None else [],
         )  # fmt: skip
         theirs.close()
         ours.settimeout(START_TIMEOUT_S)
@@ -201,29 +203,28 @@ class SandboxPool:
                 ended.set_result(how)
 
     def _give_up(self) -> None:
-        """End the server, so that the next run starts another, and fail the runs that wait for it."""
-        if self._control is not None:
-            asyncio.get_running_loop().remove_reader(self._control)
+        """Kill the server, so that the next run starts another, and fail the runs that wait for it."""
         if self._server is not None and self._control is not None:
             self._server.kill()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the control socket, at which the server ends all programs and itself, and fail the runs that wait."""
         if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
         self._control = None
         for ended in self._waiting.values():
             if not ended.done():
                 ended.set_exception(ConnectionError("the fork server has ended"))
 
-    def _stop(self) -> None:
-        """Close the control socket, at which the server ends all programs and itself."""
-        if self._control is not None:
-            self._control.close()
-        if self._server is not None:
-            try:
-                self._server.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
-        self._control = None
+
+def _wait_for(server: subprocess.Popen[bytes]) -> None:
+    try:
+        server.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.communicate()
 
 
 def owner(worker: int) -> str:

@@ -195,7 +195,7 @@ def test_answers_of_a_group_are_scored_by_all_rewards_at_the_same_time() -> None
 
     began_s = time.monotonic()
     scored([named(wait, name=str(number)) for number in range(5)], *"abcd")
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 3.0  # one after the other would take 4 s
 
 
 def opened(config: Config) -> tuple[NamedReward, ...]:

@@ -21,7 +21,9 @@ from rollout_server.rewards.contract import RewardResult
 from rollout_server.sandbox import kernel, protection
 from rollout_server.sandbox.pool import SandboxDiedError
 from rollout_server.sandbox.protection import Protection
+from rollout_server.scored_player import ScoredPlayer
 from tests.kit.configs import changed, make_config
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.rewards import of
 
 pytestmark = pytest.mark.processes
@@ -275,3 +277,12 @@ def test_the_protection_is_told_in_words() -> None:
     assert str(dataclasses.replace(Protection(0, True, True))) == "none: the kernel has no Landlock"
 
 
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("sandbox", "words"), [("auto", "contained by seccomp, Landlock ABI "), ("none", "not contained")]
+)
+def test_the_status_of_a_worker_says_how_programs_are_contained(sandbox: str, words: str) -> None:
+    config = changed(of({"reward": "code"}), task={"sandbox": sandbox})
+    rewards = open_rewards(config, None)  # type: ignore[arg-type]
+    player = ScoredPlayer(config, 0, EchoEngine(), None, rewards, TOKENIZER)  # type: ignore[arg-type]
+    assert player.stats.status().about.startswith("reward code: programs are ") and words in player.stats.status().about

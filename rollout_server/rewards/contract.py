@@ -95,5 +95,6 @@ def _finite(value: Any, duty: str) -> float:
     except (TypeError, ValueError):
         raise RewardError(f"the reward function must {duty}, got {value!r:.200}") from None
     if not math.isfinite(number):
-        raise RewardError(f"the reward function must {duty.replace('a number', 'a finite number')}, got {number}")
+        finite = duty.replace("a number", "a finite number").partition(",")[0]
+        raise RewardError(f"the reward function must {finite}, got {number}")
     return number

@@ -40,10 +40,10 @@ class SingleTurnPlayer:
                 f"the engine must answer request {request.key} with {request.n} replies, got "
                 f"{len(replies)}: correct the `generate` of the engine that rollout.engine names"
             )
-        messages = request.prompt.question.messages
         question = Node(None, request.prompt.tokens.tolist())
         nodes = [Node(question, reply.tokens.tolist(), reply) for reply in replies]
-        asked: list[Message] = [Message(role=each["role"], content=each["content"]) for each in messages]
+        messages = request.prompt.question.messages if request.prompt.question else ()
+        asked = [Message(role=each["role"], content=each["content"]) for each in messages]
         answers = self._tokenizer.batch_decode([node.tokens for node in nodes], skip_special_tokens=True)
         return [
             Episode(

@@ -89,6 +89,8 @@ class Row:
     """[T] True where the token is trained: the model sampled it, and no earlier row trains it."""
     reward: Annotated[float, Number()]
     """The reward of the whole episode, equal in all its rows."""
+    rewards: Annotated[Mapping[str, float], Metrics()] = field(default_factory=dict)
+    """The scores of the episode by the names of the rewards, and their metrics as <reward>/<metric>."""
     finish_reason: Annotated[str, Choice(FINISH_REASONS)]
     """`stop` (the model ended its last reply), `length` (a limit on tokens or turns did), or `timeout`."""
     turn_ends: Annotated[tuple[int, ...], PerTurn("<i4", column="end_token")] = ()
@@ -144,7 +146,7 @@ class GroupFacts:
     data_row: Annotated[int, Whole(-1, MAX_INT)] = -1
     """The `data_row` of the prompt."""
     left_out: Annotated[tuple[str, ...], Texts(Text(MAX_CAUSE_CHARS, is_cut=True), column="error")] = ()
-    """The errors of the episodes that have no row, because they failed or were dropped."""
+    """The errors of the episodes that have no row, because they failed, were dropped or got no verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

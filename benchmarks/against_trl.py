@@ -25,7 +25,7 @@ from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import load_tokenizer
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task
 
 UNCOUNTED_STEPS = 2
@@ -54,7 +54,8 @@ def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, fl
     """
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
-    reward = open_reward(config, task)
+    reward = open_rewards(config, task)[0].reward.function
+    assert reward is not None, "a rule has a function"
     prompts = [task.prompt(i) for i in range(steps * config.learner.prompts_per_step)]
     by_text = {prompt.text: prompt.question for prompt in prompts}
     lengths: list[int] = []

@@ -45,7 +45,7 @@ from rollout_server.engines.base import Engine, GenerationRequest, open_engine
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import request_body
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.worker import Worker
@@ -103,7 +103,7 @@ async def roll_out(config: Config, engine: Engine, task: Task, batches: int) -> 
     serving = threading.Thread(target=server.serve, args=(stop,), daemon=True)
     serving.start()
     tokenizer = load_tokenizer(config.model.path)
-    player = ScoredPlayer(config, 0, engine, task, open_reward(config, task), tokenizer)
+    player = ScoredPlayer(config, 0, engine, task, open_rewards(config, task), tokenizer)
     worker = Worker(config, player, server.address)
 
     def consume() -> Rolled:

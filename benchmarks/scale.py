@@ -43,6 +43,8 @@ from benchmarks.buffer import received, run_buffer
 from buffer.client import LearnerClient
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import GenerationRequest, Load, SampledReply
+from rollout_server.rewards.base import NamedReward
+from rollout_server.rewards.contract import Reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
@@ -131,10 +133,11 @@ def run_workers(config: Config, cell: ScaleCell, indices: Sequence[int], address
     """Run some of the rollout workers, and send their reports through the pipe, until the process is ended."""
     tokenizer = character_tokenizer()
     task = open_task(config, tokenizer)
+    reward = NamedReward(reward=Reward(function=lambda question, answer: 1.0), timeout_s=config.timeouts.reward_s)
 
     async def run(index: int) -> None:
         engine = SleepingEngine(cell.tokens, len(tokenizer), index)
-        player = ScoredPlayer(config, index, engine, task, lambda question, answer: 1.0, tokenizer)
+        player = ScoredPlayer(config, index, engine, task, [reward], tokenizer)
         async for report in Worker(config, player, address).run():
             pipe.send((f"rollout/{index}", report))
 

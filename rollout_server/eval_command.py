@@ -14,7 +14,7 @@ from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import reduce_metrics
 from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import open_engine
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 
@@ -36,12 +36,12 @@ async def evaluate_model(config: Config) -> dict[str, float]:
 async def _evaluate(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
-    reward = open_reward(config, task)
+    rewards = open_rewards(config, task)
     with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as name, own_keys(config, Path(name) / "keys") as config:
         engine = open_engine(config, 0, Path(name))
         try:
             await engine.start()
-            player = ScoredPlayer(config, 0, engine, task, reward, tokenizer)
+            player = ScoredPlayer(config, 0, engine, task, rewards, tokenizer)
             try:
                 return reduce_metrics((await player.evaluate(0, beside_training=False)).metrics)
             finally:

@@ -42,7 +42,7 @@ class Evaluation:
         """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
         eval.size prompts get eval.samples answers each. If the reward of one fails, all answers to its prompt count as
-        reward 0, and in `eval/failed`.
+        reward 0, and in `eval/failed`. One on which a reward gave no verdict counts only in `eval/no_verdict`.
 
         Args:
             version: the policy version that the engine serves.
@@ -51,30 +51,47 @@ class Evaluation:
             part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,
                 reduced together, are those of the whole.
         """
-        evaluation = self._config.eval
-        is_limited = beside_training and not evaluation.pin_version
-        places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, evaluation.size))
+        is_limited = beside_training and not self._config.eval.pin_version
+        places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, self._config.eval.size))
         with self._stats.evaluating():
             held_out = await asyncio.to_thread(self._task.eval_prompts)
             prompts = held_out[part[0] :: part[1]]
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
+        if not prompts:
+            return EvaluationDone(version=version, spans=self._stats.drain_spans())
+        judged = [[each for each in group if each is None or each.has_verdict] for group in groups]
+        num_unjudged = sum(map(len, groups)) - sum(map(len, judged))
+        metrics = [Metric("eval/no_verdict", num_unjudged, "sum")] if num_unjudged else []
+        if any(judged):
+            known = {prompt.source for prompt in held_out}
+            metrics += self._metrics(version, [prompt.source for prompt in prompts], judged, known)
+        return EvaluationDone(version=version, metrics=tuple(metrics), spans=self._stats.drain_spans())
+
+    def _metrics(
+        self, version: int, sources: Sequence[str], groups: Sequence[Sequence[Episode | None]], known: Collection[str]
+    ) -> Iterator[Metric]:
+        """Yield the metrics of the answers to each prompt, at least one; None is one whose reward failed.
+
+        Args:
+            sources: the source of each prompt.
+            known: the sources of all held-out prompts, also of those that another part answers.
+        """
         rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
         answers = [reward for group in rewards for reward in group]
-        rows = [row for group in groups for episode in group if episode for row in episode.rows]
-        if not answers:
-            return EvaluationDone(version=version, spans=self._stats.drain_spans())
+        episodes = [episode for group in groups for episode in group if episode]
+        rows = [row for episode in episodes for row in episode.rows]
         scored = [reward for reward in answers if reward is not None]
-        metrics = (
+        yield from (
             _mean("eval/accuracy", sum(reward >= CORRECT for reward in scored), len(answers)),
             _mean("eval/reward", sum(scored), len(answers)),
             _mean("eval/response_length", sum(int(row.mask.sum()) for row in rows), len(answers)),
             Metric("eval/failed", len(answers) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
             *_version_metrics([row.versions[row.mask] for row in rows]),
-            *_at_k_metrics(rewards, evaluation),
-            *_source_metrics([prompt.source for prompt in prompts], rewards, {prompt.source for prompt in held_out}),
+            *_at_k_metrics(rewards, self._config.eval),
+            *_source_metrics(sources, rewards, known),
+            *(Metric(f"eval/reward/{name}", value) for each in episodes for name, value in each.rewards.items()),
         )
-        return EvaluationDone(version=version, metrics=metrics, spans=self._stats.drain_spans())
 
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
@@ -103,14 +120,18 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples is 1."""
-    samples = evaluation.samples
-    if samples == 1:
+    """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples is 1.
+
+    A prompt counts for pass@k if it has at least k answers.
+    """
+    if evaluation.samples == 1:
         return
-    correct = [sum(reward is not None and reward >= CORRECT for reward in group) for group in rewards]
-    yield _mean(f"eval/avg_at_{samples}", sum(correct), samples * len(correct))
+    correct = [(sum(reward is not None and reward >= CORRECT for reward in group), len(group)) for group in rewards]
+    right, asked = map(sum, zip(*correct, strict=True))
+    yield _mean(f"eval/avg_at_{evaluation.samples}", right, asked)
     for k in evaluation.pass_at:
-        yield _mean(f"eval/pass_at_{k}", sum(pass_at_k(c, samples, k) for c in correct), len(correct))
+        if chances := [pass_at_k(c, n, k) for c, n in correct if n >= k]:
+            yield _mean(f"eval/pass_at_{k}", sum(chances), len(chances))
 
 
 def _source_metrics(
@@ -124,6 +145,8 @@ def _source_metrics(
     """
     for source in sorted(set(sources)) if len(known) > 1 else ():
         found = [reward for each, group in zip(sources, rewards, strict=True) if each == source for reward in group]
+        if not found:
+            continue
         yield _mean(
             f"eval/accuracy/{source}", sum(reward is not None and reward >= CORRECT for reward in found), len(found)
         )

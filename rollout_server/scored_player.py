@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from async_rl.config import Config
@@ -17,8 +17,8 @@ from rollout_server.engines.base import Engine, GenerationRequest, Purpose, Samp
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import open_player
-from rollout_server.rewards.base import Reward, num_threads
-from rollout_server.rewards.reward_threads import RewardThreads
+from rollout_server.rewards.base import NamedReward
+from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.run_eval import Evaluation
 from rollout_server.tasks.base import Task
 from rollout_server.worker_stats import WorkerStats
@@ -36,38 +36,49 @@ class ScoredPlayer:
         index: the index of the server in `config.server_names`.
     """
 
-    def __init__(self, config: Config, index: int, engine: Engine, task: Task, reward: Reward, tokenizer: Any) -> None:
+    def __init__(
+        self, config: Config, index: int, engine: Engine, task: Task, rewards: Sequence[NamedReward], tokenizer: Any
+    ) -> None:
         self.name = config.server_names[index]
         self.engine = engine
         self.task = task
         self.stats = WorkerStats(self.name)
         self.log = EpisodeLog(self.name, config)
         self._config = config
-        self._reward = reward
         log_file = config.run_dir / "logs" / f"agent-{index}.log"
         self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self.stats.waiting)
-        self._threads = RewardThreads(config.timeouts.reward_s, num_threads(config))
+        self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
+        self._scoring = Scoring(config, rewards, self.stats.waiting) if rewards else None
         self._evaluation = Evaluation(config, self.play, task, self.stats)
 
     async def play(self, request: GenerationRequest) -> list[Episode]:
-        """Play the episodes of a request, score their answers unless the environment did, and return them with rewards.
+        """Play the episodes of a request, score them, and return them with rewards, unless the environment gave all.
+
+        An episode that has no rows failed, was dropped, or got no verdict.
 
         Raises:
-            RewardError: the reward function failed.
+            RewardError: a reward function failed.
             AsyncRLError: the engine failed.
         """
         episodes = await self._player.play(request)
         self.log.add(episodes, request.prompt.origin, are_trained=request.purpose is Purpose.TRAINING)
-        return episodes if self._config.task.gives_rewards else await self._score(request, episodes)
+        return await self._score(self._scoring, request, episodes) if self._scoring else episodes
 
     async def greedy_reward(self, request: GenerationRequest) -> float | None:
-        """Return the reward of a greedy answer to the prompt; None unless algorithm.advantage needs it (ReMax does)."""
+        """Return the reward of a greedy answer to the prompt; None unless algorithm.advantage needs it (ReMax does).
+
+        Raises:
+            RewardError: a reward failed, or there is none, because it gave no verdict or the episode failed.
+        """
         if not self._config.algorithm.advantage_entry.needs_greedy_baseline:
             return None
         greedy = dataclasses.replace(
             request, purpose=Purpose.BASELINE, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
         )
-        return (await self.play(greedy))[0].reward
+        (episode,) = await self.play(greedy)
+        if not episode.rows:
+            raise RewardError(f"the greedy answer has no reward: {episode.error}")
+        return episode.reward
 
     async def evaluate(
         self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)
@@ -76,28 +87,34 @@ class ScoredPlayer:
         return await self._evaluation.run(version, beside_training=beside_training, part=part)
 
     def drain_metrics(self) -> list[Metric]:
-        """Return the metrics of the episodes since the last call, and the counts of the agents' endpoint."""
+        """Return the metrics of episodes and rewards since the last call, and the counts of the agents' endpoint."""
         counts = self._player.drain_counts().items()
-        return [*self.log.drain_metrics(), *(Metric(f"endpoint/{key}", count, "sum") for key, count in counts)]
+        scoring = self._scoring.drain_metrics() if self._scoring else []
+        endpoint = [Metric(f"endpoint/{key}", count, "sum") for key, count in counts]
+        return [*self.log.drain_metrics(), *endpoint, *scoring]
 
     def drain_notes(self) -> tuple[str, ...]:
         """Return the lines for the console since the last call."""
         return (*self.log.drain_notes(), *(f"{self.name}: {note}" for note in self._player.drain_notes()))
 
     async def aclose(self) -> None:
-        """End what the episodes needed, and the threads of the reward. The engine goes on."""
+        """End what the episodes and the rewards needed. The engine goes on."""
         await self._player.aclose()
-        self._threads.close()
+        if self._scoring:
+            await self._scoring.aclose()
 
-    async def _score(self, request: GenerationRequest, episodes: list[Episode]) -> list[Episode]:
-        """Return the episodes with the rewards of their answers; one without rows, or out of time, gets none."""
+    async def _score(
+        self, scoring: Scoring, request: GenerationRequest, episodes: list[Episode]
+    ) -> list[Episode]:
+        """Return the episodes with the rewards of their answers; one without rows, or out of time, gets none.
+
+        One on which a reward gave no verdict has no rows any more, and says why.
+        """
         is_partial = self._config.task.on_timeout == "partial"
-        can_be_scored = [bool(e.rows) and (e.end != "timeout" or is_partial) for e in episodes]
-        answers = [episode.answer for episode in itertools.compress(episodes, can_be_scored)]
-        calls = [partial(self._reward, request.prompt.question, answer) for answer in answers]
+        can_be_scored = [e.rows and e.end != "error" and (e.end != "timeout" or is_partial) for e in episodes]
         try:
-            with self.stats.waiting("scores", "its reward", self._threads.limit_s(len(calls))):
-                rewards = iter(await self._threads.run(calls))
+            scored = list(itertools.compress(episodes, can_be_scored))
+            verdicts = iter(await scoring.score(request.prompt.question, scored))
         except RewardError as error:
             cause = error.__cause__ or error
             self.log.note_once(
@@ -106,7 +123,21 @@ class ScoredPlayer:
                 "answer counts as wrong. Further errors of this kind are only counted (rollout/failed)",
             )
             raise
-        return [e.with_reward(next(rewards)) if can else e for e, can in zip(episodes, can_be_scored, strict=True)]
+        return [
+            self._rewarded(e, next(verdicts), request) if can else e
+            for e, can in zip(episodes, can_be_scored, strict=True)
+        ]
+
+    def _rewarded(self, episode: Episode, verdict: Verdict, request: GenerationRequest) -> Episode:
+        if verdict.reward is not None:
+            given = {"env": episode.reward} if self._config.task.gives_rewards else {}
+            return episode.with_reward(verdict.reward, given | verdict.values)
+        self.log.note_once(
+            verdict.reason.partition(":")[0],
+            f"{verdict.reason} (on {request.prompt.origin}). The answer is left out of its group. Further ones are "
+            "only counted (scoring/<reward>/no_verdict)",
+        )
+        return dataclasses.replace(episode, rows=(), error=verdict.reason, has_verdict=False)
 
     async def _generate(self, request: GenerationRequest) -> list[SampledReply]:
         """Return the engine's answers to a request.

@@ -155,7 +155,7 @@ class Worker(EvalWorker):
                 self.player.log.note(warning)
 
     def _rows(self, prompt: Prompt, episodes: Sequence[Episode]) -> GroupRows:
-        """Return the trainable rows of a group's episodes; those that failed or were dropped have none.
+        """Return the trainable rows of a group's episodes; those that failed, were dropped or got no verdict have none.
 
         Raises:
             RewardError: fewer episodes than config.fewest_episodes have rows.
@@ -163,7 +163,7 @@ class Worker(EvalWorker):
         config, errors = self._config, [episode.error for episode in episodes if not episode.rows]
         if (num_played := len(episodes) - len(errors)) < config.fewest_episodes:
             raise RewardError(
-                f"{num_played} of a group's {len(episodes)} episodes could be played, at least "
+                f"{num_played} of a group's {len(episodes)} episodes could be played and scored, at least "
                 f"{config.fewest_episodes} are needed. The last error: {errors[-1]}"
             )
         if not config.task.has_turns:

@@ -57,6 +57,8 @@ class WorkerStats:
         self._waits: dict[int, _Wait] = {}
         """The waits that have begun and not ended: of groups, of their greedy answers, and of held-out prompts."""
         self._num_evaluations = 0
+        self.about = ""
+        """The words that `status` adds on the worker."""
         self.in_flight = 0
         """The number of groups that were granted and that the buffer has not yet acknowledged."""
         self._group_seconds = 0.0
@@ -129,11 +131,14 @@ class WorkerStats:
             doing, waits_on = f"waits for {self._idle[0]}", self._idle[1]
             if self.in_flight:
                 doing, waits_on = f"prepares {self.in_flight} groups", ""
-            return Status(doing=doing, waits_on=waits_on, since_s=self._changed_s, told_s=now_s)
+            return Status(doing=doing, waits_on=waits_on, since_s=self._changed_s, told_s=now_s, about=self.about)
         first = min(self._waits.values(), key=lambda wait: wait.began_s + wait.limit_s)
         counts = Counter((wait.doing, wait.noun) for wait in self._waits.values())
         doing = ", ".join(f"{doing} {number} {noun}" for (doing, noun), number in sorted(counts.items()))
-        return Status(doing=doing, waits_on=first.waits_on, since_s=first.began_s, told_s=now_s, limit_s=first.limit_s)
+        return Status(
+            doing=doing, waits_on=first.waits_on, since_s=first.began_s, told_s=now_s, limit_s=first.limit_s,
+            about=self.about,
+        )  # fmt: skip
 
     def drain_spans(self) -> tuple[Span, ...]:
         self._close_span()

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from async_rl.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
 from async_rl.config.cross_section import check_cross_section
-from async_rl.config.data import BufferConfig, EvalConfig, RolloutConfig, StalenessConfig, TaskConfig, slots_at
+from async_rl.config.data import (
+    BufferConfig,
+    EvalConfig,
+    RewardConfig,
+    RolloutConfig,
+    StalenessConfig,
+    TaskConfig,
+    slots_at,
+)
 from async_rl.config.learning import (
     CriticConfig,
     LearnerConfig,
@@ -98,9 +106,10 @@ class Config:
 
     @property
     def fewest_episodes(self) -> int:
-        """The fewest episodes of a group that can be trained. Episodes of several turns may fail, and are left out."""
-        if not self.task.has_turns:
-            return self.rollout.group_size
+        """The fewest episodes of a group that can be trained.
+
+        Episodes of several turns that fail are left out, and answers on which a reward gives no verdict.
+        """
         return 2 if self.algorithm.advantage_entry.compares_group else 1
 
     @property

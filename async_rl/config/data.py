@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+import re
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
 from async_rl.config.params import OnePart
-from async_rl.config.section import Named, PathText, Section, section
+from async_rl.config.section import List, Named, PathText, Section, checked, section
 from async_rl.seams import ENGINES, EngineEntry, find_entry
+
+RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env")
+"""The names in reward/... that mean something else."""
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(r"[\w.-]{0,64}", text) is not None
+
+
+@section("task.rewards")
+class RewardConfig:
+    """One of the rewards whose weighted sum is the reward of an answer."""
+
+    name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
+    """The name under which it is logged. Empty: that of the rule or the function."""
+    reward: str = ""
+    """As in task.reward."""
+    weight: float = 1.0
+    """The factor of its score in the sum. 0: it is only logged."""
+    params: Section[dict[str, Any]] = field(default_factory=dict)
+    """The settings that it declares."""
+    timeout_s: NonNegativeFloat = 0.0
+    """How long one call may take. 0: timeouts.reward_s."""
+    concurrency: NonNegativeInt = 0
+    """Calls that a worker makes at once. 0: what the reward declares, else 32 of a `def` and 256 of an `async def`."""
+
+    @property
+    def short_name(self) -> str:
+        """The name of the rule or the function, or `task` for the task's own reward."""
+        return self.reward.rpartition(":")[2] or "task"
 
 
 @section("task")
@@ -49,8 +80,14 @@ class TaskConfig:
     max_concurrent_calls: PositiveInt = 256
     """Calls of tools and environments, or agents, that one worker runs at once."""
     reward: str = ""
-    """The function that scores answers: gsm8k, gsm8k_flexible, math_verify or package.module:function. Empty: the
+    """The function that scores answers: gsm8k, gsm8k_flexible, math_verify, code or package.module:function. Empty: the
     task's own verifier."""
+    rewards: List[tuple[RewardConfig, ...]] = ()
+    """Several rewards in place of `reward`, each with a name, a weight and settings. With `env` or `agent` their
+    weighted sum is added to what these give."""
+    sandbox: Literal["auto", "none"] = "auto"
+    """The containment of the programs in answers that a reward runs. auto: the strongest that this machine has; a run
+    is refused where there is none. none: they run as the user of the run, with all of its rights."""
     max_prompt_tokens: PositiveInt = 512
     """The longest allowed prompt, in tokens. Longer ones are left out and counted."""
     max_failures: PositiveInt = 20
@@ -72,7 +109,24 @@ class TaskConfig:
         )
         check(
             not self.reward or not self.gives_rewards, "task.reward", self.reward, "empty with task.env or task.agent",
-            "These give the rewards.",
+            "These give the rewards. Set task.rewards to add to them.",
+        )
+        check(
+            not (self.reward and self.rewards), "task.reward", self.reward, "empty with task.rewards",
+            "Name it in task.rewards.",
+        )
+        names = [each.name for each in self.named_rewards]
+        check(
+            len(set(names)) == len(names) and not set(names) & set(RESERVED_REWARD_NAMES), "task.rewards", names,
+            f"rewards with names of their own, none of {', '.join(RESERVED_REWARD_NAMES)}",
+        )
+        check(
+            num_sources == 1 or all(each.reward for each in self.rewards), "task.rewards",
+            [each.reward for each in self.rewards], "rewards that are named, where there are no questions",
+        )
+        check(
+            not self.rewards or any(each.weight for each in self.rewards), "task.rewards",
+            [each.weight for each in self.rewards], "rewards of which one has a weight other than 0",
         )
         check(
             not self.agent_python or bool(self.agent), "task.agent_python", self.agent_python,
@@ -91,8 +145,19 @@ class TaskConfig:
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the environment or the agent rewards the episodes, and no reward function is called."""
+        """Whether the environment or the agent rewards the episodes, and only `rewards` are called besides."""
         return bool(self.env or self.agent)
+
+    @property
+    def named_rewards(self) -> tuple[RewardConfig, ...]:
+        """The rewards that are called, each with a name: `rewards`, or `reward` as the only one."""
+        alone = () if self.gives_rewards else (RewardConfig(reward=self.reward),)
+        return tuple(replace(each, name=each.name or each.short_name) for each in self.rewards or alone)
+
+    @property
+    def reward_names(self) -> str:
+        """The rewards that are called, for people."""
+        return ", ".join(each.reward or "the task's own" for each in self.named_rewards) or "those of the episodes"
 
 
 @section("rollout")

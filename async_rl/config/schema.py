@@ -137,10 +137,10 @@ def _dotted(path: Iterable[str | int], prefix: str) -> str:
 
 
 def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
-    """Return the JSON schema of the key at `path` in `kind`; {} for an item of a list or of a dict of free names."""
+    """Return the JSON schema of the key at `path` in `kind`; {} for an item of a dict of free names."""
     node = json_schema(kind)
     for name in path:
-        node = node.get("properties", {}).get(name, {})
+        node = node.get("items", {}) if isinstance(name, int) else node.get("properties", {}).get(name, {})
         if "$ref" in node:
             node = json_schema(kind)["$defs"][node["$ref"].rpartition("/")[2]]
     return node

@@ -31,6 +31,7 @@ from async_rl.storage.free_space import RUN_BYTES, existing_parent
 from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
 from async_rl.storage.hub_data import data_files
 from async_rl.storage.hub_names import hub_repos
+from rollout_server.sandbox.protection import find_protection
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
@@ -71,7 +72,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
         if entry.python and (used or Path(entry.server_python("")).exists()):
             yield _own_environment(name, entry, config)
     yield _gpu(used.values())
-    yield from (_loopback(), _memory(), _shared_memory(), _cores())
+    yield from (_loopback(), _memory(), _shared_memory(), _cores(), _sandbox())
     if config:
         yield from _examine_config(config, is_driver)
         return
@@ -257,6 +258,19 @@ def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
         yield Check(repo.key, "ok", repo.name)
     inputs = input_checks(located(config))
     yield from _examine_inputs([each for each in inputs if is_driver or each.everywhere])
+
+
+def _sandbox() -> Check:
+    """Return the check that programs of answers can be contained, as the reward `code` needs it."""
+    mend = (
+        "the reward code needs Linux 5.13 or newer on x86_64 with Landlock and seccomp; files and processes of "
+        "programs need user namespaces"
+    )
+    try:
+        found = find_protection()
+    except ConfigError as error:
+        return Check("sandbox", "warn", str(error), mend)
+    return Check("sandbox", "ok" if found.is_enough else "warn", str(found), mend)
 
 
 def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:

@@ -117,8 +117,8 @@ class RolloutActor:
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
     async def connect(self, buffer_address: str) -> None:
-        """Open the reward and the worker, which requests slots from the buffer at this address once `run` is called."""
-        self._doing, self._since_s = "opens its reward, environment and tools", time.monotonic()
+        """Open rewards and worker, which requests slots from the buffer at this address once `run` is called."""
+        self._doing, self._since_s = "opens its rewards, environment and tools", time.monotonic()
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 
     def _open_worker(self, buffer_address: str) -> EvalWorker:
@@ -127,11 +127,11 @@ class RolloutActor:
         return Worker(self._config, self._open_player(), buffer_address)
 
     def _open_player(self) -> ScoredPlayer:
-        from rollout_server.rewards.base import open_reward
+        from rollout_server.rewards.base import open_rewards
         from rollout_server.scored_player import ScoredPlayer
 
-        reward = open_reward(self._config, self._task)
-        return ScoredPlayer(self._config, self._index, self._engine, self._task, reward, self._tokenizer)
+        rewards = open_rewards(self._config, self._task)
+        return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer)
 
     async def kv_tokens(self) -> int:
         """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""

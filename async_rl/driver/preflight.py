@@ -102,7 +102,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         *checks,
         PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), MODEL, everywhere=True),
         PreflightCheck(
-            "reward", config.task.reward or "the task's own", lambda: _check_reward(config, task()), TASK,
+            "reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK,
             everywhere=True,
         ),
     ]
@@ -208,10 +208,14 @@ def _check_episodes(config: Config) -> None:
     MultiTurnPlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
 
 
-def _check_reward(config: Config, task: Task) -> None:
-    from rollout_server.rewards.base import open_reward
+def _check_reward(config: Config, task: Task) -> list[str]:
+    """Check the rewards; returns a caution for each that runs programs without containment."""
+    from rollout_server.rewards.base import open_rewards
 
-    open_reward(config, task)
+    rewards = open_rewards(config, task)
+    if config.task.sandbox != "none":
+        return []
+    return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
 
 
 def _check_placement(config: Config) -> list[str]:

@@ -197,9 +197,8 @@ def _column(name: str, rows: Sequence[Row], dtype: np.dtype[Any]) -> npt.NDArray
 
 def _read_lengths(fields: Fields, limits: Limits, has_episodes: bool) -> list[int]:
     """Return the number of tokens of each row."""
-    size = limits.group_size
-    fewest, most = (limits.fewest_episodes, limits.max_rows) if has_episodes else (size, size)
-    lengths: list[int] = fields.array("lengths", INT32, fewest, most).tolist()
+    most = limits.max_rows if has_episodes else limits.group_size
+    lengths: list[int] = fields.array("lengths", INT32, limits.fewest_episodes, most).tolist()
     if min(lengths) < 1 or max(lengths) > limits.max_response_tokens:
         bad = min(lengths) if min(lengths) < 1 else max(lengths)
         raise fields.refuse("lengths", f"1..{limits.max_response_tokens} tokens a row", bad)

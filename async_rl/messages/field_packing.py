@@ -227,6 +227,8 @@ def _check_choices(values: list[Any], path: str, names: tuple[str, ...]) -> list
 
 
 def _checked_metrics(metrics: object, path: str) -> dict[str, float]:
+    if metrics == {}:  # as most rows have it
+        return {}
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
         raise refusal(path, metrics, f"a map of at most {MAX_METRICS} metrics")
     for name in metrics:

@@ -50,11 +50,11 @@ class Limits:
     """The sizes that a group of this run may have; a message outside these limits is refused."""
 
     group_size: int
-    """The number of answers to a question, and the most episodes of several turns."""
+    """The most answers to a question, or episodes of several turns."""
     fewest_episodes: int
-    """The fewest episodes of several turns, because those that failed are left out."""
+    """The fewest of them, because those that failed or got no verdict are left out."""
     max_rows: int
-    """The most rows of all episodes of several turns together."""
+    """The most rows of all episodes together."""
     max_turns: int
     """The most turns of an episode; 0 if only answers to a question are allowed."""
     max_prompt_tokens: int
@@ -86,7 +86,7 @@ class Limits:
     @property
     def max_left_out(self) -> int:
         """The most errors of episodes that were left out of a group."""
-        return self.max_rows if self.max_turns else 0
+        return self.max_rows
 
     @property
     def max_group_bytes(self) -> int:

@@ -45,10 +45,12 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     # the seconds that a step takes, the parts of a step, and what happens once in a step
     (r"time/(written_at_s|since_first_step_s)", FigureKind("last")),
     (r"(time|push|checkpoint)/.+_s|buffer/waited_for_late_s", BY_STEPS),
+    (r"scoring/.+/group_s", BY_GROUPS),
+    (r"scoring/.+", FigureKind("sum")),
     # values by staleness and by length, which have sizes of their own
     (r"by_(staleness|length)/\d+/tokens|staleness/episodes_\d+|by_length/\d+/episodes", FigureKind("sum")),
     (r"by_length/(\d+)/reward", FigureKind("mean", r"by_length/\1/episodes")),
-    (r"by_staleness/(\d+)/(reward|response_length)", FigureKind("mean", r"staleness/episodes_\1")),
+    (r"by_staleness/(\d+)/(reward(?:/.+)?|response_length)", FigureKind("mean", r"staleness/episodes_\1")),
     # largest values
     (r".+[/_]max|alarm/.+|guard/.+|buffer/unaccounted", FigureKind("max")),
     (r"by_(staleness|length)/(\d+)/.+", FigureKind("mean", r"by_\1/\2/tokens")),

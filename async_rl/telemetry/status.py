@@ -35,6 +35,8 @@ class Status:
     """time.monotonic() at the report, by the clock of the same host, which differs from that of other hosts."""
     limit_s: float = 0.0
     """The time limit of the wait; 0: the process does not wait."""
+    about: str = ""
+    """Anything else that is worth knowing of the process, such as how its rewards contain programs."""
 
     @property
     def waited_s(self) -> float:
@@ -81,4 +83,5 @@ def format_status(run_dir: Path) -> str:
         rows.append((status.process, status.host, status.doing, status.waits_on or "-", since, limit))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return text + "".join(line + "\n" for line in lines)
+    about = [f"{entry['process']}: {entry['about']}" for entry in saved["processes"] if entry.get("about")]
+    return text + "".join(line + "\n" for line in (*lines, *about))

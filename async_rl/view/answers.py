@@ -78,6 +78,7 @@ def sibling(group: Group, number: int, texts: TokenTexts) -> dict[str, Any]:
     return {
         "number": number,
         "reward": row.reward,
+        "rewards": dict(row.rewards),
         "tokens": len(row.tokens),
         "finish_reason": row.finish_reason,
         "versions": version_shares(row),

@@ -84,6 +84,9 @@ EPISODE_CHARTS = (
 )  # fmt: skip
 """The charts of runs with environments, tools or agents."""
 
+_WHOLE_REWARDS = ("mean", "std", "rule_mean")
+"""The metrics reward/... that are not of one of several rewards."""
+
 _BY_STALENESS = (
     ("reward", "Reward by staleness", ""), ("ess", "ESS by staleness", "%"),
     ("kl_behaviour_proximal_k3", "KL behaviour → proximal by staleness", "nats a token"),
@@ -96,6 +99,26 @@ _BY_LENGTH = (
 )  # fmt: skip
 
 
+def reward_names(keys: Iterable[str]) -> list[str]:
+    """Return the names of the rewards, and of their metrics as <reward>/<metric>, that `keys` has."""
+    found = (key.removeprefix("reward/") for key in keys if key.startswith("reward/"))
+    return sorted(name for name in found if name not in _WHOLE_REWARDS)
+
+
+def reward_charts(keys: Iterable[str]) -> list[Chart]:
+    """Return a chart of the scores of the named rewards, and one of their metrics, where `keys` has any."""
+    names = reward_names(keys)
+    parts = (
+        ("Rewards by name", "Mean score of the answers in the batch, before its weight.", lambda name: "/" not in name),
+        ("Metrics of rewards", "Means over the answers in the batch.", lambda name: "/" in name),
+    )
+    charts = []
+    for title, note, is_shown in parts:
+        if lines := tuple((f"reward/{name}", name) for name in names if is_shown(name)):
+            charts.append(Chart(title, lines, note=note))
+    return charts
+
+
 def staleness_buckets(keys: Iterable[str]) -> list[int]:
     """Return, in ascending order, the staleness values N for which `keys` has a metric `staleness/episodes_N`."""
     found = (key.removeprefix("staleness/episodes_") for key in keys if key.startswith("staleness/episodes_"))
@@ -105,11 +128,13 @@ def staleness_buckets(keys: Iterable[str]) -> list[int]:
 def staleness_charts(keys: Iterable[str]) -> list[Chart]:
     """Return charts of reward, ESS, KL and answer length, each with a line for every staleness that `keys` has.
 
-    They are followed by charts of reward, ESS, KL and staleness with a line for every length, in powers of two.
+    Rewards that have names have charts of their own. After them come charts of reward, ESS, KL and staleness with a
+    line for every length, in powers of two.
     """
     keys = set(keys)
     charts = []
-    for name, title, unit in _BY_STALENESS:
+    of_rewards = [(f"reward/{name}", f"Reward {name} by staleness", "") for name in reward_names(keys)]
+    for name, title, unit in (*_BY_STALENESS, *of_rewards):
         buckets = [n for n in staleness_buckets(keys) if f"by_staleness/{n}/{name}" in keys]
         lines = tuple((f"by_staleness/{n}/{name}", f"staleness {n}") for n in buckets)
         if lines:

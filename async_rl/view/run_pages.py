@@ -14,7 +14,7 @@ from starlette.routing import Route
 from async_rl.errors import ConfigError
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.view.answers import sibling
-from async_rl.view.charts import EPISODE_CHARTS, OVERVIEW_CHARTS, staleness_charts
+from async_rl.view.charts import EPISODE_CHARTS, OVERVIEW_CHARTS, reward_charts, staleness_charts
 from async_rl.view.journal_reader import ORDERS, JournalError
 from async_rl.view.library import OpenRun
 from async_rl.view.metrics_file import RECENT_STEPS
@@ -45,7 +45,8 @@ def overview(request: Request) -> Response:
     run = run_of(request).files
     hidden = {"run.name", "run.dir"}  # they say where the run is, and every run sets them
     settings = [row for row in run.changed_settings if row[0] not in hidden]
-    charts = [*OVERVIEW_CHARTS, *(EPISODE_CHARTS if plays_episodes(run) else ())]
+    of_rewards = reward_charts(run.metrics.refresh().keys)
+    charts = [*OVERVIEW_CHARTS, *of_rewards, *(EPISODE_CHARTS if plays_episodes(run) else ())]
     facts = {"charts": charts, "settings": settings, "none_at_all": ..., **_live_facts(run)}
     return run_page(request, "overview.html", "overview", facts)
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -278,6 +278,8 @@ def batch_metrics(batch: Batch) -> list[Metric]:
     if any(group.episodes for group in batch.groups):
         values["response/timeout_fraction"] = finish_reasons.count("timeout") / len(episodes)
         values["episode/rows"] = sum(map(len, episodes)) / len(episodes)
+    named = [rows[0].rewards for rows in episodes]
+    values |= {f"reward/{name}": mean for name, mean in _means(named).items()}
     powers = np.clip(np.frexp(lengths)[1] - 1, 0, LENGTHS - 1)
     for power in np.unique(powers):
         cell = powers == power
@@ -301,7 +303,18 @@ def batch_metrics(batch: Batch) -> list[Metric]:
             cell = buckets == bucket
             values[f"by_staleness/{bucket}/reward"] = rewards[trained][cell].mean()
             values[f"by_staleness/{bucket}/response_length"] = lengths[trained][cell].mean()
+            of_bucket = _means([named[number] for number in np.flatnonzero(trained)[cell]])
+            values |= {f"by_staleness/{bucket}/reward/{name}": mean for name, mean in of_bucket.items()}
     return [Metric(key, float(value), _reduction(key)) for key, value in values.items()]
+
+
+def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over those of the mappings that have it."""
+    found: dict[str, list[float]] = {}
+    for each in named:
+        for name, value in each.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _reduction(key: str) -> Reduction:

@@ -11,10 +11,12 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import EpisodeEnd
+from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.conversation.session import CLOSE_S as SESSION_CLOSE_S
 from rollout_server.episodes.conversation.session import EpisodeOver, Session
@@ -74,18 +76,24 @@ class Episode:
     """The traceback of what the environment or the agent raised."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics with keys of `EPISODE_METRICS`, and those of the environment as `env/<name>`. A question has none."""
+    messages: tuple[Message, ...] = ()
+    """The conversation as the model saw it last, and its last reply."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The scores by the names of the rewards, and their metrics; `env`: what the environment or the agent gave."""
+    has_verdict: bool = True
+    """False: a reward gave no verdict on it, so that it has no rows."""
 
     @property
     def reward(self) -> float:
         """The sum of the rewards of all turns."""
         return sum(reward for row in self.rows for reward in row.turn_rewards)
 
-    def with_reward(self, reward: float) -> Episode:
-        """Return the episode with a reward added to its last turn."""
+    def with_reward(self, reward: float, rewards: Mapping[str, float] = MappingProxyType({})) -> Episode:
+        """Return the episode with a reward added to its last turn, and with the `rewards` that it is made of."""
         *rows, last = self.rows
-        *rewards, last_reward = last.turn_rewards
-        last = replace(last, turn_rewards=(*rewards, last_reward + reward))
-        return replace(self, rows=(*rows, last))
+        *earlier, last_reward = last.turn_rewards
+        last = replace(last, turn_rewards=(*earlier, last_reward + reward))
+        return replace(self, rows=(*rows, last), rewards={**self.rewards, **rewards})
 
 
 EPISODE_METRICS = (
@@ -221,7 +229,7 @@ class Attempt(ABC):
         said, kind, lines = error or close_error
         return Episode(
             rows=self._rows(end), answer=self.session.last_answer, end=end, error=said, error_kind=f"{end} {kind}",
-            traceback=lines,
+            traceback=lines, messages=self.session.last_messages,
             metrics={
                 **self._metrics(duration_s, num_leaked, end),
                 **{f"env/{name}": value for name, value in self.metrics.items()},

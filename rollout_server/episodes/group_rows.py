@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,10 +30,15 @@ def group_rows(episodes: Sequence[Episode], max_prompt_tokens: int, max_rows: in
     played = [episode for episode in episodes if episode.rows]
     kept = [_last_rows(episode.rows, max_rows) for episode in played]
     num_prompt = num_shared_tokens([row for rows in kept for row in rows], max_prompt_tokens)
-    rows = tuple(row for rows in kept for row in _rows(rows, num_prompt))
+    rows = tuple(
+        row for episode, rows in zip(played, kept, strict=True) for row in _rows(rows, num_prompt, episode.rewards)
+    )
     facts = tuple(_facts(episode, len(rows)) for episode, rows in zip(played, kept, strict=True))
-    left_out = tuple(episode.error for episode in episodes if not episode.rows)
-    return GroupRows(kept[0][0].tokens[:num_prompt], rows, facts, left_out)
+    return GroupRows(kept[0][0].tokens[:num_prompt], rows, facts, _left_out(episodes))
+
+
+def _left_out(episodes: Sequence[Episode]) -> tuple[str, ...]:
+    return tuple(episode.error for episode in episodes if not episode.rows)
 
 
 def _last_rows(rows: Sequence[WholeRow], max_rows: int) -> Sequence[WholeRow]:
@@ -47,26 +52,28 @@ def _last_rows(rows: Sequence[WholeRow], max_rows: int) -> Sequence[WholeRow]:
 def question_rows(episodes: Sequence[Episode], prompt_tokens: IntArray) -> GroupRows:
     """Return the rows of a group without turns: the answer of each episode to the question `prompt_tokens`."""
     rows = (
-        _row(row, len(prompt_tokens), row.turn_rewards[0]) for episode in episodes for row in episode.rows
+        _row(row, len(prompt_tokens), row.turn_rewards[0], episode.rewards)
+        for episode in episodes for row in episode.rows
     )
-    return GroupRows(prompt_tokens, tuple(rows), (), ())
+    return GroupRows(prompt_tokens, tuple(rows), (), _left_out(episodes))
 
 
-def _rows(rows: Sequence[WholeRow], num_prompt: int) -> Iterator[Row]:
+def _rows(rows: Sequence[WholeRow], num_prompt: int, rewards: Mapping[str, float]) -> Iterator[Row]:
     """Yield the rows of one episode, whose reward is the sum of the rewards of all turns that they train."""
     reward = float(sum(reward for row in rows for reward in row.turn_rewards))
     for row in rows:
         ends = tuple(end - num_prompt for end in row.turn_ends)
-        yield _row(row, num_prompt, reward, ends, row.turn_rewards)
+        yield _row(row, num_prompt, reward, rewards, ends, row.turn_rewards)
 
 
 def _row(
-    row: WholeRow, num_prompt: int, reward: float, turn_ends: tuple[int, ...] = (), turn_rewards: tuple[float, ...] = ()
+    row: WholeRow, num_prompt: int, reward: float, rewards: Mapping[str, float],
+    turn_ends: tuple[int, ...] = (), turn_rewards: tuple[float, ...] = (),
 ) -> Row:
     return Row(
         tokens=row.tokens[num_prompt:], logprobs=row.logprobs[num_prompt:], versions=row.versions[num_prompt:],
         mask=row.mask[num_prompt:], reward=reward, finish_reason=row.finish_reason,
-        turn_ends=turn_ends, turn_rewards=turn_rewards,
+        rewards=rewards, turn_ends=turn_ends, turn_rewards=turn_rewards,
     )  # fmt: skip
 
 

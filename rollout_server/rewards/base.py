@@ -1,73 +1,145 @@
-"""The reward of a run: `task.reward` names a rule in `RULES`, or a function of the user's as `module:name`.
+"""The rewards of a run: the table of those that are built in, and how those of the configuration are found.
 
-A function of the user's is called as `function(question, response)`, with the `Question` and the text of the response
-without special tokens. It returns a number, may block, and must not be `async def`.
+    task.reward    one reward: a name in REWARDS, or `module:name`. Empty: the task's own
+    task.rewards   several, each with a name, a weight and settings; their weighted sum is the reward of an answer
+
+`module:name` is a function, called as `function(question, response)` with the `Question` and the text of the response
+without special tokens, or a `Reward`, which declares more (rollout_server/rewards/contract.py).
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from async_rl.config import Config
+from async_rl.config import Config, RewardConfig
+from async_rl.config.check import check
+from async_rl.config.params import read_params
 from async_rl.errors import ConfigError
-from async_rl.seams import find_entry, import_object
+from async_rl.seams import find_entry
+from async_rl.seams.lookup import import_object
 from rollout_server.question import Question
+from rollout_server.rewards.code.checker import CODE
+from rollout_server.rewards.contract import Reward, Score
 from rollout_server.rewards.math_checker import num_children
+from rollout_server.rewards.reward_tasks import MAX_TASKS
 from rollout_server.rewards.reward_threads import MAX_THREADS
-from rollout_server.rewards.rules import RULES, Reward
+from rollout_server.rewards.rules import RULES
+from rollout_server.rewards.verdict_cache import identity
 
-_KEY = "task.reward"
-_ARGUMENTS = ("question", "response")
+# A thread's wait for a free math-verify process would count against the time limit.
+REWARDS: dict[str, Reward] = {
+    **{name: Reward(function=rule, concurrency=num_children()) for name, rule in RULES.items()},
+    "code": CODE,
+}
+"""The rewards that are built in, by their name in the configuration."""
+
+_ARGUMENTS = {"answer": ("question", "response"), "episode": ("question", "episode"), "group": ("question", "episodes")}
 
 
 class Verifier(Protocol):
-    """The method of a task that `open_reward` needs, which scores a response if task.reward is empty."""
+    """The method of a task that `open_rewards` needs, which scores a response if no reward is named."""
 
-    def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response. Many threads call it at once, only if task.reward is empty."""
+    def verify(self, question: Question, response: str) -> Any:
+        """Return the task's own reward of a response. Many threads call it at once, only if no reward is named."""
 
 
-def open_reward(config: Config, task: Verifier) -> Reward:
-    """Return the function that `task.reward` names; the task's `verify` if it is empty.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedReward:
+    """A reward of a run, as the configuration has it."""
+
+    name: str = "task"
+    weight: float = 1.0
+    reward: Reward
+    settings: Any = None
+    timeout_s: float
+    limit: str = "timeouts.reward_s"
+    """The configuration key of `timeout_s`."""
+    concurrency: int = 0
+    """The most calls that a worker makes at once; 0: MAX_THREADS or MAX_TASKS."""
+    identity: bytes = b""
+    """A digest of its code and settings, for the keys of its verdicts."""
+    logs_score: bool = False
+    """Whether its score is logged by its name: always but for the one reward of a run, which is the reward itself."""
+    about: str = ""
+    """The words of `async-rl status` on it."""
+
+    def at_once(self, function: Score) -> int:
+        """Return the most calls at once of the function of this reward."""
+        return self.concurrency or (MAX_TASKS if is_async(function) else MAX_THREADS)
+
+
+def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
+    """Return the rewards of the configuration; () if the environment or the agent gives all of them.
 
     Raises:
-        ConfigError: there is no such rule or function, or the function is `async def` or takes other arguments.
+        ConfigError: there is no such reward, it takes other arguments or settings, or it does not suit the algorithm.
     """
-    name = config.task.reward
-    if not name:
-        return task.verify
-    return _load_function(name) if ":" in name else find_entry(RULES, name, _KEY)
-
-
-def num_threads(config: Config) -> int:
-    """Return the number of reward threads, that is how many answers a worker scores at once.
-
-    A function of the user's may wait for other machines, so it gets many threads. Rules get one thread per math-verify
-    process, because a thread's wait for a free process would count against timeouts.reward_s.
-    """
-    return MAX_THREADS if ":" in config.task.reward else num_children()
-
-
-def _load_function(name: str) -> Reward:
-    function: Any = import_object(name, _KEY)
-    if not callable(function) or inspect.isclass(function):
-        kind = "a class" if inspect.isclass(function) else type(function).__name__
-        raise ConfigError(f"{_KEY} {name!r} is not a function but {kind}")
-    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
-        raise ConfigError(
-            f"{_KEY} {name!r} must be a `def`, got an `async def`. It runs in a thread of its own and may block there"
+    found = []
+    for index, each in enumerate(config.task.named_rewards):
+        key = f"task.rewards[{index}]" if config.task.rewards else "task"
+        reward = _find_reward(each.reward, f"{key}.reward") if each.reward else _own_reward(task)
+        settings = _settings(reward, each, key)
+        if reward.function:
+            _check_arguments(reward.function, reward, settings is not None, f"{key}.reward", each.reward)
+        check(
+            reward.of != "group" or not config.algorithm.advantage_entry.needs_greedy_baseline, f"{key}.reward",
+            each.reward, f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
+            "Its greedy answer, the baseline, has no others beside it.",
         )
+        timeout_s = each.timeout_s or config.timeouts.reward_s
+        if reward.check:
+            reward.check(config, settings, timeout_s, key)
+        about = reward.describe(config, settings) if reward.describe else ""
+        found.append(NamedReward(
+            name=each.name, weight=each.weight, reward=reward, settings=settings, timeout_s=timeout_s,
+            limit=f"{key}.timeout_s" if each.timeout_s else "timeouts.reward_s",
+            concurrency=each.concurrency or reward.concurrency, identity=identity(each.reward, reward, settings),
+            logs_score=bool(config.task.rewards), about=about,
+        ))
+    return tuple(found)
+
+
+def is_async(function: Score) -> bool:
+    """Return whether a function is an `async def`, or an object whose `__call__` is one."""
+    called = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def _own_reward(task: Verifier) -> Reward:
+    return Reward(function=task.verify, concurrency=num_children())
+
+
+def _find_reward(name: str, key: str) -> Reward:
+    """Return the entry of REWARDS, or the Reward or function of the user's that `module:name` is."""
+    if ":" not in name:
+        return find_entry(REWARDS, name, key)
+    found: Any = import_object(name, key)
+    if isinstance(found, Reward):
+        return found
+    if not callable(found) or inspect.isclass(found):
+        kind = "a class" if inspect.isclass(found) else type(found).__name__
+        raise ConfigError(f"{key} {name!r} is not a function but {kind}")
+    return Reward(function=found)
+
+
+def _settings(reward: Reward, of: RewardConfig, key: str) -> Any:
+    part = f"{of.reward or 'the reward of the task'}"
+    return read_params(f"{key}.params", of.params, {part: reward.settings}).get(part)
+
+
+def _check_arguments(function: Score, reward: Reward, has_settings: bool, key: str, name: str) -> None:
+    arguments = (*_ARGUMENTS[reward.of], *(["settings"] if has_settings else []))
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have none
-        return function
+        return
     try:
-        signature.bind(*_ARGUMENTS)
+        signature.bind(*arguments)
     except TypeError as error:
-        attribute = name.partition(":")[2]
+        attribute = getattr(function, "__name__", name.partition(":")[2])
         raise ConfigError(
-            f"{_KEY} {name!r} must be a `def {attribute}(question, response)`, got {attribute}{signature}: {error}. "
-            "The question has messages, answer (the right answer), extra and source"
+            f"{key} {name!r} must be a `def {attribute}({', '.join(arguments)})`, got {attribute}{signature}: {error}. "
+            "The question has messages, ground_truth (the right answer), extra and source"
         ) from None
-    return function

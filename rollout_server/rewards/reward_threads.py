@@ -1,4 +1,4 @@
-"""Threads that call reward functions, which may block, hang or raise, without stopping the event loop."""
+"""Calls reward functions within time limits: a `def`, which may block, hang or raise, in threads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from async_rl.errors import RewardError, WaitTimeoutError, raised_at
 
@@ -17,10 +18,10 @@ MAX_THREADS = 32
 
 
 class _Call:
-    def __init__(self, function: Callable[[], float]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
-        self.future: Future[float] = Future()
-        self.reward = asyncio.wrap_future(self.future)
+        self.future: Future[Any] = Future()
+        self.result = asyncio.wrap_future(self.future)
         """Cancelling this future cancels the call, unless a thread has begun it."""
 
 
@@ -28,10 +29,14 @@ class RewardThreads:
     """A pool of daemon threads that call reward functions, one call per thread at a time, in the order of `run`.
 
     A thread whose call takes longer than `timeout_s` is given up, and a new thread takes its place.
+
+    Args:
+        limit: the configuration key of `timeout_s`, for errors.
     """
 
-    def __init__(self, timeout_s: float, num_threads: int) -> None:
+    def __init__(self, timeout_s: float, num_threads: int, limit: str = "timeouts.reward_s") -> None:
         self._timeout_s = timeout_s
+        self._limit = f"{limit} = {timeout_s:g} s"
         self._num_threads = num_threads
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._begun_s: dict[_Call, float] = {}
@@ -39,13 +44,13 @@ class RewardThreads:
         for _ in range(num_threads):
             self._start_thread()
 
-    async def run(self, functions: Sequence[Callable[[], float]]) -> list[float]:
-        """Call all functions in the threads, wait for them, and return their rewards in the same order.
+    async def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call all functions in the threads, wait for them, and return their results in the same order.
 
         No further call begins once one has failed or `run` is cancelled.
 
         Raises:
-            RewardError: a call raised, did not return a finite number, or took longer than the timeout.
+            RewardError: a call raised, or took longer than the timeout.
             WaitTimeoutError: results are missing after `limit_s`, because calls still wait for a thread.
         """
         if not functions:  # no episode of the group can be scored
@@ -55,33 +60,29 @@ class RewardThreads:
         calls = [_Call(function) for function in functions]
         for call in calls:
             self._queue.put(call)
-        rewards = [call.reward for call in calls]
+        results = [call.result for call in calls]
         try:
             while True:
                 if time.monotonic() >= end_s:
                     raise WaitTimeoutError(
                         f"{len(calls)} answers waited {limit_s:g} s for the {self._num_threads} reward threads, behind "
-                        f"{num_before} others that may take timeouts.reward_s = {self._timeout_s:g} s each"
+                        f"{num_before} others that may take {self._limit} each"
                     )
                 done, waiting = await asyncio.wait(
-                    rewards, timeout=self._until_overdue_s(), return_when=asyncio.FIRST_EXCEPTION
+                    results, timeout=self._until_overdue_s(), return_when=asyncio.FIRST_EXCEPTION
                 )
-                if errors := [error for reward in done if (error := reward.exception())]:
+                if errors := [error for result in done if (error := result.exception())]:
                     raise errors[0]
                 if not waiting:
-                    return [reward.result() for reward in rewards]
+                    return [result.result() for result in results]
                 self._replace_overdue()  # the calls of all groups, because a cancelled group no longer checks its own
         finally:
-            for reward in rewards:
-                reward.cancel()
+            for result in results:
+                result.cancel()
 
     def limit_s(self, num_calls: int) -> float:
-        """Return the time limit of `run` for `num_calls`: twice the time needed if every call took the whole timeout.
-
-        The queued calls count too, and as one more round those that run. The factor of two is for a busy host.
-        """
-        rounds = 1 + math.ceil((self._queue.qsize() + num_calls) / self._num_threads)
-        return 2 * rounds * self._timeout_s
+        """Return the time limit of `run` for `num_calls` more calls; see `time_limit_s`."""
+        return time_limit_s(self._queue.qsize() + num_calls, self._num_threads, self._timeout_s)
 
     def close(self) -> None:
         for _ in range(self._num_threads):
@@ -101,8 +102,8 @@ class RewardThreads:
             if now_s - begun_s < self._timeout_s or self._begun_s.pop(call, None) is None:
                 continue
             self._start_thread()
-            error = f"the reward function took longer than timeouts.reward_s = {self._timeout_s:g} s for one response"
-            if call.reward.cancelled():
+            error = f"the reward function took longer than {self._limit} for one response"
+            if call.result.cancelled():
                 warnings.warn(f"{error}; the group had been given up meanwhile", stacklevel=2)
             call.future.set_exception(RewardError(error))
 
@@ -120,19 +121,26 @@ class RewardThreads:
                 call.future.set_result(outcome)
 
 
-def _outcome(function: Callable[[], float]) -> float | RewardError:
+def time_limit_s(num_calls: int, at_once: int, timeout_s: float) -> float:
+    """Return twice the time that `num_calls` calls need if each takes the whole timeout and `at_once` run at a time.
+
+    One more round is for those that run already. The factor of two is for a busy host.
+    """
+    return 2 * (1 + math.ceil(num_calls / at_once)) * timeout_s
+
+
+def _outcome(function: Callable[[], Any]) -> Any:
+    """Return the result of a function, or a RewardError in place of what it raised."""
     try:
-        reward = function()
+        return function()
     except RewardError as error:
         return error
     except (Exception, SystemExit) as error:
-        wrapped = RewardError(f"{type(error).__name__}: {error}, at {raised_at(error)}")
-        wrapped.__cause__ = error
-        return wrapped
-    try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        return RewardError(f"the reward function must return a number, got {reward!r}")
-    return value if math.isfinite(value) else RewardError(
-        f"the reward function must return a finite number, got {value}"
-    )
+        return raised(error)
+
+
+def raised(error: BaseException) -> RewardError:
+    """Return the RewardError for what a reward function raised."""
+    wrapped = RewardError(f"{type(error).__name__}: {error}, at {raised_at(error)}")
+    wrapped.__cause__ = error
+    return wrapped

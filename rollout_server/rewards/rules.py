@@ -1,7 +1,4 @@
-"""The type of a reward, the rules that compare a response with the right answer, and the table that names them.
-
-Every reward is called as `reward(question, response)`: these rules, a task's `verify`, and a function of the user's.
-"""
+"""The rules that compare a response with the right answer, and the table that names them."""
 
 from __future__ import annotations
 
@@ -13,11 +10,12 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
+from rollout_server.rewards.code.cases import read_cases
 from rollout_server.rewards.math_checker import MathChecker
 
-Reward = Callable[[Question, str], float]
+Rule = Callable[[Question, str], float]
 """Takes the question and the text of a response without special tokens, returns the reward. Called in threads, many at
-once; if it raises, the group fails."""
+once."""
 
 TAIL_CHARACTERS = 300
 """The number of last characters of the response in which the GSM8K rule looks for the answer."""
@@ -53,12 +51,12 @@ def math_verify(question: Question, response: str) -> float:
     return float(_math_checker().is_equal(response, str(question.ground_truth)))
 
 
-RULES: dict[str, Reward] = {
+RULES: dict[str, Rule] = {
     "gsm8k": gsm8k,
     "gsm8k_flexible": partial(gsm8k, flexible=True),
     "math_verify": math_verify,
 }
-"""The rules by their name in `task.reward`."""
+"""The rules by their name in the configuration."""
 NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
 """The rules of which the right answer is one number."""
 
@@ -76,13 +74,18 @@ def rule_for_source(source: str) -> str:
     if _MATH_SOURCE.search(source):
         return "math_verify"
     raise ConfigError(
-        f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, or "
+        f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, code, or "
         "to a function of yours: package.module:function"
     )
 
 
 def check_reference(rule: str, answer: Any, where: str) -> None:
-    """Raise ConfigError if `rule` needs a number and the right answer is neither text nor a number."""
+    """Raise ConfigError if `rule` can't read the right answer: no text or number for a number, no tests for code."""
+    if rule == "code":
+        try:
+            read_cases(answer)
+        except (ValueError, TypeError, SyntaxError) as error:
+            raise ConfigError(f"{where}: reward_model.ground_truth must hold the tests of a program: {error}") from None
     if rule in NUMBER_RULES and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise ConfigError(
             f"{where}: reward_model.ground_truth must be text or a number for the rule {rule}, got {str(answer)[:120]}"

@@ -59,16 +59,16 @@ class Task(ABC):
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:
-        """Return the task's own reward of a response. Many threads call it at once, only if task.reward is empty."""
+        """Return the task's own reward of a response. Many threads call it at once, only if no reward is named."""
 
-    def rule_of(self, question: Question) -> str:
-        """Return the name of the rule or function that scores answers to the question; "" if `verify` does."""
-        return self._config.reward
+    def rules_of(self, question: Question) -> tuple[str, ...]:
+        """Return the names of the rules and functions that score answers to the question; "" stands for `verify`."""
+        return tuple(each.reward for each in self._config.named_rewards)
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
-        """Return whether the reward finds an answer, right or wrong, in the response; None if the rule can't tell."""
-        rule = self.rule_of(prompt.question)
-        return bool(find_number(rule, response)) if rule in NUMBER_RULES else None
+        """Return whether the reward finds an answer, right or wrong, in the response; None if the rules can't tell."""
+        numbers = [rule for rule in self.rules_of(prompt.question) if rule in NUMBER_RULES]
+        return any(find_number(rule, response) for rule in numbers) if numbers else None
 
     def prompt(self, index: int) -> Prompt:
         """Return training prompt `index`, from 0 without end.

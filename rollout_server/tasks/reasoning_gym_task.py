@@ -62,7 +62,7 @@ class ReasoningGymTask(Task):
         return self._score(question, response) or 0.0
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
-        if self._config.reward:
+        if "" not in self.rules_of(prompt.question):
             return super().has_answer(prompt, response)
         return bool(response.strip()) and self._score(prompt.question, response) is not None
 

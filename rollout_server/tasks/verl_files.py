@@ -47,12 +47,10 @@ class VerlFilesTask(Task):
         return [question for _, question in self._eval[: self.eval_size]]
 
     def verify(self, question: Question, response: str) -> float:
-        return RULES[self.rule_of(question)](question, response)
+        return RULES[rule_for_source(question.source)](question, response)
 
-    def rule_of(self, question: Question) -> str:
-        if self._config.gives_rewards:
-            return ""  # no rule scores the answers
-        return self._config.reward or rule_for_source(question.source)
+    def rules_of(self, question: Question) -> tuple[str, ...]:
+        return tuple(name or rule_for_source(question.source) for name in super().rules_of(question))
 
     def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
         row, _ = (self._eval if is_held_out else self._train)[position]
@@ -71,7 +69,8 @@ class VerlFilesTask(Task):
             self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
         rows = [_question(_in_schema(row, i, f"{path}, row {i}"), f"{path}, row {i}") for i, row in enumerate(found)]
         for i, question in enumerate(rows):
-            check_reference(self.rule_of(question), question.ground_truth, f"{path}, row {i}")
+            for rule in self.rules_of(question):
+                check_reference(rule, question.ground_truth, f"{path}, row {i}")
         questions = [(i, question) for i, question in enumerate(rows) if self.is_short_enough(question)]
         if not questions:
             limit = self._config.max_prompt_tokens

@@ -54,7 +54,7 @@ FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int3
         ),
         ([PUT], "message: 1 frames, allowed 2 for put"),
         ([PUT, b"?"], "message: got 63, allowed a map"),
-        ([PUT, bytes(10**5)], "group: 100000 bytes, allowed at most"),
+        ([PUT, bytes(2 * 10**5)], "group: 200000 bytes, allowed at most"),
         (put_frames(dataclasses.replace(FIRST, group_id=99)), "group_id: got 99, allowed one that was granted"),
         (put_frames(FIRST, worker="rollout/1"), "worker: got 'rollout/1', allowed one of the run's: rollout/0"),
         (put_frames(OTHER_PROMPT), "prompt_index: got 3, allowed 0 as granted to group 0"),

@@ -39,6 +39,8 @@ NIGHTLY = [
     "async-rl train configs/agent_cpu.yaml",
     "async-rl sft configs/guess_cpu.yaml",
     "async-rl train configs/guess_cpu.yaml",
+    "async-rl sft configs/code_cpu.yaml",
+    "async-rl train configs/code_cpu.yaml",
     "python configs/shop/orders.py",
     "async-rl sft configs/shop_agent_cpu.yaml",
     "async-rl train configs/shop_agent_cpu.yaml --dry-run",
@@ -193,7 +195,8 @@ def test_every_config_key_in_the_documents_exists() -> None:
 
 COMPOSED = (
     "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/",
-    "eval/accuracy/", "loss/", "episode/env/", "episode/end_", "episode/dropped_rows", "endpoint/",
+    "eval/accuracy/", "eval/reward/", "loss/", "reward/<", "by_staleness/", "scoring/",
+    "episode/env/", "episode/end_", "episode/dropped_rows", "endpoint/",
 )  # fmt: skip
 """Metric keys that the code puts together from parts."""
 

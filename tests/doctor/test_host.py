@@ -26,12 +26,19 @@ from async_rl.doctor.host import Check, examine, print_table
 from async_rl.driver.preflight import check_inputs
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES
+from rollout_server.sandbox.protection import Protection
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
 
 def config(tmp_path: Path) -> Config:
     return make_config(tmp_path / "model", run={"dir": tmp_path}, rollout={"engine": "hf"})
+
+
+@pytest.fixture(autouse=True)
+def contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs can be contained, which is not tried."""
+    monkeypatch.setattr(doctor, "find_protection", lambda: Protection(7, True, True))
 
 
 @pytest.fixture
@@ -188,3 +195,19 @@ def test_the_table_shows_each_check_at_once_and_at_last_how_to_mend_the_bad_ones
         "broken  disk                       0 GiB\n\nbroken: disk: 0 GiB\n  to mend it: free some\n"
     )
     assert print_table([Check("torch", "ok", "2.13"), Check("memory", "warn", "1 GiB free", "end programs")])
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "words"),
+    [
+        (Protection(7, True, True), "ok", "seccomp, Landlock ABI 7, limits, "),
+        (Protection(3, True, False, "unshare: no"), "ok", "no namespaces (unshare: no)"),
+        (Protection(0, True, True), "warn", "none: the kernel has no Landlock"),
+    ],
+)  # fmt: skip
+def test_the_sandbox_is_told_with_what_holds(
+    monkeypatch: pytest.MonkeyPatch, found: Protection, state: str, words: str
+) -> None:
+    monkeypatch.setattr(doctor, "find_protection", lambda: found)
+    check = doctor._sandbox()
+    assert check.state == state and words in check.found and "user namespaces" in check.mend

@@ -19,7 +19,7 @@ from tests.kit.configs import make_config
 
 @pytest.mark.parametrize("loaded", [
     "async_rl.storage.model_folder.load_tokenizer", "rollout_server.tasks.base.open_task",
-    "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_reward",
+    "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_rewards",
     "rollout_server.scored_player.open_player",
 ])
 def test_a_server_answers_while_it_loads_from_a_slow_disk(
@@ -35,7 +35,7 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
 
     for name in (
         "async_rl.storage.model_folder.load_tokenizer", "rollout_server.tasks.base.open_task",
-        "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_reward",
+        "rollout_server.engines.base.open_engine", "rollout_server.rewards.base.open_rewards",
     ):
         monkeypatch.setattr(name, lambda *_: None)
     monkeypatch.setattr(loaded, load)
@@ -44,11 +44,11 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
     actor._doing, actor._since_s = "starts its engine", 0.0
     actor._engine, actor._tokenizer = SimpleNamespace(url=""), None  # type: ignore[assignment]
 
-    is_connecting = loaded.endswith(("open_reward", "open_player"))
+    is_connecting = loaded.endswith(("open_rewards", "open_player"))
 
     async def answer() -> None:
         await asyncio.to_thread(is_loading.wait, 20)
-        doing = "opens its reward, environment and tools" if is_connecting else "starts its engine"
+        doing = "opens its rewards, environment and tools" if is_connecting else "starts its engine"
         assert (await actor.status()).doing == doing
         has_answered.set()
 

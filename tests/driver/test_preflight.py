@@ -113,7 +113,7 @@ class SilentTask(Task):
         ),
         ("def reward(a): ...", "got reward(a): too many positional arguments"),
         ("def reward(*, question, response): ...", "too many positional arguments"),
-        ("async def reward(question, response): ...", "must be a `def`, got an `async def`"),
+        ("async def reward(question, response): ...", ""),
         ("class reward:\n    def __init__(self, a, b): ...", "is not a function but a class"),
         ("def reward(a, b, c=1): ...", ""),
         ("reward = lambda *a: 1.0", ""),
@@ -171,6 +171,12 @@ def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_pa
     task = TaskConfig(name="reasoning_gym/chain_sum", reward="no_such_module:fn")
     with pytest.raises(ConfigError, match="no_such_module"):
         check_inputs(config_of(model, task, tmp_path))
+
+
+def test_programs_that_are_not_contained_are_a_caution(model: ModelConfig, tmp_path: Path) -> None:
+    task = TaskConfig(name="rollout_server.tasks.programs:Programs", reward="code", sandbox="none")
+    cautions = [each for each in check_inputs(config_of(model, task, tmp_path)) if "sandbox" in each]
+    assert cautions == ["task.sandbox: the reward code: programs are not contained (task.sandbox: none)."]
 
 
 def test_a_chat_template_that_raises_is_refused(model: ModelConfig, tmp_path: Path) -> None:

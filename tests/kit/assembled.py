@@ -24,7 +24,7 @@ from buffer.protocol.keys import own_keys
 from buffer.protocol.wire import decode_batch
 from buffer.server import BufferServer
 from learner.learner import Learner
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
@@ -121,10 +121,10 @@ def _worker(
     """Within the body a worker runs in the engine's event loop: (the worker, its work, which has its error)."""
     tokenizer = load_tokenizer(config.model.path)
     task = open_task(config, tokenizer)
-    reward = open_reward(config, task)
+    rewards = open_rewards(config, task)
 
     async def make() -> Worker:
-        return Worker(config, ScoredPlayer(config, 0, engine.engine, task, reward, tokenizer), address)
+        return Worker(config, ScoredPlayer(config, 0, engine.engine, task, rewards, tokenizer), address)
 
     async def work() -> None:
         async for report in worker.run():

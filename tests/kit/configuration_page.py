@@ -35,6 +35,8 @@ def _section(name: str, section: dict[str, Any], classes: dict[str, Any]) -> lis
         if "properties" in resolved:
             inner += _section(f"{name}.{key}", value, classes)
             continue
+        if "$ref" in resolved.get("items", {}):  # a list of sections
+            inner += _section(f"{name}.{key}[]", resolved["items"], classes)
         default = "required" if key in content.get("required", ()) else f"`{_plain(resolved.get('default'))}`"
         about = _description(resolved).replace("|", "\\|")
         rows.append(f"| `{key}` | {_kind(resolved)} | {default} | {about} |")

@@ -17,7 +17,7 @@ from async_rl.storage.model_folder import load_tokenizer
 from async_rl.types import Batch, Group, Prompt
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task
 
 
@@ -51,7 +51,7 @@ class Reference:
         """Sample each batch with the current weights, then train on it."""
         tokenizer = load_tokenizer(self.config.model.path)
         task = open_task(self.config, tokenizer)
-        reward = open_reward(self.config, task)
+        reward = open_rewards(self.config, task)[0].reward.function
         size = self.config.learner.prompts_per_step
         for first in range(0, steps * size, size):
             answers = []

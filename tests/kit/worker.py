@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from async_rl.config import Config
@@ -14,7 +14,8 @@ from buffer.client import LearnerClient
 from buffer.server import BufferServer
 from rollout_server.engines.hf.engine import HFEngine
 from rollout_server.question import Question
-from rollout_server.rewards.base import Reward
+from rollout_server.rewards.base import NamedReward
+from rollout_server.rewards.contract import Reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
@@ -26,14 +27,19 @@ SCORED = 0.25
 
 
 def rolled_out(
-    config: Config, engine: Any, reward: Reward, steps: int = 1,
+    config: Config, engine: Any, reward: Callable[..., Any] | Sequence[NamedReward], steps: int = 1,
     beside: Callable[[Worker], Awaitable[Any]] | None = None,
 ) -> tuple[list[Batch], list[WorkerReport], BufferServer, Any]:
-    """Run a worker beside a learner that only counts versions, for `steps` batches."""
+    """Run a worker beside a learner that only counts versions, for `steps` batches.
+
+    Its rewards are those of `open_rewards`, or one function, which is not called if the episodes give theirs.
+    """
+    alone = () if config.task.gives_rewards or not callable(reward) else (plain_reward(config, reward),)
+    rewards = alone if callable(reward) else reward
 
     async def run(server: BufferServer) -> tuple[list[Batch], list[WorkerReport], Any]:
         await engine.start()
-        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), reward, TOKENIZER)
+        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), rewards, TOKENIZER)
         worker = Worker(config, player, server.address)
         reports: list[WorkerReport] = []
 
@@ -64,6 +70,12 @@ def rolled_out(
     with serving(config) as server:
         batches, reports, extra = asyncio.run(asyncio.wait_for(run(server), 60))
     return batches, reports, server, extra
+
+
+def plain_reward(config: Config, function: Callable[..., Any], **changes: Any) -> NamedReward:
+    """The only reward of a run: this function of a question and a response."""
+    values: dict[str, Any] = {"reward": Reward(function=function), "timeout_s": config.timeouts.reward_s}
+    return NamedReward(**values | changes)
 
 
 def learn(address: str, config: Config, steps: int, push: Callable[[int], None]) -> list[Batch]:

@@ -90,7 +90,9 @@ def test_columns_of_answers_to_a_question_are_those_of_episodes_of_one_turn() ->
 def test_the_largest_valid_group_of_episodes_is_within_the_byte_limit() -> None:
     limits = dataclasses.replace(LIMITS, max_rows=4, max_turns=16)
     metrics = {f"{i:03}" + "\N{PILE OF POO}" * 197: 0.1 for i in range(64)}
-    row = make_row(32, version=3, reward=1.0, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8)
+    row = make_row(
+        32, version=3, reward=1.0, rewards=metrics, turn_ends=tuple(range(24, 32)), turn_rewards=(0.0625,) * 8
+    )
     biggest = make_group(
         dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
         prompt_tokens=np.zeros(16, np.int32), rows=(row,) * 4, worker="\N{PILE OF POO}" * 200,

@@ -10,7 +10,7 @@ import yaml
 from async_rl.cli import main
 from async_rl.config import TaskConfig
 from async_rl.errors import ConfigError
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.configs import make_config, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
@@ -25,7 +25,7 @@ REWARD = {"reward": "tests.extensions.reward:answer_length"}
 def test_a_worker_rolls_out_an_outside_task_and_scores_it(reward: dict[str, str]) -> None:
     config = worker_config(task=TaskConfig(**TASK, **reward))
     task = open_task(config, TOKENIZER)
-    (batch,), *_ = rolled_out(config, EchoEngine(), open_reward(config, task))
+    (batch,), *_ = rolled_out(config, EchoEngine(), open_rewards(config, task))
     for group in batch.groups:
         answer = task.prompt(group.prompt_index).question.ground_truth
         assert [row.reward for row in group.rows] == [len(answer) if reward else 1] * 3

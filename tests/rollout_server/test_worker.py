@@ -21,7 +21,7 @@ from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.engines.replies import request_for
 from tests.kit.models import save_tiny_model
-from tests.kit.worker import SCORED, kind_of, metric_values, rolled_out
+from tests.kit.worker import SCORED, kind_of, metric_values, plain_reward, rolled_out
 
 
 def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> None:
@@ -189,7 +189,7 @@ def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_prune
 
     async def play() -> list[Episode]:
         task = open_task(config, TOKENIZER)
-        player = ScoredPlayer(config, 0, EchoEngine(), task, lambda *_: SCORED, TOKENIZER)
+        player = ScoredPlayer(config, 0, EchoEngine(), task, [plain_reward(config, lambda *_: SCORED)], TOKENIZER)
         try:
             return await player.play(request_for(0, prompt=task.prompt(0), n=3))
         finally:

@@ -18,6 +18,8 @@ from buffer.client import LearnerClient
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import MultiTurnPlayer
+from rollout_server.question import Question
+from rollout_server.rewards.contract import Reward, RewardResult
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
@@ -26,7 +28,7 @@ from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, TalkingEngine, follow
 from tests.kit.episodes.envs_and_agents import CASES, no_reward
 from tests.kit.models import save_tiny_model
-from tests.kit.worker import metric_values, rolled_out
+from tests.kit.worker import metric_values, plain_reward, rolled_out
 
 CHAIN = "rollout_server.episodes.environments.chain:Chain"
 
@@ -65,6 +67,20 @@ def test_episodes_of_an_environment_become_groups_with_turns_and_rewards(config:
     values = metric_values(reports)
     assert values["episode/turns"] > 1 and values["episode/end_done"] == 1 and values["episode/failed"] == 0
     assert values["episode/sampled_tokens"] > values["episode/observed_tokens"] > 0
+
+
+def test_named_rewards_are_added_to_those_of_an_environment(config: Config) -> None:
+    def turns(question: Question, episode: Episode) -> RewardResult:
+        return RewardResult(len(episode.messages) / 100, {"messages": len(episode.messages)})
+
+    rewards = [plain_reward(config, turns, name="long", reward=Reward(function=turns, of="episode"), logs_score=True)]
+    (batch,), *_ = rolled_out(config, TalkingEngine(follow), rewards)
+    for group in batch.groups:
+        for row, episode in zip(group.rows, group.episodes, strict=True):
+            messages = 2 * episode.turns  # each reply answers one message
+            assert row.rewards == {"env": row.rewards["env"], "long": messages / 100, "long/messages": messages}
+            assert row.reward == pytest.approx(row.rewards["env"] + messages / 100)
+        assert [row.rewards["env"] for row in group.rows] == [0.0, 1.0, 1.0]
 
 
 def test_held_out_episodes_count_in_no_metric_of_the_training(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +198,7 @@ def test_a_push_that_drains_waits_for_whole_episodes(config: Config) -> None:
         client.close()
 
     async def run(address: str) -> None:
-        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), no_reward, TOKENIZER)
+        player = ScoredPlayer(config, 0, engine, open_task(config, TOKENIZER), (), TOKENIZER)
         worker = Worker(config, player, address)
 
         async def collect() -> None:

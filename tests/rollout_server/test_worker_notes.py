@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from async_rl.config import TaskConfig
 from rollout_server.question import Question
-from rollout_server.rewards.base import Reward
 from tests.kit.configs import worker_config
 from tests.kit.engines.fakes import EchoEngine
 from tests.kit.worker import kind_of, rolled_out
@@ -27,7 +27,7 @@ def test_the_first_error_of_each_kind_of_a_reward_is_reported() -> None:
     assert sum("must return a finite number, got nan (on question " in note for note in errors) == 1
 
 
-def flat_notes(reward: Reward, **changes: Any) -> list[str]:
+def flat_notes(reward: Callable[..., Any], **changes: Any) -> list[str]:
     _, reports, *_ = rolled_out(worker_config(**changes), EchoEngine(), reward, steps=4)
     return [note for report in reports for note in report.notes]
 

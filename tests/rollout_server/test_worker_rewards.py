@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import time
 
@@ -10,18 +11,20 @@ import pytest
 
 from async_rl.config import Config, TimeoutsConfig
 from async_rl.errors import RewardError
+from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.status import Status
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.single_turn import SingleTurnPlayer
 from rollout_server.question import Question
 from rollout_server.rewards import math_checker, rules
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.contract import RewardResult
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
-from tests.kit.worker import metric_values, rolled_out
+from tests.kit.worker import metric_values, plain_reward, rolled_out
 
 pytestmark = pytest.mark.processes
 
@@ -38,8 +41,8 @@ def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(mo
     monkeypatch.setattr(rules, "_math_checker", lambda: checker)
     config = worker_config(staleness={"max": 3}, timeouts=SLOW)
     config = changed(config, task={"reward": "math_verify"})
-    reward = open_reward(config, open_task(config, TOKENIZER))
-    batches, reports, server, _ = rolled_out(config, EchoEngine(), reward)
+    rewards = open_rewards(config, open_task(config, TOKENIZER))
+    batches, reports, server, _ = rolled_out(config, EchoEngine(), rewards)
     assert len(batches) == 1
     assert metric_values(reports)["rollout/failed"] == server.counters()["buffer/dropped_failed"] == 0
 
@@ -55,10 +58,7 @@ def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.M
         rolled_out(worker_config(timeouts=SLOW), EchoEngine(), lambda *_: 1.0)
 
 
-def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rollout_server.scored_player.num_threads", lambda config: 1)
+def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit() -> None:
     config = worker_config(timeouts=SLOW)
     statuses = asyncio.run(statuses_of_evaluation(config))
     scoring = [status for status in statuses if status.doing.startswith("scores")]
@@ -75,7 +75,8 @@ async def statuses_of_evaluation(config: Config) -> list[Status]:
         return 1.0
 
     task = open_task(config, TOKENIZER)
-    player = ScoredPlayer(config, 0, EchoEngine(), task, reward, TOKENIZER)
+    rewards = [plain_reward(config, reward, concurrency=1)]
+    player = ScoredPlayer(config, 0, EchoEngine(), task, rewards, TOKENIZER)
     statuses: list[Status] = []
     evaluation = asyncio.create_task(player.evaluate(0, beside_training=False))
     while not evaluation.done():
@@ -84,3 +85,55 @@ async def statuses_of_evaluation(config: Config) -> list[Status]:
     await player.aclose()
     evaluation.result()
     return statuses
+
+
+def test_answers_without_a_verdict_leave_their_group_and_are_counted() -> None:
+    """The judge has no verdict on one of three answers."""
+    calls = itertools.count()
+
+    def judge(question: Question, text: str) -> RewardResult | None:
+        return None if next(calls) % 3 == 0 else RewardResult(0.5, {"sure": 1.0})
+
+    config = worker_config(timeouts=SLOW)
+    rewards = [plain_reward(config, judge, name="judge", logs_score=True, concurrency=1)]
+    batches, reports, _, _ = rolled_out(config, EchoEngine(), rewards)
+    groups = [group for batch in batches for group in batch.groups]
+    assert [len(group.rows) for group in groups] == [2] * 4
+    assert all(group.left_out == ("the reward judge gave no verdict",) for group in groups)
+    assert all(row.rewards == {"judge": 0.5, "judge/sure": 1.0} for group in groups for row in group.rows)
+    values = metric_values(reports)
+    assert values["scoring/judge/no_verdict"] >= 4 and values["rollout/failed"] == 0
+    assert values["scoring/judge/calls"] == 3 * values["scoring/judge/no_verdict"]
+    notes = [note for report in reports for note in report.notes if "no verdict" in note]
+    assert len(notes) == 1 and "left out of its group. Further ones are only counted" in notes[0]
+
+
+def test_a_group_in_which_too_few_answers_have_a_verdict_is_dropped_as_failed() -> None:
+    config = changed(worker_config(timeouts=SLOW), task={"max_failures": 3})
+    with pytest.raises(RewardError, match=r"0 of a group's 3 episodes could be played and scored, .* no ver"):
+        rolled_out(config, EchoEngine(), lambda *_: None)
+
+
+def test_a_greedy_answer_without_a_verdict_is_no_baseline_of_zero() -> None:
+    config = changed(worker_config(timeouts=SLOW), task={"max_failures": 2}, algorithm={"advantage": "remax"})
+    with pytest.raises(RewardError, match="the greedy answer has no reward: the reward task gave no verdict"):
+        rolled_out(config, EchoEngine(), lambda *_: None)
+
+
+def test_held_out_answers_without_a_verdict_are_left_out_of_the_means() -> None:
+    config = worker_config(timeouts=SLOW)
+    calls = itertools.count()
+    rewards = [plain_reward(
+        config, lambda *_: None if next(calls) % 4 == 0 else 1.0, name="gold", logs_score=True, concurrency=1
+    )]
+
+    async def evaluate() -> dict[str, float]:
+        player = ScoredPlayer(config, 0, EchoEngine(), open_task(config, TOKENIZER), rewards, TOKENIZER)
+        done = await player.evaluate(0, beside_training=False)
+        await player.aclose()
+        return reduce_metrics(done.metrics)
+
+    values = asyncio.run(evaluate())
+    assert (values["eval/no_verdict"], values["eval/failed"]) == (3, 0)  # of 6 prompts with 2 answers each
+    assert values["eval/accuracy"] == values["eval/reward"] == values["eval/reward/gold"] == 1
+    assert values["eval/avg_at_2"] == values["eval/pass_at_2"] == 1

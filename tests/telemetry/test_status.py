@@ -17,7 +17,7 @@ def test_a_status_says_who_waits_on_whom_since_when(tmp_path: Path, capsys: pyte
     statuses = [
         Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", waits_on="buffer",
                since_s=now_s - 75, limit_s=1800),
-        Status(process="rollout/0", host="10.0.0.2", doing="generates 3 groups", since_s=now_s),
+        Status(process="rollout/0", host="10.0.0.2", doing="generates 3 groups", since_s=now_s, about="contained"),
     ]
     write_status(tmp_path, statuses, "running")
     assert main(["status", str(tmp_path)]) == 0
@@ -25,6 +25,7 @@ def test_a_status_says_who_waits_on_whom_since_when(tmp_path: Path, capsys: pyte
     assert re.fullmatch(rf"{tmp_path}, \d s ago: running", lines[0])
     assert re.fullmatch(r"learner/0 10\.0\.0\.1 waits for a batch buffer 7\d s 1800 s", " ".join(lines[2].split()))
     assert re.fullmatch(r"rollout/0 10\.0\.0\.2 generates 3 groups - \d s -", " ".join(lines[3].split()))
+    assert lines[4:] == ["rollout/0: contained"]
 
 
 def test_a_driver_that_stopped_writing_is_reported(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ class Session:
         self.is_closed = False
         self.last_answer = ""
         """The content of the last reply that was received."""
+        self.last_messages: tuple[Message, ...] = ()
+        """The conversation of the last reply that was received, with it at the end."""
         self.generate_s = 0.0
         """The time that the engine took, summed over all replies, also those that failed."""
         self.counts = SessionCounts()
@@ -184,6 +186,7 @@ class Session:
         self._received.add(node)
         self._known_replies.setdefault(extended_digest(digests[-1], reply.message), node)
         self.last_answer = reply.message["content"]
+        self.last_messages = (*messages, reply.message)
         self.counts.tool_calls += len(reply.message.get("tool_calls", ())) + len(reply.call_errors)
         self._pending.remove(pending)
 

@@ -37,7 +37,8 @@ from rollout_server.episodes.players.load import load_agent, load_task_env
 from rollout_server.episodes.players.player import open_tool_parser
 from rollout_server.episodes.players.question_env import QuestionEnv
 from rollout_server.episodes.tools.tool import load_tools
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import Scoring
 from rollout_server.tasks.base import open_task
 
 AGENT_LOG = "agent.log"
@@ -89,7 +90,7 @@ class Demonstrator:
         self._envs = EnvRunner(self._times, config.task.max_concurrent_calls)
         self._make_env = load_task_env(config) if config.task.env else None
         self._tools = load_tools(config.task.tools)
-        self._reward = None if config.task.gives_rewards else open_reward(config, self._task)
+        self._rewards = open_rewards(config, self._task)
 
     def play(self, count: int) -> list[Episode]:
         """Play one episode for each of the first `count` prompts, or for all if there are fewer, and return them.
@@ -106,10 +107,12 @@ class Demonstrator:
         places = asyncio.Semaphore(self._config.task.max_concurrent_calls)
         async with AsyncExitStack() as stack:
             agents = await self._open_agents(stack) if self._config.task.agent else None
+            scoring = Scoring(self._config, self._rewards)
+            stack.push_async_callback(scoring.aclose)
 
             async def play_one(index: int) -> Episode:
                 async with places:
-                    return await self._episode(index, agents)
+                    return await self._episode(index, agents, scoring)
 
             episodes = await asyncio.gather(*map(play_one, range(count)))
         if not any(episode.rows for episode in episodes):
@@ -128,7 +131,7 @@ class Demonstrator:
             stack.push_async_callback(agent.aclose)
         return AgentRunner(agent, endpoint, self._times, task.max_concurrent_calls)
 
-    async def _episode(self, index: int, agents: AgentRunner | None) -> Episode:
+    async def _episode(self, index: int, agents: AgentRunner | None, scoring: Scoring) -> Episode:
         prompt = self._task.prompt(index)
         rng = random.Random(self._config.run.seed + index)
         open_session = partial(
@@ -137,9 +140,10 @@ class Demonstrator:
         if agents is not None:
             return await agents.run(prompt.question, open_session)
         episode = await self._envs.run(partial(self._open_env, prompt), open_session)
-        if self._reward is None or not episode.rows:
+        if not self._rewards or not episode.rows:
             return episode
-        return episode.with_reward(await asyncio.to_thread(self._reward, prompt.question, episode.answer))
+        (verdict,) = await scoring.score(prompt.question, [episode])
+        return episode if verdict.reward is None else episode.with_reward(verdict.reward)
 
     def _open_env(self, prompt: Prompt) -> Env:
         if self._make_env is None:

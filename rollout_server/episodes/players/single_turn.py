@@ -10,6 +10,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError
 from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.conversation.rows import Node, make_rows
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.engine_sampler import GenerateReplies
@@ -41,9 +42,14 @@ class SingleTurnPlayer:
             )
         question = Node(None, request.prompt.tokens.tolist())
         nodes = [Node(question, reply.tokens.tolist(), reply) for reply in replies]
+        messages = request.prompt.question.messages if request.prompt.question else ()
+        asked = [Message(role=each["role"], content=each["content"]) for each in messages]
         answers = self._tokenizer.batch_decode([node.tokens for node in nodes], skip_special_tokens=True)
         return [
-            Episode(rows=tuple(make_rows([node])), answer=answer, end="done")
+            Episode(
+                rows=tuple(make_rows([node])), answer=answer, end="done",
+                messages=(*asked, Message(role="assistant", content=answer)),
+            )
             for node, answer in zip(nodes, answers, strict=True)
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import sqlite3
 from collections import Counter
@@ -16,7 +17,7 @@ from async_rl.cli import main
 from async_rl.config import Config, ModelConfig, RunConfig, TaskConfig
 from async_rl.config.loading import dump_config
 from async_rl.errors import AsyncRLError
-from async_rl.types import Batch, Slot
+from async_rl.types import Batch, Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.frames import view
 from buffer.journal.journal import FILE_NAME, Journal
@@ -30,7 +31,7 @@ from tests.kit.buffer.journal import journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
 from tests.kit.documents import documented_queries
-from tests.kit.groups import make_group
+from tests.kit.groups import make_group, make_row
 
 
 async def put_six(worker: WorkerClient) -> None:
@@ -150,7 +151,7 @@ def test_payloads_are_kept_until_the_checkpoint_after_theirs_is_complete(tmp_pat
 def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path) -> None:
     config = journalled(tmp_path)
     batches = trained(config)
-    worst, by_staleness, *of_episodes, errors = (select(config, query) for query in documented_queries())
+    worst, by_staleness, by_name, *of_episodes, errors = (select(config, query) for query in documented_queries())
     assert worst == [
         (batch.version + 1, max(batch.version - group.oldest_version for group in batch.groups)) for batch in batches
     ]
@@ -159,8 +160,35 @@ def test_the_queries_in_the_documents_give_the_documented_results(tmp_path: Path
         for group in batch.groups:
             expected.update(batch.version - int(row.versions[0]) for row in group.rows)
     assert by_staleness == [(staleness, number, 0.5) for staleness, number in sorted(expected.items())]
+    assert by_name == []
     assert of_episodes == [[], []], "answers to questions are no episodes of several turns"
     assert {(what, error) for _, what, _, error in errors} <= {("dropped", "drawn")}
+
+
+def test_rewards_are_told_by_name_in_the_journal_and_in_its_export(tmp_path: Path) -> None:
+    def named(slot: Slot, *_: object) -> Group:
+        version = slot.start_version
+        rows = [make_row(3, version=version, rewards={"right": float(n), "judge/sure": 0.5}) for n in (0, 1)]
+        return make_group(slot, rows=rows)
+
+    config = journalled(tmp_path)
+    with serving(config) as server:
+        run_pipeline(server, config, 2, workers=1, make=named)
+    _, _, by_name, *_ = (select(config, query) for query in documented_queries())
+    assert {(name, mean) for name, _, _, mean in by_name} == {("right", 0.5), ("judge/sure", 0.5)}
+    target = tmp_path / "out.parquet"
+    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
+    exported = [json.loads(row["rewards"]) for row in pq.read_table(target).to_pylist()]
+    assert exported[:2] == [{"right": 0.0, "judge/sure": 0.5}, {"right": 1.0, "judge/sure": 0.5}]
+
+
+def test_a_group_of_fewer_answers_and_why_is_in_the_journal(tmp_path: Path) -> None:
+    config = journalled(tmp_path, rollout={"group_size": 3})
+    left_out = ("the reward judge gave no verdict",)
+    with serving(config) as server:
+        run_pipeline(server, config, 1, workers=1, make=lambda slot, *_: make_group(slot, left_out=left_out))
+    told = select(config, "SELECT DISTINCT what, error FROM errors WHERE what = 'left out'")
+    assert told == [("left out", *left_out)]
 
 
 def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_path: Path) -> None:

@@ -214,6 +214,15 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
     group = make_group(0, [3, 4], [old, young], version=2)
     batch = batch_of(group, version=5, finished_versions=(4,), counters={"buffer/depth": 7.0})
     got = {metric.key: metric.value for metric in batch_metrics(batch)}
+    named = replace(old, rewards={"right": 1.0, "right/tests": 3.0}), replace(
+        young, rewards={"right": 0.5}
+    )  # fmt: skip
+    with_names = batch_of(replace(group, rows=named), version=5, finished_versions=(4,))
+    by_name = {metric.key: metric.value for metric in batch_metrics(with_names) if "right" in metric.key}
+    assert by_name == {
+        "reward/right": 0.75, "reward/right/tests": 3.0, "by_staleness/1/reward/right": 0.5,
+        "by_staleness/3/reward/right": 1.0, "by_staleness/3/reward/right/tests": 3.0,
+    }
     assert got == {
         "reward/mean": 0.5,
         "reward/std": 0.5,

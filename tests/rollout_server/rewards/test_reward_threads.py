@@ -29,7 +29,7 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_rewards_come_back_in_order_as_floats() -> None:
+def test_results_come_back_in_order() -> None:
     assert run([lambda: 1, lambda: 0.5, lambda: True]) == [1.0, 0.5, 1.0]
 
 
@@ -46,12 +46,6 @@ def test_a_raising_call_is_named_with_the_file_and_line_that_raised() -> None:
     line = _raise.__code__.co_firstlineno + 1
     with pytest.raises(RewardError, match=rf"KeyError: 'unit', at .*test_reward_threads\.py:{line}$"):
         run([_raise])
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "high"])
-def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(RewardError, match=str(value)):
-        run([lambda: value])
 
 
 def test_a_call_that_exits_fails_its_group() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,24 @@ from async_rl.config import TaskConfig
 from async_rl.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards import math_checker
-from rollout_server.rewards.base import num_threads, open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k, math_verify, rule_for_source
 from tests.kit.configs import changed, make_config
 
 CONFIG = make_config(task=TaskConfig(path="x.parquet"))
+
+
+class Verifies:
+    """A task of which only `verify` counts."""
+
+    def verify(self, question: Question, response: str) -> float:
+        return 0.5
+
+
+def opened(name: str) -> Callable[[Question, str], float]:
+    """The function of the reward that task.reward names."""
+    (found,) = open_rewards(changed(CONFIG, task={"reward": name}), Verifies())
+    return found.reward.function
 
 
 def about(answer: Any) -> Question:
@@ -176,10 +190,10 @@ def test_there_is_a_math_verify_process_for_each_core_within_bounds(
     assert math_checker.num_children() == children
 
 
-@pytest.mark.parametrize("name", ["", "gsm8k", "math_verify", "my_rewards:score"])
+@pytest.mark.parametrize("name", ["gsm8k", "math_verify", "", "posixpath:join"])
 def test_no_more_threads_score_by_a_rule_than_there_are_math_verify_processes(name: str) -> None:
-    config = changed(CONFIG, task={"reward": name})
-    assert num_threads(config) == (32 if ":" in name else math_checker.num_children())
+    (found,) = open_rewards(changed(CONFIG, task={"reward": name}), Verifies())
+    assert found.at_once(found.reward.function) == (32 if ":" in name else math_checker.num_children())
 
 
 def test_the_source_of_a_row_picks_the_rule() -> None:
@@ -192,8 +206,7 @@ def test_the_source_of_a_row_picks_the_rule() -> None:
 
 def test_a_rule_is_named_in_the_config() -> None:
     def reward(name: str) -> float:
-        config = changed(CONFIG, task={"reward": name})
-        return open_reward(config, None)(about("3"), "It is 3")
+        return opened(name)(about("3"), "It is 3")
 
     assert reward("gsm8k") == 0
     assert reward("gsm8k_flexible") == 1
@@ -205,8 +218,7 @@ def test_a_custom_function_gets_the_question_and_the_response(
     code = "seen = []\ndef score(*arguments):\n    seen.append(arguments)\n    return 0.25\n"
     (tmp_path / "my_rewards.py").write_text(code)
     monkeypatch.chdir(tmp_path)  # the user's module is found where the command is run
-    config = changed(CONFIG, task={"reward": "my_rewards:score"})
-    assert open_reward(config, None)(about("3"), "It is 3") == 0.25
+    assert opened("my_rewards:score")(about("3"), "It is 3") == 0.25
     assert sys.modules["my_rewards"].seen == [(about("3"), "It is 3")]
 
 
@@ -223,7 +235,7 @@ def test_a_custom_function_gets_the_question_and_the_response(
 )
 def test_a_reward_that_can_not_be_found_is_a_clear_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_reward(changed(CONFIG, task={"reward": name}), None)
+        opened(name)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +254,7 @@ def test_a_reward_module_that_raises_is_named_with_file_and_line(
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"task\.reward '{module}:score' can't be imported from .*: {message}"):
-        open_reward(changed(CONFIG, task={"reward": f"{module}:score"}), None)
+        opened(f"{module}:score")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +269,7 @@ def test_a_reward_with_another_number_of_parameters_is_refused_at_the_start(
     monkeypatch.syspath_prepend(tmp_path)
     message = rf"must be a `def score\(question, response\)`, got score{re.escape(takes)}: .*The question has messages"
     with pytest.raises(ConfigError, match=message):
-        open_reward(changed(CONFIG, task={"reward": f"{module}:score"}), None)
+        opened(f"{module}:score")
 
 
 @pytest.mark.parametrize("parameters", ["*arguments", "question, response, scale=2.0"])
@@ -267,16 +279,4 @@ def test_a_reward_that_two_arguments_suit_is_taken(
     module = f"reward_with_{len(parameters)}"
     (tmp_path / f"{module}.py").write_text(f"def score({parameters}): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    config = changed(CONFIG, task={"reward": f"{module}:score"})
-    assert open_reward(config, None)(about("3"), "It is 3") == 1
-
-
-@pytest.mark.parametrize("code", ["async def score(*_):", "class Score:\n    async def __call__(self, *_):"])
-def test_a_reward_that_is_async_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    module = "async_reward_" + code.split()[0]
-    (tmp_path / f"{module}.py").write_text(f"{code} return 1.0\n" + ("score = Score()" if "class" in code else ""))
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"task\.reward '.*:score' must be a `def`, got an `async def`\. It runs in"):
-        open_reward(changed(CONFIG, task={"reward": f"{module}:score"}), None)
+    assert opened(f"{module}:score")(about("3"), "It is 3") == 1

@@ -11,7 +11,7 @@ import pytest
 from async_rl.config import Config, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.rewards.base import open_reward
+from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.rules import gsm8k
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
@@ -57,7 +57,7 @@ def test_rows_of_any_source_are_questions_for_an_agent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_rows_become_prompts_and_their_source_picks_the_rule(tmp_path: Path, suffix: str) -> None:
     config, task = opened(written(tmp_path / f"rows{suffix}", [row_of(i) for i in range(10)]))
-    reward = open_reward(config, task)
+    reward = open_rewards(config, task)[0].reward.function
     assert task.num_prompts == 10
     prompts = [task.prompt(i) for i in range(10)]
     assert sorted(p.text for p in prompts) == sorted(f"Be brief.\nWhat is {i} + 1?<sep>" for i in range(10))

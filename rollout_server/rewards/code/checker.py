@@ -1,0 +1,195 @@
+"""The reward `code`: runs the program in an answer against the tests of its question, contained.
+
+A program that fails, hangs, or does what it must not costs its own answer the reward, and nothing else. If the sandbox
+itself dies, there is no verdict.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from async_rl.config import Config
+from async_rl.config.check import check
+from async_rl.config.section import PathText, section
+from async_rl.cores import usable_cores
+from rollout_server.question import Question
+from rollout_server.rewards.code.cases import Case, read_cases
+from rollout_server.rewards.contract import Reward, RewardResult
+from rollout_server.sandbox.pool import Ended, RunLimits, SandboxDiedError, SandboxPool
+from rollout_server.sandbox.protection import check_protection, find_protection
+from rollout_server.sandbox.subprocesses import Bubblewrap, Uncontained
+
+_IMPORTS = (
+    "import bisect, collections, datetime, functools, heapq, itertools, json, math, operator, random, re, string, sys; "
+    "from typing import *; from collections import *; from functools import *; from heapq import *; "
+    "from itertools import *; from bisect import *; from math import *"
+)
+_NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
+MARGIN_S = 5.0
+"""How much later the time limit of the reward must be than that of its runs."""
+_BLOCK = re.compile(r"```([\w+#-]*)[ \t]*\n(.*?)```", re.DOTALL)
+
+
+@section("task.rewards.params")
+class CodeSettings:
+    """The settings of the reward `code`."""
+
+    partial: bool = False
+    """The reward is the share of the first `max_cases` tests that pass. Otherwise 1 if all tests pass, else 0."""
+    max_cases: PositiveInt = 10
+    """With `partial`: the tests that are run."""
+    timeout_s: PositiveFloat = 6.0
+    """How long one run of a program may take."""
+    answer_s: PositiveFloat = 20.0
+    """How long all runs of an answer may take; the tests that are left then count as failed."""
+    memory_bytes: Annotated[int, Field(ge=1 << 24)] = 512 << 20
+    """The memory that a program may use."""
+    processes: PositiveInt = 1
+    """Processes that a program may have. More than 1 needs user namespaces."""
+    files: bool = False
+    """Give programs an empty folder /tmp. It needs user namespaces."""
+    python: PathText = ""
+    """The Python that runs the programs. Empty: that of the run, or the system's where other users can't read it."""
+    preload: list[str] = field(default_factory=list)
+    """Modules that are imported once for all programs, such as numpy, with those that `python` has installed."""
+    wrap: str = ""
+    """The program that is run, in which {answer} stands for the whole answer. Empty: the last block of code is run."""
+    command: list[str] = field(default_factory=list)
+    """For other languages: the command that runs a file, such as [node] or [bash], in bubblewrap."""
+    languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", ""])
+    """The words after ``` that mark a program in an answer; the last such block is run."""
+
+
+class Runner(Protocol):
+    """Runs programs: a SandboxPool, Bubblewrap, or Uncontained."""
+
+    async def run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
+        """Run a program to its end or to its deadline."""
+
+    async def aclose(self) -> None:
+        """End what the runs needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeChecker:
+    """Scores the programs in answers with a runner."""
+
+    runner: Runner
+    settings: CodeSettings
+
+    async def score(self, question: Question, response: str) -> RewardResult:
+        """Return 1 or 0, or with `partial` the share of tests that pass, and what happened in the runs."""
+        settings, cases = self.settings, read_cases(question.ground_truth)
+        if settings.command and any(case.suffix for case in cases):
+            raise ValueError("a test of a function or an assert is Python; task.rewards.params.command must be empty")
+        program = find_program(response, settings)
+        if program is None:
+            return RewardResult(0.0, {"no_code": 1.0, "passed": 0.0, "late": 0.0, "cheatable": 0.0})
+        cases = cases[: settings.max_cases] if settings.partial else cases
+        end_s = time.monotonic() + settings.answer_s
+        passed, is_late = 0, False
+        for case in cases:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                is_late = True
+                break
+            limits = RunLimits(
+                wall_s=min(settings.timeout_s, left_s), cpu_s=settings.timeout_s, memory_bytes=settings.memory_bytes,
+                processes=settings.processes,
+            )
+            try:
+                ended = await self.runner.run(whole_program(program, case, settings), case.stdin, limits)
+            except SandboxDiedError as error:
+                return RewardResult(None, reason=str(error))
+            is_late |= ended.is_late
+            # The exit code alone never passes a test: what comes out must be what is expected.
+            is_passed = not ended.is_late and ended.exit_code == 0 and case.is_passed_by(ended.output)
+            passed += is_passed
+            if not is_passed and not settings.partial:
+                break
+        score = passed / len(cases) if settings.partial else float(passed == len(cases))
+        cheatable = sum(case.is_cheatable for case in cases) / len(cases)
+        metrics = {"no_code": 0.0, "passed": passed / len(cases), "late": float(is_late), "cheatable": cheatable}
+        return RewardResult(score, metrics, is_final=not is_late)  # on another day it may be fast enough
+
+
+def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
+    """Return what runs: the answer, and after it the code of the case.
+
+    Python gets the imports that verl's checker has before an answer. With a case that calls a function, a main guard
+    of the answer does not run.
+    """
+    if settings.command:
+        return program
+    prelude = "" if "from __future__" in program else f"{_IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
+    return f"{prelude}{program}\n{case.suffix}"
+
+
+def find_program(response: str, settings: CodeSettings) -> str | None:
+    """Return the last block of code in one of the languages, or what `wrap` makes of the answer; None: there is none.
+    """
+    if settings.wrap:
+        return settings.wrap.replace("{answer}", response.strip())
+    found = [code for language, code in _BLOCK.findall(response) if language.lower() in settings.languages]
+    return found[-1] if found else None
+
+
+@asynccontextmanager
+async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Callable[..., Awaitable[RewardResult]]]:
+    """Open what runs the programs of one worker, and yield the function that scores an answer."""
+    runner = open_runner(config.task.sandbox, settings)
+    try:
+        yield CodeChecker(runner=runner, settings=settings).score
+    finally:
+        await runner.aclose()
+
+
+def open_runner(sandbox: str, settings: CodeSettings) -> Runner:
+    """Return what runs programs as task.sandbox says, started when the first program comes.
+
+    Raises:
+        ConfigError: programs can't be contained on this machine as the settings need it.
+    """
+    if sandbox == "none":
+        return Uncontained(settings.command or [settings.python or sys.executable, "-I"])
+    if settings.command:
+        return Bubblewrap(settings.command)
+    needs_namespaces = settings.files or settings.processes > 1
+    check_protection(needs_namespaces=needs_namespaces)
+    return SandboxPool(has_namespaces=needs_namespaces, python=settings.python, preload=settings.preload)
+
+
+def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: str) -> None:
+    """Check that programs can be contained here, and that a slow program costs its own answer, not its whole group.
+
+    Raises:
+        ConfigError: one of the two is not so.
+    """
+    check(
+        settings.answer_s + MARGIN_S <= timeout_s, f"{key}.params.answer_s", settings.answer_s,
+        f"at most {timeout_s - MARGIN_S:g}, {MARGIN_S:g} s less than timeouts.reward_s or its own timeout_s",
+        "Else a slow program would cost its whole group the reward.",
+    )
+    open_runner(config.task.sandbox, settings)
+
+
+def describe_code(config: Config, settings: CodeSettings) -> str:
+    """Return how programs are contained."""
+    if config.task.sandbox == "none":
+        return "programs are not contained (task.sandbox: none)"
+    return "programs are contained by " + ("bubblewrap" if settings.command else str(find_protection()))
+
+
+CODE = Reward(
+    open=open_code, settings=CodeSettings, is_function_of_input=True, concurrency=max(2, usable_cores()),
+    check=check_code, describe=describe_code,
+)
+"""The reward `code`."""

@@ -1,0 +1,100 @@
+"""The contract of rewards: the function that scores, what its entry declares about it, and what it may return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from async_rl.errors import RewardError
+from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
+
+Score = Callable[..., Any]
+"""A function that scores, `def` or `async def`. It takes the question and what the reward is `of`, and the settings
+if there are any; it returns a number, a RewardResult or None. One of a group returns a list of these."""
+
+Of = Literal["answer", "episode", "group"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A verdict with metrics, or the reason why there is none."""
+
+    score: float | None
+    """The reward; None: no verdict. The answer then leaves its group, and is never trained on as if it were wrong."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log, as reward/<name of the reward>/<name>."""
+    reason: str = ""
+    """The reason for there being no verdict, in a sentence."""
+    is_final: bool = True
+    """False: the same input may get another verdict, so that this one is not kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A reward and what it declares about itself. It has one of `function` and `open`.
+
+    Raises:
+        ValueError: it has both or none of the two, or is a function of its input but not of an answer.
+    """
+
+    function: Score | None = None
+    open: Callable[[Config, Any], AbstractAsyncContextManager[Score]] | None = None
+    """Opens what the reward needs, once in each worker, given the configuration and the settings, and yields the
+    function, which then takes no settings."""
+    of: Of = "answer"
+    """The second argument: the text of one answer, one Episode, or the list of the Episodes of a group."""
+    settings: Any = None
+    """The class of its settings, made by async_rl.config.section.section; None: it has none."""
+    is_function_of_input: bool = False
+    """Whether the same question, answer and settings always give the same verdict, which may then be kept."""
+    concurrency: int = 0
+    """The most calls that a worker makes at once; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
+    check: Callable[[Config, Any, float, str], None] | None = None
+    """Checks before a run starts, given the configuration, the settings, the time limit of a call in seconds and the
+    key of the reward, that the reward can work on this machine; raises ConfigError if not."""
+    describe: Callable[[Config, Any], str] | None = None
+    """Returns, given the configuration and the settings, what `async-rl status` says of it."""
+
+    def __post_init__(self) -> None:
+        if (self.function is None) == (self.open is None):
+            raise ValueError("a Reward must have one of function and open")
+        if self.is_function_of_input and self.of != "answer":
+            raise ValueError(f"a Reward that is a function of its input must be of an answer, got of={self.of!r}")
+
+
+def read_verdict(value: Any) -> RewardResult:
+    """Return what a reward function returned for one answer as a RewardResult whose numbers are finite floats.
+
+    Raises:
+        RewardError: it is neither a finite number nor a RewardResult nor None, or a metric can't be logged.
+    """
+    if value is None:
+        return RewardResult(None)
+    if not isinstance(value, RewardResult):
+        return RewardResult(_finite(value, "return a number, a RewardResult or None"))
+    if len(value.metrics) > MAX_METRICS:
+        raise RewardError(f"the reward function may log at most {MAX_METRICS} metrics, got {len(value.metrics)}")
+    for name in value.metrics:
+        if not isinstance(name, str) or not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            allowed = f"printable text of at most {MAX_NAME_CHARS} characters"
+            raise RewardError(f"the name of a metric of a RewardResult must be {allowed}, got {name!r:.200}")
+    metrics = {name: _finite(each, f"log a number as {name}") for name, each in value.metrics.items()}
+    score = None if value.score is None else _finite(value.score, "return a number or None as score")
+    return RewardResult(score, metrics, value.reason, value.is_final)
+
+
+def _finite(value: Any, duty: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RewardError(f"the reward function must {duty}, got {value!r:.200}") from None
+    if not math.isfinite(number):
+        finite = duty.replace("a number", "a finite number").partition(",")[0]
+        raise RewardError(f"the reward function must {finite}, got {number}")
+    return number

@@ -1,0 +1,230 @@
+"""Scores the episodes of a group by all rewards of the run, and counts what becomes of the calls.
+
+    NamedReward ──► calls, one of each answer, episode or group ──► threads or tasks, with time limits ──► verdicts
+                      │ verdicts that are known                                                              │
+                      └────────────────────────────── VerdictCache ◄───────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import RewardError, first_error
+from async_rl.field_kinds import MAX_METRICS
+from async_rl.telemetry.metrics import Metric
+from rollout_server.episodes.episode import Episode
+from rollout_server.question import Question
+from rollout_server.rewards.base import NamedReward, is_async
+from rollout_server.rewards.contract import RewardResult, Score, read_verdict
+from rollout_server.rewards.reward_tasks import RewardTasks
+from rollout_server.rewards.reward_threads import RewardThreads
+from rollout_server.rewards.verdict_cache import VerdictCache, verdict_key
+
+Waiting = Callable[[str, str, float], AbstractContextManager[None]]
+"""Shows a wait in the worker's status; see WorkerStats.waiting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The verdict of all rewards on one episode."""
+
+    reward: float | None
+    """The weighted sum of the scores; None: a reward with a weight gave no verdict."""
+    values: dict[str, float] = field(default_factory=dict)
+    """The scores by the names of the rewards, and their metrics as <reward>/<metric>."""
+    reason: str = ""
+    """The reason for there being no verdict, in a sentence."""
+
+
+class Scoring:
+    """Scores the answers of one worker. It may be created in any thread; its coroutines run in one event loop.
+
+    Args:
+        waiting: is entered for each reward while it scores a group.
+    """
+
+    def __init__(
+        self, config: Config, rewards: Sequence[NamedReward], waiting: Waiting = lambda *_: nullcontext()
+    ) -> None:
+        self._config = config
+        self._waiting = waiting
+        has_cache = config.run_dir.is_dir() and any(each.reward.is_function_of_input for each in rewards)
+        self._cache = VerdictCache(config.run_dir) if has_cache else None
+        self._rewards = [_Scorer(config, each, self._cache) for each in rewards]
+
+    async def score(self, question: Question, episodes: Sequence[Episode]) -> list[Verdict]:
+        """Return the verdict on each of the episodes of one group, by all rewards at the same time.
+
+        Raises:
+            RewardError: a reward failed.
+        """
+        if not episodes:
+            return []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._score(each, question, episodes)) for each in self._rewards]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        by_reward = [task.result() for task in tasks]
+        return [self._verdict(results) for results in zip(*by_reward, strict=True)]
+
+    def drain_metrics(self) -> list[Metric]:
+        """Return how many calls each reward got since the last call, what became of them, and how long they took."""
+        return [metric for each in self._rewards for metric in each.drain_metrics()]
+
+    async def aclose(self) -> None:
+        """Close what the rewards have opened."""
+        for each in self._rewards:
+            await each.aclose()
+        if self._cache:
+            await asyncio.to_thread(self._cache.close)
+
+    async def _score(self, reward: _Scorer, question: Question, episodes: Sequence[Episode]) -> list[RewardResult]:
+        await reward.open()
+        waits_on = f"its reward {reward.named.name}" if reward.named.logs_score else "its reward"
+        with self._waiting("scores", waits_on, reward.limit_s(len(episodes))):
+            return await reward.score(question, episodes)
+
+    def _verdict(self, results: Sequence[RewardResult]) -> Verdict:
+        """Return the verdict on one episode, given that of each reward."""
+        total, values, missing = 0.0, dict[str, float](), ""
+        for scorer, result in zip(self._rewards, results, strict=True):
+            named = scorer.named
+            values |= {f"{named.name}/{name}": value for name, value in result.metrics.items()}
+            if result.score is None:
+                if named.weight:
+                    missing = f"the reward {named.name} gave no verdict" + (result.reason and f": {result.reason}")
+                continue
+            total += named.weight * result.score
+            if named.logs_score:
+                values[named.name] = result.score
+        if len(values) > MAX_METRICS:
+            raise RewardError(f"the rewards may log at most {MAX_METRICS} numbers of an answer, got {len(values)}")
+        return Verdict(reward=None if missing else total, values=values, reason=missing)
+
+
+class _Scorer:
+    """Scores by one reward, whose function is opened once, within its limits."""
+
+    def __init__(self, config: Config, named: NamedReward, cache: VerdictCache | None) -> None:
+        self.named = named
+        self._config = config
+        self._cache = cache if named.reward.is_function_of_input else None
+        self._opening = asyncio.Lock()
+        self._opened = AsyncExitStack()
+        self._calls: RewardThreads | RewardTasks | None = None
+        self._counts: Counter[str] = Counter()
+        self._seconds: list[float] = []
+        if named.reward.function:
+            self._take(named.reward.function)
+
+    async def open(self) -> None:
+        """Open what the reward needs, the first time that this is called."""
+        async with self._opening:
+            if self._calls is None:
+                assert self.named.reward.open is not None, "a reward has a function, or opens one"
+                context = self.named.reward.open(self._config, self.named.settings)
+                self._take(await self._opened.enter_async_context(context))
+
+    def _take(self, function: Score) -> None:
+        """Use this function from now on."""
+        named = self.named
+        has_settings = named.settings is not None and named.reward.function is not None
+        self._function = partial(function, settings=named.settings) if has_settings else function
+        calls = RewardTasks if is_async(function) else RewardThreads
+        self._calls = calls(named.timeout_s, named.at_once(function), named.limit)
+
+    def limit_s(self, num_episodes: int) -> float:
+        """Return within which time the calls for so many more episodes surely end."""
+        assert self._calls is not None
+        return self._calls.limit_s(1 if self.named.reward.of == "group" else num_episodes)
+
+    async def score(self, question: Question, episodes: Sequence[Episode]) -> list[RewardResult]:
+        """Return the verdict on each of the episodes of one group.
+
+        Raises:
+            RewardError: a call failed. The message names the reward if the run has several.
+        """
+        of = self.named.reward.of
+        try:
+            if of == "group":
+                ((results,), began_s) = await self._run([partial(self._function, question, list(episodes))])
+                verdicts = [read_verdict(each) for each in _of_all(results, len(episodes))]
+            elif of == "episode":
+                results, began_s = await self._run([partial(self._function, question, each) for each in episodes])
+                verdicts = list(map(read_verdict, results))
+            else:
+                return await self._score_answers(question, [episode.answer for episode in episodes])
+        except RewardError as error:
+            self._counts["failed"] += 1
+            if self.named.logs_score:
+                raise RewardError(f"{self.named.name}: {error}") from (error.__cause__ or error)
+            raise
+        self._count(verdicts, began_s)
+        return verdicts
+
+    async def _score_answers(self, question: Question, answers: Sequence[str]) -> list[RewardResult]:
+        """Return the verdicts on answers; those that are known are not asked for again, nor is the same one twice."""
+        if not self._cache:
+            results, began_s = await self._run([partial(self._function, question, answer) for answer in answers])
+            verdicts = list(map(read_verdict, results))
+            self._count(verdicts, began_s)
+            return verdicts
+        keys = [verdict_key(self.named.identity, question, answer) or index.to_bytes(4) for index, answer in
+                enumerate(answers)]  # fmt: skip
+        is_plain = all(len(key) > 4 for key in keys)
+        known = await asyncio.to_thread(self._cache.get, keys) if is_plain else {}
+        missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in known}
+        results, began_s = await self._run([partial(self._function, question, each) for each in missing.values()])
+        new = dict(zip(missing, map(read_verdict, results), strict=True))
+        self._counts["cached"] += len(answers) - len(missing)
+        if is_plain and new:
+            verdicts_on = {key: (missing[key], verdict) for key, verdict in new.items()}
+            await asyncio.to_thread(self._cache.put, self.named.name, question, verdicts_on)
+        found = [(known | new)[key] for key in keys]
+        self._count(found, began_s)
+        return found
+
+    async def _run(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], float]:
+        """Return the results of calls, and when they began."""
+        assert self._calls is not None
+        began_s = time.monotonic()
+        self._counts["calls"] += len(calls)
+        return await self._calls.run(calls), began_s
+
+    def _count(self, verdicts: Sequence[RewardResult], began_s: float) -> None:
+        self._counts["no_verdict"] += sum(verdict.score is None for verdict in verdicts)
+        self._seconds.append(time.monotonic() - began_s)
+
+    def drain_metrics(self) -> list[Metric]:
+        counts, self._counts = self._counts, Counter()
+        seconds, self._seconds = self._seconds, []
+        of = f"scoring/{self.named.name}"
+        metrics = [Metric(f"{of}/{name}", number, "sum") for name, number in counts.items()]
+        if seconds:
+            metrics.append(Metric(f"{of}/group_s", sum(seconds) / len(seconds), weight=len(seconds)))
+        return metrics
+
+    async def aclose(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
+        await self._opened.aclose()
+
+
+def _of_all(results: Any, size: int) -> Sequence[Any]:
+    """Return the verdicts of a reward of a group as a list with one for each episode."""
+    try:
+        found = list(results)
+    except TypeError:
+        found = []
+    if len(found) != size:
+        raise RewardError(f"the reward of a group must return a list of {size} verdicts, got {results!r:.200}")
+    return found

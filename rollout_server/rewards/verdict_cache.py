@@ -1,0 +1,127 @@
+"""Keeps verdicts of rewards that are functions of their input in SQLite, so that no answer is scored twice in a run.
+
+Only verdicts are kept: neither errors nor that there was no verdict. The file is shared by all workers of a host, and
+by the runs that resume. A reward whose code or settings have changed has other keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sqlite3
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_server.question import Question
+from rollout_server.rewards.contract import Reward, RewardResult
+
+FILE_NAME = "rewards.sqlite"
+LOCK_LIMIT_S = 5.0
+"""How long a worker waits for another that writes, before it goes on without the cache this time."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS verdicts (
+    key BLOB PRIMARY KEY, reward TEXT, ground_truth TEXT, answer TEXT, score REAL, metrics TEXT
+) WITHOUT ROWID
+"""
+
+
+class VerdictCache:
+    """The verdicts of a run, in run_dir/rewards.sqlite. Its methods block, and any thread may call them.
+
+    A file that can't be used costs a warning, and verdicts that are computed again.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / FILE_NAME
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        self._is_broken = False
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, RewardResult]:
+        """Return the verdicts that are known, by key."""
+        marks = ", ".join("?" * len(keys))
+        found = self._execute(f"SELECT key, score, metrics FROM verdicts WHERE key IN ({marks})", [tuple(keys)])
+        return {key: RewardResult(score, json.loads(metrics)) for key, score, metrics in found}
+
+    def put(self, reward: str, question: Question, verdicts: Mapping[bytes, tuple[str, RewardResult]]) -> None:
+        """Keep verdicts on answers to a question, given as {key: (answer, verdict)}, but none that is not final."""
+        truth = _text(question.ground_truth)
+        rows = [
+            (key, reward, truth, answer, verdict.score, json.dumps(dict(verdict.metrics)))
+            for key, (answer, verdict) in verdicts.items() if verdict.score is not None and verdict.is_final
+        ]
+        if rows:
+            self._execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+            self._database, self._is_broken = None, True
+
+    def _execute(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Run a statement: a query with the values of its one row, or a change with those of each row."""
+        with self._lock:
+            if self._is_broken:
+                return []
+            try:
+                database = self._database = self._database or self._open()
+                if statement.startswith("SELECT"):
+                    return database.execute(statement, rows[0]).fetchall()
+                with database:
+                    database.executemany(statement, rows)
+            except sqlite3.OperationalError as error:
+                warnings.warn(f"{self._file}: {error}. Verdicts are computed again", stacklevel=2)
+            except sqlite3.Error as error:
+                self._is_broken = True
+                warnings.warn(f"{self._file} can't be used: {error}. No verdict is kept", stacklevel=2)
+            return []
+
+    def _open(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._file, timeout=LOCK_LIMIT_S, check_same_thread=False)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is computed again
+        database.execute(_SCHEMA)
+        return database
+
+
+def identity(place: str, reward: Reward, settings: Any) -> bytes:
+    """Return a digest of a reward: where it is, the code of its module, and its settings."""
+    code = reward.function or reward.open
+    module = sys.modules.get(getattr(code, "__module__", ""))
+    try:
+        source = inspect.getsource(module) if module else ""
+    except (OSError, TypeError):  # it has no source file
+        source = ""
+    told = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else None
+    return _digest(place, source, _text(told))
+
+
+def verdict_key(identity: bytes, question: Question, answer: str) -> bytes | None:
+    """Return the key of the verdict on an answer; None if a value of the question is not plain, as in JSON."""
+    fields = [question.messages, question.ground_truth, question.extra, question.source]
+    try:
+        asked = json.dumps(fields, sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+    return _digest(identity.hex(), asked, answer)
+
+
+def _digest(*texts: str) -> bytes:
+    """Return 16 bytes that differ for different lists of texts."""
+    hashed = hashlib.sha256()
+    for text in texts:
+        data = text.encode(errors="surrogatepass")
+        hashed.update(len(data).to_bytes(8, "little") + data)
+    return hashed.digest()[:16]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)

@@ -1,0 +1,272 @@
+"""The fork server: it runs programs in processes that it forks and contains, and tells how each ended.
+
+It is started under any Python from 3.10 on, with an empty environment, and imports only the standard library: what it
+has in memory, its programs have too. A message has the limits of a run as JSON, and four descriptors: the program, its
+input, its output and its errors, which are files in memory, so that nobody has to pump pipes.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+
+from rollout_server.sandbox import kernel
+
+FIRST_UID, NUM_UIDS = 60000, 4096
+"""The users as which the programs of a server of root run, one for each program that runs."""
+THREADS = 64
+"""The most threads of a program."""
+STARTED = b"ready"
+_CHECKS_PARENT_EVERY_S = 1.0
+_READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/urandom", "/etc/localtime")
+_PRELOADED = (
+    "bisect", "collections", "datetime", "functools", "heapq", "itertools", "json", "math", "operator", "random", "re",
+    "string", "typing",
+)  # fmt: skip
+"""Modules that most programs import; the server imports them once."""
+_SMALL_FILES = 256
+"""Descriptors of the server are below this number."""
+
+
+class ForkServer:
+    """Forks and ends programs, as the process at the other end of `control` asks for, until that ends.
+
+    Args:
+        has_namespaces: whether each program gets namespaces of its own.
+    """
+
+    def __init__(self, control: int, has_namespaces: bool) -> None:
+        self._control = socket.socket(fileno=control)
+        self._has_namespaces = has_namespaces
+        self._is_root = os.getuid() == 0
+        self._pid, self._parent = os.getpid(), os.getppid()
+        self._readable = [*_READABLE, sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)]
+        self._ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null"])
+        self._running: dict[int, tuple[int, int]] = {}
+        """[process] (number of the run, slot)."""
+        self._processes: dict[int, int] = {}
+        """[number of the run] its process."""
+        self._deadlines: list[tuple[float, int]] = []
+        self._late: set[int] = set()
+        self._failed: dict[int, str] = {}
+        """[number of the run] why its program could not be contained."""
+        first = os.getpid() * 61  # servers of one machine rarely use the same users
+        self._free_slots = [(first + number) % NUM_UIDS for number in range(NUM_UIDS)][::-1]
+        self._read_failures, self._failures = os.pipe()
+        """The pipe in which children say why they can't be contained. Programs do not have it."""
+        os.set_blocking(self._read_failures, False)
+        self._threads_of_user = (0.0, 0)
+        """(until when it may be used, the number of threads of this user)."""
+
+    def serve(self) -> None:
+        """Serve until the other end of the control socket is closed, or the parent has ended; then end all programs."""
+        wake, wakened = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(wakened, False)
+        signal.set_wakeup_fd(wakened)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        self._control.send(STARTED)
+        while os.getppid() == self._parent:
+            next_s = min(self._deadlines[0][0] - time.monotonic() if self._deadlines else 60, _CHECKS_PARENT_EVERY_S)
+            ready = [file for file, _ in poll.poll(max(0, next_s) * 1000 + 1)]
+            self._end_late()
+            if wake in ready:
+                with suppress(BlockingIOError):
+                    os.read(wake, 4096)
+            if self._control.fileno() in ready and not self._start():
+                break
+            self._reap()
+        for process in self._running:
+            end(process)
+
+    def _start(self) -> bool:
+        """Start the program of the next message; return False if there is none any more."""
+        message, files, *_ = socket.recv_fds(self._control, 4096, 4)
+        if not message:
+            return False
+        spec = json.loads(message)
+        slot = self._free_slots.pop()
+        threads = self._num_threads() + THREADS
+        process = os.fork()
+        if process == 0:
+            exit_now, code = os._exit, 1  # a program may change `os`
+            try:
+                self._contain(spec, files, slot, threads)
+                code = execute(files[0])
+            finally:
+                exit_now(code)
+        for file in files:
+            os.close(file)
+        self._running[process] = spec["run"], slot
+        self._processes[spec["run"]] = process
+        heapq.heappush(self._deadlines, (time.monotonic() + spec["wall_s"], spec["run"]))
+        return True
+
+    def _contain(self, spec: dict[str, float], files: list[int], slot: int, threads: int) -> None:
+        """Contain this process, a child of the server, for good, and close all that it shares with the server."""
+        try:
+            self._try_to_contain(spec, files, slot, threads)
+        except BaseException as error:
+            os.write(self._failures, f"{spec['run']} {error!r:.300}\n".encode())
+            raise
+        os.closerange(3, _SMALL_FILES)
+
+    def _try_to_contain(self, spec: dict[str, float], files: list[int], slot: int, threads: int) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for target, file in enumerate(files[1:]):
+            os.dup2(file, target)
+        os.dup2(files[0], files[0] + _SMALL_FILES)
+        files[0] += _SMALL_FILES
+        if self._is_root:
+            uid = FIRST_UID + slot
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            threads = THREADS
+        kernel.die_with_parent()
+        if os.getppid() != self._pid:
+            raise ProcessLookupError("the server has ended")
+        num_processes = int(spec["processes"]) if self._has_namespaces else 1
+        ruleset = self._ruleset
+        if self._has_namespaces:
+            kernel.enter_namespaces()
+            _become_first_process()
+            threads = num_processes + 16 if num_processes > 1 else THREADS  # counted within these namespaces
+            ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null", "/tmp"])  # this /tmp is another one
+        kernel.set_dumpable(False)
+        kernel.limit_resources(int(spec["memory_bytes"]), int(spec["output_bytes"]), spec["cpu_s"], threads)
+        kernel.restrict_by_landlock(ruleset)
+        kernel.apply_filter(kernel.seccomp_filter(os.getpid(), num_processes > 1))
+
+    def _num_threads(self) -> int:
+        """Return how many threads the user has, at most a second ago. Root has a user for each program instead."""
+        until_s, number = self._threads_of_user
+        if self._is_root or self._has_namespaces or time.monotonic() < until_s:
+            return number
+        number = 0
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                    number += len(os.listdir(f"/proc/{name}/task"))
+        self._threads_of_user = time.monotonic() + 1.0, number
+        return number
+
+    def _end_late(self) -> None:
+        now_s = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            run = heapq.heappop(self._deadlines)[1]
+            if run in self._processes:
+                self._late.add(run)
+                end(self._processes[run])
+
+    def _reap(self) -> None:
+        """Tell how programs have ended: [run, exit code, whether it was late, CPU seconds, most memory in kB, error].
+
+        The error is empty unless the program could not be contained, and was not run.
+        """
+        while self._running:
+            process, status, usage = os.wait4(-1, os.WNOHANG)
+            if not process:
+                return
+            run, slot = self._running.pop(process)
+            del self._processes[run]
+            self._free_slots.append(slot)
+            used_s = usage.ru_utime + usage.ru_stime
+            code, error = os.waitstatus_to_exitcode(status), self._failure(run) if status else ""
+            told = [run, code, run in self._late, used_s, usage.ru_maxrss, error]
+            self._late.discard(run)
+            with suppress(OSError):  # the other end has gone
+                self._control.send(json.dumps(told).encode())
+
+
+    def _failure(self, run: int) -> str:
+        """Return why the program of a run could not be contained; "" if it was."""
+        with suppress(BlockingIOError):
+            for line in os.read(self._read_failures, 1 << 16).decode(errors="replace").splitlines():
+                number, _, error = line.partition(" ")
+                self._failed[int(number)] = error
+        return self._failed.pop(run, "")
+
+
+def _become_first_process() -> None:
+    """Fork, and return only in the child, which is process 1 of new namespaces; its end ends all others there."""
+    child = os.fork()
+    if child == 0:
+        kernel.die_with_parent()
+        os.chdir("/tmp")
+        return
+    os.closerange(3, 4 * _SMALL_FILES)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def execute(file: int) -> int:
+    """Run the program in a file as `__main__` and return its exit code."""
+    source = os.pread(file, os.fstat(file).st_size, 0)
+    os.close(file)
+    sys.stdin = os.fdopen(0, "r", encoding="utf-8", errors="replace")
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+    sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="replace")
+    sys.argv, sys.path = ["answer.py"], [path for path in sys.path if path != PROJECT]
+    main = type(sys)("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rollout_server"]:
+        del sys.modules[name]
+    code = 0
+    try:
+        exec(compile(source, "answer.py", "exec"), main.__dict__)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc(limit=-8)
+        code = 1
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = code or 1
+    return code & 255
+
+
+def end(process: int) -> None:
+    """Kill a run. With namespaces its process 1 is a child of `process`, which must not fork meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGSTOP)
+        children: list[int] = []
+        with suppress(OSError), open(f"/proc/{process}/task/{process}/children") as file:
+            children = [int(each) for each in file.read().split()]
+        for each in (*children, process):
+            os.kill(each, signal.SIGKILL)
+
+
+PROJECT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""The folder of the packages of this project, which programs can't import."""
+
+
+def main() -> None:
+    """Serve: `fork_server.main()` with the arguments control socket, 1 or 0 for namespaces, modules to import first."""
+    control, has_namespaces, preload = sys.argv[1:4]
+    sys.path[:] = [path for path in sys.path if path != PROJECT]
+    for name in (*_PRELOADED, *filter(None, preload.split(","))):
+        __import__(name)
+    gc.collect()
+    gc.freeze()
+    ForkServer(int(control), has_namespaces == "1").serve()

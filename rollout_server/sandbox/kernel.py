@@ -1,0 +1,206 @@
+"""Contains a process by what the kernel offers: seccomp, Landlock, limits on resources, and namespaces.
+
+It imports only Python's standard library, because the fork server, which contains programs with it, may run under
+another Python than this project. The numbers of the system calls are those of x86_64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+
+IS_KNOWN_MACHINE = platform.system() == "Linux" and platform.machine() == "x86_64"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _SECCOMP = 444, 445, 446, 317
+_ALLOWED = {
+    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8,
+    "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15,
+    "ioctl": 16, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "pipe": 22, "select": 23,
+    "sched_yield": 24, "mremap": 25, "msync": 26, "mincore": 27, "madvise": 28, "dup": 32, "dup2": 33, "pause": 34,
+    "nanosleep": 35, "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39, "sendfile": 40, "sendto": 44,
+    "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "getsockname": 51, "getpeername": 52,
+    "setsockopt": 54, "getsockopt": 55, "exit": 60, "wait4": 61, "uname": 63, "fcntl": 72, "flock": 73, "fsync": 74,
+    "fdatasync": 75, "truncate": 76, "ftruncate": 77, "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81,
+    "rename": 82, "mkdir": 83, "rmdir": 84, "creat": 85, "unlink": 87, "readlink": 89, "umask": 95,
+    "gettimeofday": 96, "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104,
+    "geteuid": 107, "getegid": 108, "getppid": 110, "getpgrp": 111, "getgroups": 115, "getresuid": 118,
+    "getresgid": 120, "getpgid": 121, "getsid": 124, "rt_sigpending": 127, "rt_sigtimedwait": 128,
+    "rt_sigsuspend": 130, "sigaltstack": 131, "statfs": 137, "fstatfs": 138, "getpriority": 140,
+    "sched_getparam": 143, "sched_getscheduler": 145, "sched_get_priority_max": 146, "sched_get_priority_min": 147,
+    "arch_prctl": 158, "gettid": 186, "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217,
+    "set_tid_address": 218, "restart_syscall": 219, "fadvise64": 221, "clock_gettime": 228, "clock_getres": 229,
+    "clock_nanosleep": 230, "exit_group": 231, "epoll_wait": 232, "epoll_ctl": 233, "waitid": 247, "openat": 257,
+    "mkdirat": 258, "newfstatat": 262, "unlinkat": 263, "renameat": 264, "readlinkat": 267, "faccessat": 269,
+    "pselect6": 270, "ppoll": 271, "set_robust_list": 273, "get_robust_list": 274, "epoll_pwait": 281,
+    "timerfd_create": 283, "eventfd": 284, "fallocate": 285, "timerfd_settime": 286, "timerfd_gettime": 287,
+    "eventfd2": 290, "epoll_create1": 291, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "getcpu": 309,
+    "renameat2": 316, "getrandom": 318, "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
+    "epoll_pwait2": 441,
+}
+"""The system calls that every program may make, with their numbers."""
+_ALLOWED_WITH_PROCESSES = {
+    "kill": 62, "tgkill": 234, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "setpgid": 109, "setsid": 112,
+    "symlink": 88, "chmod": 90, "fchmod": 91, "fchmodat": 268,
+}
+"""The calls that a program in namespaces of its own may make as well."""
+_CLONE, _CLONE3, _KILL, _TGKILL, _SOCKETPAIR, _PRLIMIT, _PRCTL = 56, 435, 62, 234, 53, 302, 157
+_CLONE_THREAD, _CLONE_NEW_NAMESPACES = 0x00010000, 0x7E020080
+_AF_UNIX, _PR_SET_NAME = 1, 15
+
+_ALLOW, _KILL_PROCESS, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_DENY, _NO_SUCH_CALL = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
+_LOAD, _EQUALS, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_AUDIT_ARCH_X86_64, _FIRST_X32_CALL = 0xC000003E, 0x40000000
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_RULE = struct.Struct("HBBI")
+
+
+def seccomp_filter(pid: int, has_processes: bool) -> bytes:
+    """Return a BPF program that allows the calls above, and makes all others fail with EPERM.
+
+    clone3 fails with ENOSYS, so that glibc takes clone, whose flags the filter can read.
+
+    Args:
+        pid: the process that is contained, to which alone it may send signals.
+        has_processes: whether it may fork and execute programs, because it has namespaces of its own.
+    """
+    rules: list[bytes] = []
+
+    def add(code: int, value: int, skip_if: int = 0, skip_if_not: int = 0) -> None:
+        rules.append(_RULE.pack(code, skip_if, skip_if_not, value))
+
+    def allow(number: int) -> None:
+        add(_EQUALS, number, 0, 1)
+        add(_RETURN, _ALLOW)
+
+    def allow_with_argument(number: int, first_argument: int, test: int = _EQUALS) -> None:
+        add(_EQUALS, number, 0, 4)
+        add(_LOAD, _FIRST_ARGUMENT_AT)
+        add(test, first_argument, 0, 1)
+        add(_RETURN, _ALLOW)
+        add(_RETURN, _DENY)
+
+    add(_LOAD, _ARCH_AT)
+    add(_EQUALS, _AUDIT_ARCH_X86_64, 1, 0)
+    add(_RETURN, _KILL_PROCESS)
+    add(_LOAD, _NUMBER_AT)
+    add(_AT_LEAST, _FIRST_X32_CALL, 0, 1)
+    add(_RETURN, _NO_SUCH_CALL)
+    if has_processes:
+        add(_EQUALS, _CLONE, 0, 4)
+        add(_LOAD, _FIRST_ARGUMENT_AT)
+        add(_HAS_BITS, _CLONE_NEW_NAMESPACES, 0, 1)
+        add(_RETURN, _DENY)
+        add(_RETURN, _ALLOW)
+    else:
+        allow_with_argument(_CLONE, _CLONE_THREAD, _HAS_BITS)
+        allow_with_argument(_KILL, pid)
+        allow_with_argument(_TGKILL, pid)
+    add(_EQUALS, _CLONE3, 0, 1)
+    add(_RETURN, _NO_SUCH_CALL)
+    allow_with_argument(_SOCKETPAIR, _AF_UNIX)  # asyncio has a pair
+    allow_with_argument(_PRLIMIT, 0)  # of the process itself
+    allow_with_argument(_PRCTL, _PR_SET_NAME)
+    for number in (*_ALLOWED.values(), *(_ALLOWED_WITH_PROCESSES.values() if has_processes else ())):
+        allow(number)
+    add(_RETURN, _DENY)
+    return b"".join(rules)
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("rules", ctypes.c_char_p)]
+
+
+def apply_filter(rules: bytes) -> None:
+    """Apply a seccomp filter to this process and all that it starts, for good. OSError: the kernel refuses."""
+    program = _FilterProgram(len(rules) // _RULE.size, rules)
+    _no_new_privileges()
+    _check(_libc.syscall(_SECCOMP, 1, 0, ctypes.byref(program)), "seccomp")
+
+
+def landlock_abi() -> int:
+    """Return the version of Landlock that the kernel has, from 1; 0: it has none."""
+    return max(0, _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)) if IS_KNOWN_MACHINE else 0
+
+
+def landlock_ruleset(readable: list[str], writable: list[str]) -> int:
+    """Return the descriptor of a ruleset: all that the kernel can forbid is, but reading and writing below paths.
+
+    It forbids files, from ABI 4 on TCP too, and from 6 on abstract Unix sockets and signals to others.
+    """
+    abi = landlock_abi()
+    rights = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF}.get(abi, 0xFFFF)
+    attributes = struct.pack("QQQ", rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset: int = _check(_libc.syscall(_LANDLOCK_CREATE, attributes, size, 0), "landlock_create_ruleset")
+    read = 0x1 | 0x4 | 0x8  # execute, read a file, list a folder
+    write = read | 0x2 | 0x10 | 0x20 | 0x80 | 0x100 | (rights & 0x4000)  # make and remove files and folders, truncate
+    on_files = 0x1 | 0x2 | 0x4 | 0x4000 | 0x8000
+    for paths, access in ((readable, read), (writable, write)):
+        for path in filter(os.path.exists, paths):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = access & rights & (0xFFFF if os.path.isdir(path) else on_files)
+            rule = struct.pack("=Qi", allowed, place)
+            _check(_libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
+            os.close(place)
+    return ruleset
+
+
+def restrict_by_landlock(ruleset: int) -> None:
+    """Apply a ruleset to this process and all that it starts, for good. OSError: the kernel refuses."""
+    _no_new_privileges()
+    _check(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")
+
+
+def limit_resources(memory_bytes: int, output_bytes: int, cpu_s: float, processes: int) -> None:
+    """Set the limits of this process and of those that it starts; `processes` counts threads too."""
+    limits = {
+        resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: output_bytes, resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0, resource.RLIMIT_STACK: 64 << 20, resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_NPROC: processes,
+    }  # fmt: skip
+    for name, value in limits.items():
+        resource.setrlimit(name, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s + 1), int(cpu_s + 2)))
+
+
+def enter_namespaces() -> None:
+    """Give this process user, PID, network, IPC, UTS and mount namespaces of its own, with an empty /tmp of 32 MB.
+
+    Its first child is process 1 of them. OSError: the kernel refuses.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    _check(_libc.unshare(0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x00020000), "unshare")
+    set_dumpable(True)  # after a change of uid /proc/self/uid_map would belong to root
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    _check(_libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None), "mount")  # private, with all below
+    options = b"size=32m,nr_inodes=2k,mode=1777"
+    _check(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 2 | 4, options), "mount of a tmpfs")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends. A change of uid undoes this."""
+    _check(_libc.prctl(1, 9, 0, 0, 0), "prctl")
+
+
+def set_dumpable(is_dumpable: bool) -> None:
+    """Allow or forbid that processes of the same user read the memory of this one."""
+    _check(_libc.prctl(4, int(is_dumpable), 0, 0, 0), "prctl")
+
+
+def _no_new_privileges() -> None:
+    _check(_libc.prctl(38, 1, 0, 0, 0), "prctl")
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result

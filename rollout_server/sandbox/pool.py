@@ -1,0 +1,241 @@
+"""Runs programs of others contained: the client of the fork server, which it starts, and starts again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.errors import AsyncRLError
+from rollout_server.sandbox.fork_server import PROJECT, STARTED
+from rollout_server.sandbox.protection import find_python
+
+START_TIMEOUT_S = 60.0
+GRACE_S = 30.0
+"""How long after its deadline a run may be told to have ended, before the fork server counts as hung."""
+_ATTEMPTS = 2
+"""How often a run is tried if the fork server dies meanwhile."""
+_CODE = "from rollout_server.sandbox.fork_server import main; main()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLimits:
+    """The limits of one program."""
+
+    wall_s: float = 6.0
+    cpu_s: float = 5.0
+    memory_bytes: int = 512 << 20
+    output_bytes: int = 1 << 20
+    """The most bytes of its output, and of its errors."""
+    processes: int = 1
+    """More than one needs namespaces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a program ended."""
+
+    exit_code: int
+    """Below 0: the signal that ended it."""
+    output: str
+    errors: str
+    is_late: bool
+    """Whether it was killed at its deadline."""
+    cpu_s: float = 0.0
+    most_memory_bytes: int = 0
+
+
+class SandboxDiedError(AsyncRLError):
+    """The fork server has died or hangs, also a second time. It is no fault of the program's."""
+
+
+class SandboxPool:
+    """Runs Python programs, each in a process that is forked from a server, contained, and killed at its deadline.
+
+    All its coroutines run in one event loop.
+
+    Args:
+        has_namespaces: give each program namespaces of its own, in which it may have a temporary folder and processes.
+        python: the Python that runs the programs; empty: see `find_python`.
+        preload: modules that are imported once, for all programs.
+        user: the user as which the server runs; None: that of this process.
+    """
+
+    def __init__(
+        self, *, has_namespaces: bool = False, python: str = "", preload: Sequence[str] = (), user: int | None = None
+    ) -> None:
+        self._python = find_python(python)
+        self._arguments = (str(int(has_namespaces)), ",".join(preload))
+        self._site = [] if preload else ["-S"]
+        self._user = user
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[list[Any]]] = {}
+
+    @property
+    def server_pid(self) -> int:
+        """The process of the fork server; 0 before the first run."""
+        return self._server.pid if self._server else 0
+
+    async def run(self, program: str, stdin: str = "", limits: RunLimits = RunLimits()) -> Ended:
+        """Run a program to its end, or to its deadline, and return how it ended.
+
+        Raises:
+            SandboxDiedError: the fork server died or did not answer.
+            AsyncRLError: it can't be started, or can't contain the program.
+        """
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return await self._run(program, stdin, limits)
+            except SandboxDiedError:
+                continue
+        return await self._run(program, stdin, limits)
+
+    async def aclose(self) -> None:
+        """End the fork server, and with it all programs."""
+        async with self._starting:
+            self._hang_up()
+            if self._server is not None:
+                await asyncio.to_thread(_wait_for, self._server)
+
+    async def _run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
+        async with self._starting:
+            if self._control is None:
+                await self._start()
+        assert self._control is not None
+        files = [os.memfd_create(name) for name in ("program", "input", "output", "errors")]
+        number = next(self._numbers)
+        ended = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            for file, text in zip(files, (program, stdin), strict=False):
+                _write(file, text.encode(errors="replace"))
+            os.lseek(files[1], 0, os.SEEK_SET)
+            message = json.dumps({"run": number, **dataclasses.asdict(limits)}).encode()
+            try:
+                await self._send(message, files)
+                async with asyncio.timeout(limits.wall_s + GRACE_S):
+                    code, is_late, cpu_s, most_memory_kb, failure = await ended
+            except (OSError, TimeoutError) as error:  # TimeoutError is an OSError; both mean that nobody serves
+                self._give_up()
+                raise SandboxDiedError(f"the sandbox's fork server {self.server_pid} has died or hangs") from error
+            output, errors = (_read(file, limits.output_bytes) for file in files[2:])
+        finally:
+            self._waiting.pop(number, None)
+            for file in files:
+                os.close(file)
+        if failure:
+            raise AsyncRLError(f"a program could not be contained: {failure}. See `async-rl doctor`")
+        return Ended(
+            exit_code=int(code), output=output, errors=errors, is_late=bool(is_late), cpu_s=cpu_s,
+            most_memory_bytes=int(most_memory_kb) << 10,
+        )  # fmt: skip
+
+    async def _send(self, message: bytes, files: list[int]) -> None:
+        """Send a message with files, and wait while the server has too many that it has not yet read."""
+        control, loop = self._control, asyncio.get_running_loop()
+        while control is not None:
+            try:
+                socket.send_fds(control, [message], files)
+                return
+            except BlockingIOError:
+                can_write = asyncio.Event()
+                loop.add_writer(control, can_write.set)
+                try:
+                    async with asyncio.timeout(GRACE_S):
+                        await can_write.wait()
+                finally:
+                    loop.remove_writer(control)
+        raise ConnectionError("the fork server has ended")
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Programs inherit the server's memory and environment: nothing of this process may be in them.
+        code = f"import sys; sys.path.insert(0, {PROJECT!r}); {_CODE}"
+        arguments = (str(theirs.fileno()), *self._arguments, owner(os.getpid()))
+        command = [self._python, "-I", *self._site, "-c", code, *arguments]
+        environment = {
+            "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }  # fmt: skip
+        server = self._server = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, cwd="/", stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, user=self._user,
+            group=self._user, extra_groups=None if self._user is None else [],
+        )  # fmt: skip
+        theirs.close()
+        ours.settimeout(START_TIMEOUT_S)
+        try:
+            told = await asyncio.to_thread(ours.recv, 64)
+        except TimeoutError:
+            told = b""
+        if told != STARTED:
+            ours.close()
+            server.kill()
+            lines = (await asyncio.to_thread(server.communicate))[1].decode(errors="replace").strip().splitlines()
+            raise AsyncRLError(f"the sandbox's fork server can't start: {lines[-1] if lines else 'it did not answer'}")
+        ours.setblocking(False)
+        self._control = ours
+        asyncio.get_running_loop().add_reader(ours, self._receive)
+
+    def _receive(self) -> None:
+        """Tell the runs that have ended how; if the server has ended, fail all that run."""
+        while self._control is not None:
+            try:
+                message = self._control.recv(4096)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if not message:
+                self._give_up()
+                return
+            number, *how = json.loads(message)
+            if (ended := self._waiting.get(number)) and not ended.done():
+                ended.set_result(how)
+
+    def _give_up(self) -> None:
+        """Kill the server, so that the next run starts another, and fail the runs that wait for it."""
+        if self._server is not None and self._control is not None:
+            self._server.kill()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the control socket, at which the server ends all programs and itself, and fail the runs that wait."""
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        self._control = None
+        for ended in self._waiting.values():
+            if not ended.done():
+                ended.set_exception(ConnectionError("the fork server has ended"))
+
+
+def _wait_for(server: subprocess.Popen[bytes]) -> None:
+    try:
+        server.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.communicate()
+
+
+def owner(worker: int) -> str:
+    """Return the last word of the command lines of a worker's server and programs, for people who look for them."""
+    return f"sandbox-of-{worker}"
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _read(file: int, most_bytes: int) -> str:
+    return os.pread(file, most_bytes, 0).decode(errors="replace")

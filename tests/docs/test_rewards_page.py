@@ -1,0 +1,89 @@
+"""The page on rewards: each of its examples runs as it stands there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+from rollout_server.question import Question
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.code.checker import CodeSettings
+from rollout_server.rewards.scoring import Scoring, Verdict
+from rollout_server.sandbox import kernel
+from tests.kit.documents import DOCUMENTS, blocks
+from tests.kit.rewards import told
+
+PAGE = DOCUMENTS["docs/rewards.md"]
+EXAMPLES = blocks(PAGE, "yaml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the page's my_rewards.py, from which a run is started."""
+    (tmp_path / "my_rewards.py").write_text("\n".join(blocks(PAGE, "python")))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, example: str) -> Config:
+    (folder / "run.yaml").write_text(yaml.safe_dump({"model": {"path": "x"}, **yaml.safe_load(example)}))
+    return load_config(folder / "run.yaml", [f"run.dir={folder}"])
+
+
+def scored(config: Config, ground_truth: Any, *answers: str) -> list[Verdict]:
+    async def score() -> list[Verdict]:
+        scoring = Scoring(config, open_rewards(config, None))  # type: ignore[arg-type]
+        try:
+            return await scoring.score(Question(messages=(), ground_truth=ground_truth), list(map(told, answers)))
+        finally:
+            await scoring.aclose()
+
+    return asyncio.run(score())
+
+
+def test_the_function_of_the_page_scores(folder: Path) -> None:
+    assert [each.reward for each in scored(load(folder, EXAMPLES[0]), "4", "It is 4", "It is 5")] == [1, 0]
+
+
+def test_the_rewards_of_the_page_are_summed_and_named(folder: Path) -> None:
+    first, second, third = scored(load(folder, EXAMPLES[1]), "4", "#### 4", "x" * 301, "")
+    assert first == Verdict(reward=1.2, values={"gsm8k": 1, "short": 1, "gold": 0.5, "gold/letters": 6})
+    assert second.reward == 0 and second.values["short"] == 0
+    assert third == Verdict(reward=0.2, values={"gsm8k": 0, "short": 1})  # gold is only logged, and gave no verdict
+
+
+@pytest.mark.parametrize(("name", "rewards"), [("RANK", [-1, -0.0]), ("FEW_TURNS", [-0.0, -0.0])])
+def test_the_rewards_of_groups_and_episodes_score(folder: Path, name: str, rewards: list[float]) -> None:
+    config = load(folder, f"task: {{path: x.jsonl, reward: 'my_rewards:{name}'}}")
+    assert [each.reward for each in scored(config, "4", "long", "ok")] == rewards
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
+def test_programs_are_scored_as_the_page_says(folder: Path) -> None:
+    tests = json.dumps({"fn_name": "double", "inputs": ["1", "2"], "outputs": ["2", "4"]})
+    (right, half) = scored(
+        load(folder, EXAMPLES[2]), tests, "```python\ndef double(x): return 2 * x\n```",
+        "```python\ndef double(x): return 2\n```",
+    )  # fmt: skip
+    assert (right.reward, half.reward) == (1, 0.5)
+    assert right.values == {
+        "code": 1, "code/passed": 1, "code/late": 0, "code/no_code": 0, "code/cheatable": 0,
+    }
+
+
+def test_every_setting_of_the_reward_code_is_on_the_page() -> None:
+    table = PAGE.partition("| setting | default |")[2].partition("\n\n")[0]
+    named = {word.strip() for row in table.splitlines() for word in row.split("|")[1:2] for word in word.split(",")}
+    assert {f"`{name}`" for name in CodeSettings.__dataclass_fields__} == {word for word in named if "`" in word}
+
+
+def test_the_page_has_no_example_that_is_not_tested() -> None:
+    assert len(EXAMPLES) == 3 and len(blocks(PAGE, "python")) == 2

@@ -1,0 +1,75 @@
+"""A tiny model learns short programs, which a sandbox runs."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rollout_server.rewards.code.cases import read_cases
+from rollout_server.sandbox import kernel
+from rollout_server.tasks.programs import Programs
+from tests.kit.configs import changed, make_config
+from tests.kit.documents import run
+from tests.kit.engines.fakes import TOKENIZER
+from tests.kit.runs import logged
+
+CONFIG = Path(__file__).parents[2] / "configs" / "code_cpu.yaml"
+needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
+
+
+def trained(folder: Path, sft: str, train: str, timeout_s: float) -> list[dict[str, float]]:
+    """Make the model of the config, train it, and return the lines of metrics.jsonl."""
+    run(f"async-rl sft {CONFIG} {sft}", folder, timeout_s)
+    run(f"async-rl train {CONFIG} rollout.engine=hf weight_sync.transport=disk logging.wandb=disabled {train}",
+        folder, timeout_s)  # fmt: skip
+    return logged(folder / "runs" / "code")
+
+
+@pytest.mark.e2e
+@needs_sandbox
+def test_a_run_scores_programs_in_the_sandbox_and_names_the_reward(tmp_path: Path) -> None:
+    lines = trained(tmp_path, "sft.batch_size=32", "run.steps=6 eval.size=32", timeout_s=140)
+    steps = [line for line in lines if "reward/mean" in line]
+    assert len(steps) == 6 and all(line["reward/code"] == line["reward/mean"] for line in steps)
+    assert all(line["reward/code/passed"] == line["reward/mean"] for line in steps)
+    assert sum(line["reward/mean"] for line in steps) > 0.2
+    assert any(key.startswith("by_staleness/") and key.endswith("/reward/code") for line in steps for key in line)
+    assert lines[0]["eval/reward/code"] == lines[0]["eval/reward"]
+    assert all(sum(line.get(f"scoring/code/{key}", 0) for line in lines) > 0 for key in ("calls", "cached"))
+    run_dir = tmp_path / "runs" / "code"
+    with closing(sqlite3.connect(run_dir / "rewards.sqlite")) as database:
+        kept = dict(database.execute("SELECT answer, score FROM verdicts WHERE score > 0").fetchall())
+    assert kept and all(answer.strip().startswith("x") for answer in kept)
+    with closing(sqlite3.connect(run_dir / "trajectories.sqlite")) as database:
+        rows = database.execute("SELECT reward, rewards FROM rows").fetchall()
+    assert all(json.loads(rewards)["code"] == reward for reward, rewards in rows)
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@needs_sandbox
+def test_the_model_learns_to_write_the_programs(tmp_path: Path) -> None:
+    lines = trained(tmp_path, "", "", timeout_s=1500)
+    first, *_, last = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert first < 0.35 and last > 0.55, (first, last)
+
+
+def test_the_questions_have_one_program_each_and_held_out_ones_are_others() -> None:
+    config = changed(make_config(), task={"name": "rollout_server.tasks.programs:Programs"}, eval={"size": 1000})
+    task = Programs(config, TOKENIZER)
+    train = [task.train_question(number) for number in range(task.num_prompts)]
+    held_out = task.eval_questions()
+    assert len(train) == 537 and len(held_out) == 135
+    assert len({(each.messages[0]["content"], each.solution) for each in (*train, *held_out)}) == 672
+    for question in train[:50]:
+        (case,) = read_cases(question.ground_truth)
+        values = [eval(question.solution, {"x": int(x)}) for x in case.stdin.split()]
+        assert case.is_passed_by("\n".join(map(str, values))) and not case.is_passed_by("\n".join(map(str, values[1:])))
+        shown = [pair.split(">") for pair in question.messages[0]["content"].split()]
+        assert all(eval(question.solution, {"x": int(x)}) == int(y) for x, y in shown)
+        assert task.verify(question, f" {question.solution}\n") == 1 and task.verify(question, "x") == 0

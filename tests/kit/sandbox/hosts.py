@@ -1,0 +1,116 @@
+"""The sandbox as root, as an ordinary user and where user namespaces are forbidden, and a host with secrets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_server.sandbox.fork_server import PROJECT
+from rollout_server.sandbox.pool import SandboxPool, owner
+
+ORDINARY_UID = 12345
+IS_ROOT = os.getuid() == 0
+
+FORBIDS_NAMESPACES = """#!{python} -I
+# Forbids what Docker's default profile does (unshare, mount, setns, chroot, pivot_root, clone with CLONE_NEW*).
+import os, sys
+sys.path.insert(0, {project!r})
+from rollout_server.sandbox import kernel as k
+rules = []
+def add(code, value, skip_if=0, skip_if_not=0): rules.append(k._RULE.pack(code, skip_if, skip_if_not, value))
+add(k._LOAD, 0)
+for number in (272, 165, 308, 161, 155): add(k._EQUALS, number, 0, 1); add(k._RETURN, k._DENY)
+add(k._EQUALS, 435, 0, 1); add(k._RETURN, k._NO_SUCH_CALL)
+add(k._EQUALS, 56, 0, 3); add(k._LOAD, 16); add(k._HAS_BITS, 0x7E020000, 0, 1); add(k._RETURN, k._DENY)
+add(k._RETURN, k._ALLOW)
+k.apply_filter(b"".join(rules))
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+"""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way in which the sandbox may run."""
+
+    name: str
+    has_namespaces: bool
+    is_ordinary: bool = False
+    forbids_namespaces: bool = False
+
+    @property
+    def is_possible(self) -> bool:
+        return self.is_ordinary or IS_ROOT
+
+
+MODES = [
+    Mode("root", has_namespaces=False),
+    Mode("root with namespaces", has_namespaces=True),
+    Mode("user", has_namespaces=False, is_ordinary=True),
+    Mode("user with namespaces", has_namespaces=True, is_ordinary=True),
+    Mode("user where namespaces are forbidden", has_namespaces=False, is_ordinary=True, forbids_namespaces=True),
+    Mode("root where namespaces are forbidden", has_namespaces=False, forbids_namespaces=True),
+]
+
+
+@contextmanager
+def pool_of(mode: Mode) -> Iterator[SandboxPool]:
+    """A pool, not yet started, whose server runs in this mode."""
+    user = ORDINARY_UID if mode.is_ordinary and IS_ROOT else None
+    with open_folder() as folder:
+        python = "/usr/bin/python3"
+        if mode.forbids_namespaces:
+            wrapper = folder / "python"
+            wrapper.write_text(FORBIDS_NAMESPACES.format(python=python, project=PROJECT))
+            wrapper.chmod(0o755)
+            python = str(wrapper)
+        yield SandboxPool(has_namespaces=mode.has_namespaces, python=python, user=user)
+
+
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may read."""
+    with tempfile.TemporaryDirectory(prefix="sandbox-test-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@contextmanager
+def exposed_host() -> Iterator[dict[str, str]]:
+    """A folder with a secret and a file to lose, and sockets that listen: the values of the names in misdeeds.py."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(open_folder())
+        (folder / "victim").touch()
+        (folder / "secret").write_text("sesame")
+        owner = ORDINARY_UID if IS_ROOT else -1
+        for place in (folder, folder / "victim", folder / "secret"):
+            os.chown(place, owner, owner)
+        (folder / "secret").chmod(0o600)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = tcp.getsockname()[1]
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", port))
+        for address in (f"\0misdeed-{port}", str(folder / "socket")):
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(address)
+            listener.listen()
+        (folder / "socket").chmod(0o777)
+        yield {"DIR": str(folder), "SOCKET": str(folder / "socket"), "PORT": str(port)}
+
+
+def processes_of_programs(pool: SandboxPool) -> set[int]:
+    """The processes of programs that pools of this process run, wherever they have gone, and have not ended."""
+    found = set()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            words = Path("/proc", name, "cmdline").read_text().split("\0")
+            state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, UnicodeDecodeError):
+            continue
+        if owner(os.getpid()) in words and state != "Z":
+            found.add(int(name))
+    return found - {pool.server_pid}

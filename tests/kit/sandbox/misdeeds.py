@@ -1,0 +1,202 @@
+"""Programs that try what a contained program must not do. Each prints a line `held ...` or `OPEN ...` for each attempt.
+
+Every misdeed is bounded by itself as well, and signals to others are tried as signal 0, in case one is not held.
+DIR, SOCKET, PORT, PARENT and HAS_NAMESPACES stand for the values of the host.
+"""
+
+TRY = """
+import os, sys, time, errno, ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def t(name, attempt, is_bad=lambda result: True):
+    try: result = attempt()
+    except BaseException as e: print(f"held {name}: {type(e).__name__} {getattr(e, 'errno', '')}")
+    else: print(f"{'OPEN' if is_bad(result) else 'held'} {name}: {str(result)[:90]!r}")
+def call(number, *arguments):
+    result = libc.syscall(number, *arguments)
+    if result < 0: raise OSError(ctypes.get_errno(), "refused")
+    return result
+"""
+
+MISDEEDS = {
+"fork bomb": """
+number = 0
+try:
+    for _ in range(300):
+        if os.fork() == 0: time.sleep(1.0); os._exit(0)
+        number += 1
+except OSError: pass
+print(f"{'held' if number < 64 else 'OPEN'} fork: {number} children")
+""",
+"much memory": """
+import mmap
+t("bytearray", lambda: len(bytearray(10 << 30)))
+t("mmap", lambda: len(mmap.mmap(-1, 10 << 30)))
+def grow():
+    parts = []
+    while len(parts) < 400: parts.append(b"x" * (25 << 20))
+t("grow", grow)
+def files():
+    found = [os.memfd_create(str(i)) for i in range(50)]
+    return sum(os.write(file, b"x" * (1 << 20)) for file in found)
+t("files in memory", files)
+""",
+"network": """
+import socket
+t("tcp", lambda: socket.create_connection(("127.0.0.1", PORT), 1).send(b"x"))
+t("udp", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", PORT)))
+t("bind", lambda: socket.socket().bind(("127.0.0.1", 0)))
+t("abstract unix", lambda: socket.socket(socket.AF_UNIX).connect("\\0misdeed-PORT"))
+t("path unix", lambda: socket.socket(socket.AF_UNIX).connect("SOCKET"))
+t("netlink", lambda: socket.socket(16, 3, 0))
+""",
+"writes outside": """
+t("create", lambda: open("DIR/new", "w").write("x"))
+t("overwrite", lambda: open("DIR/secret", "a").write("x"))
+t("mkdir", lambda: os.mkdir("DIR/d"))
+t("unlink", lambda: os.unlink("DIR/victim"))
+t("rename", lambda: os.rename("DIR/victim", "DIR/v2"))
+t("link", lambda: os.link("DIR/secret", "DIR/l"))
+t("truncate", lambda: os.truncate("DIR/secret", 0))
+t("chmod", lambda: os.chmod("DIR/secret", 0o777))
+t("utime", lambda: os.utime("DIR/secret", (0, 0)))
+t("chown", lambda: os.chown("DIR/secret", os.getuid(), os.getgid()))
+t("setxattr", lambda: os.setxattr("DIR/secret", "user.x", b"1"))
+t("/dev/shm", lambda: open("/dev/shm/misdeed", "w").write("x"))
+t("/var/tmp", lambda: open("/var/tmp/misdeed", "w").write("x"))
+""",
+"reads of others": """
+for path in ("/etc/shadow", "/etc/passwd", "/root/.bashrc", "DIR/secret", "/proc/1/environ", "/proc/self/environ",
+             "/proc/self/maps", f"/proc/{os.getppid()}/environ", f"/proc/{os.getppid()}/maps", "/sys/class/net",
+             "/dev/mem", "/", "DIR", "/proc"):
+    t("read " + path, lambda: os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(100))
+t("secret of the environment", lambda: os.environ["SECRET_KEY"])
+t("the project", lambda: __import__("rollout_server"))
+""",
+"stat of others": """
+t("stat", lambda: os.stat("DIR/secret").st_size)
+""",
+"symlinks": """
+t("symlink and read", lambda: (os.symlink("/etc/shadow", "x1"), open("x1").read(10)))
+t("symlink in tmp", lambda: (os.symlink("DIR/secret", "/tmp/x2"), open("/tmp/x2").read(10)))
+t("/proc/self/root", lambda: open("/proc/self/root/etc/shadow").read(10))
+t("/proc/self/cwd/..", lambda: open("/proc/self/cwd/etc/shadow").read(10))
+t("/usr/../etc/shadow", lambda: open("/usr/../etc/shadow").read(10))
+t("/usr/..DIR", lambda: open("/usr/..DIR/secret").read(10))
+t("chroot", lambda: os.chroot("/tmp"))
+""",
+"signals to the server": """
+t("signal 0 to the parent", lambda: os.kill(os.getppid(), 0), lambda result: os.getppid() > 0)
+t("SIGTERM to the fork server", lambda: os.kill(PARENT, 15))
+t("signal 0 to all", lambda: os.kill(-1, 0))
+t("killpg", lambda: os.killpg(PARENT, 0))
+t("pidfd", lambda: call(424, call(434, PARENT, 0), 0, 0, 0))
+t("prlimit of the parent", lambda: call(302, PARENT, 0, 0, 0))
+t("sched_setaffinity", lambda: call(203, PARENT, 8, b"\\x01" + b"\\0" * 7))
+t("setpriority", lambda: os.setpriority(os.PRIO_PROCESS, PARENT, 19))
+""",
+"ptrace": """
+t("attach to the fork server", lambda: call(101, 16, PARENT, 0, 0))
+t("process_vm_readv", lambda: call(310, PARENT, 0, 0, 0, 0, 0))
+t("/proc/N/mem", lambda: open("/proc/PARENT/mem", "rb"))
+t("traceme", lambda: call(101, 0, 0, 0, 0))
+""",
+"daemon": """
+def daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(4)
+        os._exit(0)
+t("daemon", daemon, lambda result: False)
+""",
+"exec": """
+import subprocess
+run = lambda: subprocess.run(["/bin/sh", "-c", "id"], capture_output=True, timeout=3).stdout
+t("sh", run, lambda result: b"uid" in result and not HAS_NAMESPACES)
+t("os.system", lambda: os.system("true"), lambda result: result == 0 and not HAS_NAMESPACES)
+""",
+"thread bomb": """
+import threading
+threading.stack_size(32768); threads = []; event = threading.Event()
+try:
+    for i in range(1000): thread = threading.Thread(target=event.wait, daemon=True); thread.start(); threads.append(1)
+except BaseException: pass
+print(f"{'held' if len(threads) < 200 else 'OPEN'} threads: {len(threads)}"); sys.stdout.flush(); os._exit(0)
+""",
+"system calls": """
+calls = {
+    "unshare": (272, 0x10000000), "mount": (165, 0, 0, 0, 0, 0), "bpf": (321, 0, 0, 0), "perf": (298, 0, 0, 0, 0, 0),
+    "io_uring": (425, 1, 0), "userfaultfd": (323, 0), "keyctl": (250, 0, 0, 0),
+    "add_key": (248, b"user", b"x", b"y", 1, -3),
+    "memfd_create": (319, b"x", 0), "shmget": (29, 0, 1 << 20, 0o1600), "msgget": (68, 0, 0o1600),
+    "semget": (64, 0, 1, 0o1600), "mq_open": (240, b"m", 0x42, 0o600, 0), "setns": (308, 0, 0),
+    "personality": (135, 0xffffffff), "swapoff": (168, b"/x"), "reboot": (169, 0), "inotify": (294, 0),
+    "fanotify": (300, 0, 0), "quotactl": (179, 0, 0, 0, 0), "open_by_handle": (304, 0, 0, 0),
+    "landlock": (444, 0, 0, 1),
+    "clone3": (435, 0, 0), "x32 getpid": (0x40000000 + 39,),
+}
+for name, arguments in calls.items(): t(name, lambda: call(*arguments))
+t("setuid 0", lambda: os.setuid(0))
+import resource
+t("raise a limit", lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)))
+def is_open(file):
+    try: os.fstat(file)
+    except OSError: return False
+    return True
+t("descriptors", lambda: [file for file in range(1024) if is_open(file)], lambda result: result != [0, 1, 2])
+""",
+"1 GB of output": """
+try:
+    for i in range(1024): os.write(1, b"x" * (1 << 20))
+    os.write(2, b"OPEN output")
+except OSError: os.write(2, b"held output")
+""",
+"output without writing": """
+t("ftruncate", lambda: os.ftruncate(1, 10 << 30))
+t("fallocate", lambda: os.posix_fallocate(1, 0, 10 << 30))
+t("pwrite", lambda: os.pwrite(1, b"x", 10 << 30))
+""",
+"full /tmp": """
+def fill():
+    for i in range(100): open(f"/tmp/fill{i}", "wb").write(b"x" * (900 << 10))
+t("fill", fill)
+def inodes():
+    for i in range(20000): open(f"/tmp/i{i}", "w").close()
+t("inodes", inodes)
+""",
+"endless loop": "while True: pass",
+"endless sleep that ignores signals": """
+import signal
+for number in range(1, 32):
+    try: signal.signal(number, signal.SIG_IGN)
+    except BaseException: pass
+while True: time.sleep(10)
+""",
+}  # fmt: skip
+
+SOUND = {
+    "asyncio": ("import asyncio\nasync def f(): await asyncio.sleep(.01); return 5\nprint(asyncio.run(f()))", "5"),
+    "deep recursion in a thread": (
+        "import threading, sys\nsys.setrecursionlimit(1 << 20)\nthreading.stack_size(1 << 28)\n"
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\nt = threading.Thread(target=lambda: print(f(50000)))\n"
+        "t.start(); t.join()", "50000",
+    ),
+    "dataclass and main guard": (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n  x: int\n"
+        "if __name__ == '__main__': print(A(int(input())))", "A(x=7)",
+    ),
+    "threads": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "print(sum(ThreadPoolExecutor(4).map(lambda x: x * x, range(10))))", "285",
+    ),
+    "random, time, decimal": (
+        "import random, time, decimal, datetime, re, uuid\nrandom.random(); uuid.uuid4(); datetime.datetime.now()\n"
+        "print(decimal.Decimal(1) / 4)", "0.25",
+    ),
+}  # fmt: skip
+"""Programs that must work, with their last line of output if the input is 7."""
+SOUND_IN_NAMESPACES = {
+    "tempfile": ("import tempfile\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x'); print('ok')", "ok"),
+    "subprocess": (
+        "import subprocess\nprint(subprocess.run(['echo', 'hi'], capture_output=True, text=True).stdout)", "hi"
+    ),
+}  # fmt: skip

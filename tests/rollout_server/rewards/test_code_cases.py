@@ -1,0 +1,143 @@
+"""The tests of verl's schemas, and what their comparison outside of the program takes for right."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollout_server.rewards.code.cases import Case, read_cases
+from rollout_server.rewards.code.checker import CodeSettings, find_program
+from rollout_server.rewards.code.values import ENCODE, decode, is_equal_output
+
+names: dict[str, Any] = {}
+exec(ENCODE, names)
+encode = names["_encode_result"]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "is_equal"),
+    [
+        ("3\n", "3", True),
+        ("  3 4 \n\n", "3 4\n", True),
+        ("3\n4\n", "3\n4", True),
+        ("3", "3\n4", False),  # a line is missing
+        ("3\n4\n5", "3\n4", False),
+        ("3 4", "3\n4", False),  # lines count
+        ("", "3", False),
+        ("3.0000001", "3.0", True),
+        ("3.1", "3.0", False),
+        ("3.0", "3", False),  # a whole number is a word
+        ("nan", "1.5", False),
+        ("inf", "1e400", False),
+        ("YES", "yes", False),
+    ],
+)  # fmt: skip
+def test_outputs_are_compared_by_words_and_lines(output: str, expected: str, is_equal: bool) -> None:
+    assert is_equal_output(output, expected) == is_equal
+
+
+@pytest.mark.parametrize("value", [
+    None, True, 3, -1.5, float("inf"), 1j, "ü\n", b"\x00", [1, [2]], (1, (2,)), {1, 2},
+    {1: "a", (2, 3): [None]}, [], (), {}, 2**200,
+])
+def test_a_value_comes_out_as_it_is(value: object) -> None:
+    found = decode(json.loads(encode(value)))
+    assert found == value and type(found) is type(value)
+
+
+class AlwaysEqual(list):
+    """The cheat that gets full marks where values are compared beside the answer."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_object_that_is_always_equal_comes_out_as_what_it_holds_or_not_at_all() -> None:
+    assert decode(json.loads(encode(AlwaysEqual([1])))) == [1]
+    with pytest.raises(TypeError, match="the result is of the type object"):
+        encode(object())
+
+
+def passed(case: Case, value: object) -> bool:
+    return case.is_passed_by(f"noise of the answer\n{case.marker} {encode(value)}\n")
+
+
+def test_a_call_has_lines_of_json_as_arguments_and_one_json_as_result() -> None:
+    (case,) = read_cases({"fn_name": "add", "inputs": ["[1, 2]\n3"], "outputs": ["[4, 5]"]})
+    assert "[[1, 2], 3]" in case.suffix and "[4, 5]" not in case.suffix and not case.is_cheatable
+    assert passed(case, [4, 5]) and passed(case, (4, 5)) and not passed(case, [4]) and not passed(case, "[4, 5]")
+    (case,) = read_cases(json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[7]]}))
+    assert passed(case, 7) and passed(case, [7])  # verl wraps results in a list
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "is_passed"),
+    [
+        ("assert f(1) == 3", 3, True),
+        ("assert f(1) == 3", 3.0, True),
+        ("assert f(1) == 3", "3", False),
+        ("assert 3 == f(1)", 3, True),
+        ("assert f(1) == (1, 2)", [1, 2], False),  # as in Python
+        ("assert set(f(1)) == {1, 2}", {2, 1}, True),
+        ("assert f(1) is None", None, True),
+        ("assert f(1)", True, True),
+        ("assert not f(1)", False, True),
+        ("x = 5\nassert f(x) == 3, 'with a message'", 3, True),
+    ],
+)  # fmt: skip
+def test_an_assert_of_a_value_is_compared_outside(code: str, value: object, is_passed: bool) -> None:
+    (case,) = read_cases({"assert_case": [code]})
+    assert case.kind == "literal" and "== 3" not in case.suffix
+    assert passed(case, value) == is_passed
+
+
+@pytest.mark.parametrize("code", [
+    "assert abs(f(1) - 0.3) < 1e-6", "check(f)", "assert f(1) == f(2)", "assert f(1) == 1\nassert f(2) == 2", "",
+])
+def test_other_asserts_run_inside_and_are_cheatable(code: str) -> None:
+    (case,) = read_cases({"assert_case": [code]})
+    assert case.is_cheatable and code in case.suffix
+    assert case.is_passed_by(f"\n{case.marker} passed\n")
+    assert not case.is_passed_by("") and not case.is_passed_by("passed")
+
+
+@pytest.mark.parametrize("result", ["", "[", "nonsense", '["float", "x"]', '["no", 1]', "[1, 2, 3]", "[" * 100_000])
+def test_a_result_that_can_not_be_read_is_wrong(result: str) -> None:
+    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ["1"]})
+    assert not case.is_passed_by(f"\n{case.marker} {result}\n") and not case.is_passed_by(result)
+
+
+def test_two_results_are_none() -> None:
+    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ["1"]})
+    assert not case.is_passed_by(f"\n{case.marker} 2\n{case.marker} 1\n")
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([], "got list"), ({}, "got keys"), ({"inputs": ["1"], "outputs": []}, "as many outputs"),
+        ({"inputs": [], "outputs": []}, "at least one"), ({"assert_case": [1]}, "list of code"),
+        ({"fn_name": "a b", "inputs": ["1"], "outputs": ["1"]}, "name of a function"),
+        ({"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}, "Expecting value"),
+    ],
+)  # fmt: skip
+def test_tests_of_another_schema_are_refused(tests: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_cases(tests)
+
+
+def test_the_last_block_of_the_language_is_the_program() -> None:
+    said = "first\n```python\na = 1\n```\nthen\n```py\nb = 2\n```\nand\n```json\n{}\n```\nend"
+    assert find_program(said, CodeSettings()) == "b = 2\n"
+    assert find_program("no code", CodeSettings()) is None
+    assert find_program("```\nx\n```", CodeSettings()) == "x\n"
+    shell = CodeSettings(languages=["bash"])
+    assert find_program("```bash\necho\n```\n```python\nx\n```", shell) == "echo\n"
+
+
+def test_an_answer_that_is_wrapped_is_the_whole_program() -> None:
+    assert find_program(" x + 1\n", CodeSettings(wrap="print({answer})")) == "print(x + 1)"

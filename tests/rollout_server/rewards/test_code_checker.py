@@ -1,0 +1,288 @@
+"""The reward `code`: right and wrong programs, those that cheat, and those that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from rollout_server.question import Question
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.code import checker
+from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, open_code, open_runner
+from rollout_server.rewards.contract import RewardResult
+from rollout_server.sandbox import kernel, protection
+from rollout_server.sandbox.pool import SandboxDiedError
+from rollout_server.sandbox.protection import Protection
+from rollout_server.scored_player import ScoredPlayer
+from tests.kit.configs import changed, make_config
+from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+from tests.kit.rewards import of
+
+pytestmark = pytest.mark.processes
+needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
+
+CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}
+ASSERTS = {"assert_case": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
+INSIDE = {"assert_case": ["assert abs(add(1, 2) - 3) < 1e-9", "assert abs(add(3, 4) - 7) < 1e-9"]}
+LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+TWO_LINES = {"inputs": ["1 2\n"], "outputs": ["3\n999\n"]}
+
+RIGHT = "def add(a, b):\n    return a + b\n"
+CHEATS = {
+    "always equal": """
+class E:
+    def __eq__(s, o): return True
+    def __ne__(s, o): return False
+    def __hash__(s): return 0
+def add(a, b): return E()
+""",
+    "always equal list": """
+class E(list):
+    def __eq__(s, o): return True
+def add(a, b): return E()
+""",
+    "reads the frames of the caller": """
+import sys
+def add(a, b):
+    f = sys._getframe()
+    while f:
+        for d in (f.f_locals, f.f_globals):
+            for k in ("in_outs", "sample", "expected", "outputs"):
+                if k in d: return d[k]
+        for c in f.f_code.co_consts:
+            if isinstance(c, int) and c not in (a, b, 0, 1): return c
+        f = f.f_back
+    return 0
+""",
+    "_exit 0": "import os\nos._exit(0)\n",
+    "sys.exit at import": "import sys\nsys.exit(0)\n",
+    "patches what it finds": """
+import sys, builtins, json
+json.dumps = lambda *a, **k: "true"
+builtins.isinstance = lambda *a: True
+for m in list(sys.modules.values()):
+    for k in ("run_test", "check_correctness", "is_passed_by"):
+        if hasattr(m, k): setattr(m, k, lambda *a, **kw: True)
+def add(a, b): return 0
+""",
+    "prints results itself": """
+import sys
+f = sys._getframe()
+words = {w for c in f.f_code.co_consts + f.f_code.co_names if isinstance(c, str) for w in c.split()}
+for w in words:
+    for n in range(20): print("\\n" + w, n)
+def add(a, b): return 0
+""",
+    "nothing": "pass\n",
+}  # fmt: skip
+CHEATS_OF_OUTPUT = {
+    "reads the frames of the caller": """
+import sys
+f = sys._getframe()
+while f:
+    d = f.f_locals.get("in_outs")
+    if d: print(d["outputs"][0])
+    f = f.f_back
+""",
+    "nothing": "pass\n", "_exit 0": "import os\nos._exit(0)\n",
+}  # fmt: skip
+
+
+def scored(answers: list[str], tests: Any, sandbox: str = "auto", **settings: Any) -> list[RewardResult]:
+    config = changed(make_config(), task={"sandbox": sandbox})
+
+    async def score() -> list[RewardResult]:
+        async with open_code(config, CodeSettings(**settings)) as check:
+            question = Question(messages=(), ground_truth=tests)
+            return await asyncio.gather(*(check(question, answer) for answer in answers))
+
+    return asyncio.run(score())
+
+
+def said(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\nDone."
+
+
+def scores(programs: list[str], tests: Any, **settings: Any) -> list[float | None]:
+    return [result.score for result in scored(list(map(said, programs)), tests, **settings)]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("tests", [CALLS, ASSERTS, INSIDE], ids=["calls", "asserts", "asserts inside"])
+def test_a_right_function_passes_and_a_wrong_one_does_not(tests: Any) -> None:
+    method = "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n"
+    guarded = RIGHT + "if __name__ == '__main__':\n    print(add(*map(int, input().split())))\n"
+    wrong, broken = "def add(a, b): return 0", "def add(a, b:"
+    found = scores([RIGHT, "def add(a, b): return a * b + 1", wrong, broken, guarded, method], tests)
+    assert found == [1, 0, 0, 0, 1, 1 if tests is CALLS else 0]
+
+
+@needs_sandbox
+def test_a_right_program_passes_and_one_with_missing_lines_does_not() -> None:
+    program = "a, b = map(int, input().split())\nprint(a + b)\n"
+    assert scores([program, program + "import sys; sys.exit(1)", "print(3)"], LINES) == [1, 0, 0]
+    assert scores([program], TWO_LINES) == [0]
+    (result,) = scored(["no code here"], LINES)
+    assert result.score == 0 and result.metrics["no_code"] == 1
+
+
+@needs_sandbox
+@pytest.mark.parametrize("tests", [CALLS, ASSERTS], ids=["calls", "asserts"])
+def test_no_cheat_gets_a_mark(tests: Any) -> None:
+    found = scores(list(CHEATS.values()), tests, partial=True)
+    assert dict(zip(CHEATS, found, strict=True)) == dict.fromkeys(CHEATS, 0)
+
+
+@needs_sandbox
+def test_no_cheat_gets_a_mark_for_what_it_prints() -> None:
+    found = scores(list(CHEATS_OF_OUTPUT.values()), LINES, partial=True)
+    assert dict(zip(CHEATS_OF_OUTPUT, found, strict=True)) == dict.fromkeys(CHEATS_OF_OUTPUT, 0)
+
+
+@needs_sandbox
+def test_a_check_that_runs_inside_is_counted_as_cheatable_and_not_by_the_exit_code() -> None:
+    found = scored([said(RIGHT), said(CHEATS["_exit 0"]), said(CHEATS["sys.exit at import"])], INSIDE)
+    assert [each.score for each in found] == [1, 0, 0]
+    assert [each.metrics["cheatable"] for each in found] == [1, 1, 1]
+    assert scored([said(RIGHT)], ASSERTS)[0].metrics["cheatable"] == 0
+
+
+@needs_sandbox
+def test_partial_reward_is_the_share_of_the_first_tests() -> None:
+    tests = {"fn_name": "add", "inputs": ["1\n2"] * 3 + ["2\n2"] * 9, "outputs": ["3"] * 3 + ["5"] * 9}
+    assert scores([RIGHT], tests, partial=True) == [0.3]
+    assert scores([RIGHT], tests, partial=True, max_cases=4) == [0.75]
+    assert scores([RIGHT], tests) == [0]
+
+
+@needs_sandbox
+def test_programs_that_hang_or_grow_cost_their_answers_alone() -> None:
+    loop, grow = "while True: pass", "x = []\nwhile True: x.append(bytearray(1 << 24))"
+    found = scored([said(each) for each in (loop, RIGHT, grow, RIGHT)], CALLS, timeout_s=1.0)
+    assert [each.score for each in found] == [0, 1, 0, 1]
+    assert [found[number].metrics["late"] for number in (0, 1, 3)] == [1, 0, 0]
+    assert not found[0].is_final and found[1].is_final
+
+
+@needs_sandbox
+def test_all_runs_of_an_answer_share_its_time() -> None:
+    slow = {"inputs": ["x"] * 50, "outputs": ["x"] * 50}
+    sleeps = said("import time\ntime.sleep(0.3)\nprint('x')")
+    (result,) = scored([sleeps], slow, partial=True, max_cases=50, answer_s=1.0)
+    assert 0 < result.score < 0.1 and result.metrics["late"] == 1
+
+
+def test_a_sandbox_that_dies_gives_no_verdict() -> None:
+    class Dead:
+        async def run(self, *_: object) -> None:
+            raise SandboxDiedError("the sandbox has died")
+
+    checking = CodeChecker(runner=Dead(), settings=CodeSettings())  # type: ignore[arg-type]
+    result = asyncio.run(checking.score(Question(messages=(), ground_truth=CALLS), said(RIGHT)))
+    assert result == RewardResult(None, reason="the sandbox has died")
+
+
+@needs_sandbox
+def test_programs_may_have_files_and_processes_where_they_are_given_them() -> None:
+    program = "import tempfile\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x')\nprint(3)"
+    assert scores([program], {"inputs": [""], "outputs": ["3"]}, files=True) == [1]
+    assert scores([program], {"inputs": [""], "outputs": ["3"]}) == [0]
+    child = "import subprocess\nprint(subprocess.run(['echo', '3'], capture_output=True, text=True).stdout)"
+    assert scores([child], {"inputs": [""], "outputs": ["3"]}, processes=4) == [1]
+
+
+def test_without_a_sandbox_programs_run_as_this_user() -> None:
+    programs = [RIGHT, "while True: pass", CHEATS["always equal"]]
+    assert scores(programs, CALLS, sandbox="none", timeout_s=2.0) == [1, 0, 0]
+    shell = {"command": ["bash"], "languages": ["bash"], "sandbox": "none"}
+    (result,) = scored(["```bash\nread a b; echo $((a + b))\n```"], LINES, **shell)
+    assert result.score == 1
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+def test_another_language_runs_in_bubblewrap() -> None:
+    adds = "```bash\nread a b; echo $((a + b))\n```"
+    looks = "```bash\nread a b; cat /etc/passwd | head -1; echo $((a + b))\n```"
+    bombs = "```bash\nf() { f | f & }; f; while true; do :; done\n```"
+    settings = {"command": ["bash"], "languages": ["bash"], "timeout_s": 4.0}
+    found = scored([adds, looks, bombs, adds], LINES, **settings)
+    assert [each.score for each in found] == [1, 1, 0, 1]  # there is no /etc/passwd, so nothing more is printed
+    writes = f"```bash\nread a b; echo x > {Path.home()}/misdeed; echo x > /usr/misdeed; echo $((a + b)); id -u\n```"
+    (result,) = scored([writes], LINES, **settings)
+    assert result.score == 0 and not Path.home().joinpath("misdeed").exists() and not Path("/usr/misdeed").exists()
+
+
+def test_another_language_without_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs bubblewrap\. Install it .*, or set task\.sandbox: none"):
+        open_runner("auto", CodeSettings(command=["node"]))
+
+
+@pytest.mark.parametrize(
+    ("found", "settings", "message"),
+    [
+        (Protection(0, True, True), {}, r"can't be contained .* none: .*task\.sandbox: none"),
+        (Protection(3, False, True), {}, r"can't be contained .* none: .*task\.sandbox: none"),
+        (Protection(3, True, False, "no unshare"), {"files": True}, "user namespaces are forbidden: no unshare"),
+        (Protection(3, True, False, "no unshare"), {"processes": 2}, "user namespaces are forbidden: no unshare"),
+        (Protection(3, True, False), {}, ""),
+    ],
+)  # fmt: skip
+def test_a_run_whose_programs_can_not_be_contained_is_refused_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, found: Protection, settings: dict[str, Any], message: str
+) -> None:
+    for module in (protection, checker):
+        monkeypatch.setattr(module, "find_protection", lambda: found, raising=False)
+    config = of({"reward": "code", "params": settings})
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            open_rewards(config, None)  # type: ignore[arg-type]
+    else:
+        open_rewards(config, None)  # type: ignore[arg-type]
+    open_rewards(changed(config, task={"sandbox": "none"}), None)  # type: ignore[arg-type]
+
+
+def test_a_slow_program_may_never_cost_its_group_the_reward() -> None:
+    def opened(**values: Any) -> Callable[[], object]:
+        return lambda: open_rewards(of({"reward": "code", **values}), None)  # type: ignore[arg-type]
+
+    opened()()
+    opened(params={"answer_s": 30.0}, timeout_s=60.0)()
+    with pytest.raises(ConfigError, match=r"task\.rewards\[0\]\.params\.answer_s must be at most 25, 5 s less than"):
+        opened(params={"answer_s": 26.0})()
+
+
+def test_a_server_of_root_takes_a_python_that_other_users_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    hidden = tmp_path / "closed" / "python"
+    hidden.parent.mkdir(mode=0o700)
+    hidden.symlink_to("/usr/bin/python3")
+    with pytest.raises(ConfigError, match=r"needs a Python that every user can read, got .*closed/python"):
+        protection.find_python(str(hidden))
+
+
+def test_the_protection_is_told_in_words() -> None:
+    told = str(Protection(7, True, False, "unshare: Operation not permitted"))
+    assert told.startswith("seccomp, Landlock ABI 7, limits, ") and told.endswith("(unshare: Operation not permitted)")
+    assert str(dataclasses.replace(Protection(0, True, True))) == "none: the kernel has no Landlock"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("sandbox", "words"), [("auto", "contained by seccomp, Landlock ABI "), ("none", "not contained")]
+)
+def test_the_status_of_a_worker_says_how_programs_are_contained(sandbox: str, words: str) -> None:
+    config = changed(of({"reward": "code"}), task={"sandbox": sandbox})
+    rewards = open_rewards(config, None)  # type: ignore[arg-type]
+    player = ScoredPlayer(config, 0, EchoEngine(), None, rewards, TOKENIZER)  # type: ignore[arg-type]
+    assert player.stats.status().about.startswith("reward code: programs are ") and words in player.stats.status().about

@@ -1,0 +1,252 @@
+"""Rewards of answers, episodes and groups: what they may return, their sum, their limits, and their cache."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.config.section import section
+from async_rl.errors import ConfigError, RewardError
+from async_rl.telemetry.metrics import reduce_metrics
+from rollout_server.episodes.episode import Episode
+from rollout_server.question import Question
+from rollout_server.rewards.base import NamedReward, open_rewards
+from rollout_server.rewards.contract import Reward, RewardResult, read_verdict
+from rollout_server.rewards.scoring import Scoring, Verdict
+from tests.kit.configs import make_config
+from tests.kit.rewards import QUESTION, is_right, named, of, scored, told
+
+
+async def length(question: Question, response: str) -> RewardResult:
+    await asyncio.sleep(0)
+    return RewardResult(len(response) / 10, {"letters": len(response)})
+
+
+def test_the_reward_is_the_weighted_sum_and_each_score_and_metric_is_named() -> None:
+    rewards = [named(is_right, name="right"), named(length, name="length", weight=-0.5)]
+    verdicts, _ = scored(rewards, "4", "three")
+    assert verdicts == [
+        Verdict(reward=1 - 0.05, values={"right": 1, "length": 0.1, "length/letters": 1}),
+        Verdict(reward=0 - 0.25, values={"right": 0, "length": 0.5, "length/letters": 5}),
+    ]
+
+
+def test_the_only_reward_of_a_run_is_not_named_again_but_its_metrics_are() -> None:
+    (verdict,), _ = scored([named(length, name="length", logs_score=False)], "4")
+    assert verdict == Verdict(reward=0.1, values={"length/letters": 1})
+
+
+def test_an_answer_without_a_verdict_has_no_reward_and_says_why() -> None:
+    def judge(question: Question, response: str) -> RewardResult | float | None:
+        return {"a": None, "b": RewardResult(None, reason="the reply had no score")}.get(response, 0.5)
+
+    verdicts, counts = scored([named(is_right, name="right"), named(judge, name="judge")], "a", "b", "c")
+    assert [(each.reward, each.reason) for each in verdicts] == [
+        (None, "the reward judge gave no verdict"), (None, "the reward judge gave no verdict: the reply had no score"),
+        (0.5, ""),
+    ]
+    assert counts["scoring/judge/no_verdict"] == 2 and counts["scoring/right/no_verdict"] == 0
+    assert counts["scoring/judge/calls"] == 3 and counts["scoring/judge/group_s"] >= 0
+
+
+def test_a_reward_of_weight_zero_is_logged_and_costs_no_answer_its_verdict() -> None:
+    gold = [named(is_right, name="right"), named(lambda question, answer: None if answer else 1, name="gold", weight=0)]
+    verdicts, _ = scored(gold, "4", "")
+    assert verdicts == [Verdict(reward=1, values={"right": 1}), Verdict(reward=0, values={"right": 0, "gold": 1})]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_of_a_group_sees_all_its_answers(is_async: bool) -> None:
+    def rank(question: Question, episodes: list[Episode]) -> list[float | None]:
+        order = sorted(episodes, key=lambda each: len(each.answer))
+        return [None if not each.answer else order.index(each) for each in episodes]
+
+    async def rank_later(question: Question, episodes: list[Episode]) -> list[float | None]:
+        return rank(question, episodes)
+
+    verdicts, counts = scored([named(Reward(function=rank_later if is_async else rank, of="group"))], "abc", "", "a")
+    assert [each.reward for each in verdicts] == [2, None, 1]
+    assert counts["scoring/task/calls"] == 1
+
+
+def test_a_reward_of_an_episode_sees_how_it_went() -> None:
+    def brief(question: Question, episode: Episode) -> float:
+        return -episode.metrics["turns"] + len(episode.messages)
+
+    async def score() -> list[Verdict]:
+        episode = told("4", metrics={"turns": 3}, messages=({"role": "user", "content": "2 + 2?"},))
+        return await Scoring(make_config(), [named(Reward(function=brief, of="episode"))]).score(QUESTION, [episode])
+
+    assert asyncio.run(score())[0].reward == -2
+
+
+@pytest.mark.parametrize("returned", [[0.5], 0.5, None])
+def test_a_reward_of_a_group_must_return_a_verdict_for_each(returned: object) -> None:
+    reward = Reward(function=lambda question, episodes: returned, of="group")
+    with pytest.raises(RewardError, match="list of 2 verdicts, got"):
+        scored([named(reward)], "a", "b")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", RewardResult(float("nan")), [1.0]])
+def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
+    with pytest.raises(RewardError, match=r"must return a (finite )?number.*, got (nan|inf|'high'|\[1.0\])"):
+        read_verdict(value)
+
+
+@pytest.mark.parametrize("metrics", [
+    {"x": "y"}, {"x": float("nan")}, {1: 2.0}, {"": 1.0}, {f"{i}": 1 for i in range(65)}
+])
+def test_metrics_that_can_not_be_logged_are_refused(metrics: Any) -> None:
+    with pytest.raises(RewardError, match=r"log|metric"):
+        read_verdict(RewardResult(1.0, metrics))
+
+
+def test_more_numbers_than_a_row_may_have_are_refused() -> None:
+    many = {str(number): 1.0 for number in range(40)}
+    rewards = [named(lambda *_: RewardResult(1.0, many), name=name) for name in ("a", "b")]
+    with pytest.raises(RewardError, match="at most 64 numbers of an answer, got 82"):
+        scored(rewards, "4")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_hangs_or_raises_fails_its_group_with_its_name(is_async: bool) -> None:
+    hung = threading.Event()
+
+    async def hang(question: Question, response: str) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    slow = hang if is_async else lambda question, response: float(hung.wait(60))
+    with pytest.raises(RewardError, match=r"slow: the reward function took longer than task\.rewards\[1\]\.timeout_s"):
+        scored([named(is_right), named(slow, name="slow", timeout_s=0.1, limit="task.rewards[1].timeout_s")], "4")
+    hung.set()
+
+    async def fail(question: Question, response: str) -> float:
+        return 1 / 0
+
+    with pytest.raises(RewardError, match=r"bad: ZeroDivisionError: .*test_scoring\.py"):
+        scored([named(fail if is_async else lambda question, response: 1 / 0, name="bad")], "4")
+
+
+def test_failures_are_counted_by_the_name_of_the_reward() -> None:
+    async def count() -> dict[str, float]:
+        scoring = Scoring(make_config(), [named(lambda *_: 1 / 0, name="bad"), named(is_right, name="right")])
+        for _ in range(3):
+            with pytest.raises(RewardError):
+                await scoring.score(QUESTION, [told("4")])
+        return reduce_metrics(scoring.drain_metrics())
+
+    assert asyncio.run(count())["scoring/bad/failed"] == 3
+
+
+def test_no_more_calls_run_at_once_than_the_reward_allows() -> None:
+    running, most = 0, 0
+
+    async def count(question: Question, response: str) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 1.0
+
+    scored([named(count, concurrency=3)], *"abcdefgh")
+    assert most == 3
+
+
+def test_what_a_reward_opens_is_opened_once_and_closed_at_the_end() -> None:
+    events: list[str] = []
+
+    @section("task.rewards.params")
+    class Settings:
+        bonus: float = 0.0
+
+    @asynccontextmanager
+    async def opened(config: Config, settings: Settings) -> AsyncIterator[Callable[..., Any]]:
+        events.append("open")
+        yield lambda question, response: settings.bonus
+        events.append("closed")
+
+    reward = Reward(open=opened, settings=Settings)
+    verdicts, _ = scored([named(reward, settings=Settings(bonus=0.25))], "a", "b", groups=3)
+    assert [each.reward for each in verdicts] == [0.25, 0.25] and events == ["open", "closed"]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"function": is_right, "open": is_right}, {
+    "function": is_right, "of": "group", "is_function_of_input": True
+}])
+def test_an_entry_that_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a Reward"):
+        Reward(**wrong)
+
+
+def test_answers_of_a_group_are_scored_by_all_rewards_at_the_same_time() -> None:
+    def wait(question: Question, response: str) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    began_s = time.monotonic()
+    scored([named(wait, name=str(number)) for number in range(5)], *"abcd")
+    assert time.monotonic() - began_s < 3.0  # one after the other would take 4 s
+
+
+def opened(config: Config) -> tuple[NamedReward, ...]:
+    return open_rewards(config, SimpleNamespace(verify=is_right))
+
+
+def test_the_configuration_names_weighs_and_limits_each_reward() -> None:
+    first, second = opened(of(
+        {"reward": "gsm8k", "timeout_s": 2.0}, {"name": "own", "weight": 0.5, "concurrency": 3}
+    ))  # fmt: skip
+    assert (first.name, first.weight, first.timeout_s, first.limit) == (
+        "gsm8k", 1.0, 2.0, "task.rewards[0].timeout_s"
+    )  # fmt: skip
+    assert (second.name, second.weight, second.timeout_s, second.limit, second.concurrency) == (
+        "own", 0.5, 30.0, "timeouts.reward_s", 3
+    )  # fmt: skip
+    assert second.reward.function is is_right and first.logs_score and second.logs_score
+
+
+@section("task.rewards.params")
+class Short:
+    """The settings of SHORT."""
+
+    limit: int = 10
+
+
+def is_short(question: Question, response: str, settings: Short) -> float:
+    return float(len(response) <= settings.limit)
+
+
+SHORT = Reward(function=is_short, settings=Short)
+RANK = Reward(function=lambda question, episodes: [0.0] * len(episodes), of="group")
+
+
+def test_a_reward_gets_the_settings_that_its_entry_declares() -> None:
+    rewards = opened(of({"reward": f"{__name__}:SHORT", "params": {"limit": 2}}, {"reward": f"{__name__}:is_right"}))
+    verdicts, _ = scored(list(rewards), "4", "four")
+    assert [each.reward for each in verdicts] == [2, 0]
+    with pytest.raises(ConfigError, match=r"unknown key task\.rewards\[0\]\.params\.limits; .*SHORT takes limit"):
+        opened(of({"reward": f"{__name__}:SHORT", "params": {"limits": 2}}))
+    with pytest.raises(ConfigError, match=r"task\.rewards\.params\.limit must be a whole number, got 'x'"):
+        opened(of({"reward": f"{__name__}:SHORT", "params": {"limit": "x"}}))
+
+
+def test_a_reward_of_a_group_has_no_greedy_baseline() -> None:
+    remax = of({"reward": f"{__name__}:RANK"}, algorithm={"advantage": "remax"})
+    with pytest.raises(ConfigError, match=r"task\.rewards\[0\]\.reward must be one of an answer .* with algorithm"):
+        opened(remax)
+    assert opened(of({"reward": f"{__name__}:RANK"}))[0].reward is RANK
+
+
+def test_a_reward_with_other_arguments_than_its_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be a `def is_short\(question, response\)`, got is_short\(question: "):
+        opened(of({"reward": f"{__name__}:is_short"}))

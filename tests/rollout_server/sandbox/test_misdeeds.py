@@ -1,0 +1,193 @@
+"""Every misdeed is held in every way in which the sandbox can run, and costs its program alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from async_rl.errors import AsyncRLError
+from rollout_server.sandbox import kernel
+from rollout_server.sandbox.fork_server import PROJECT
+from rollout_server.sandbox.pool import Ended, RunLimits, SandboxPool
+from tests.kit.sandbox.hosts import MODES, Mode, exposed_host, pool_of, processes_of_programs
+from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, SOUND_IN_NAMESPACES, TRY
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock"),
+    pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no /usr/bin/python3"),
+]
+modes = pytest.mark.parametrize(
+    "mode", [
+        pytest.param(mode, id=mode.name, marks=pytest.mark.skipif(not mode.is_possible, reason="needs root"))
+        for mode in MODES
+    ],
+)  # fmt: skip
+OPEN = {"stat of others"}
+"""Misdeeds that only namespaces hold: the existence and the size of a file can be told."""
+ENDLESS = {"endless loop", "endless sleep that ignores signals"}
+
+
+def in_pool(mode: Mode, use: Callable[[SandboxPool], Awaitable[None]]) -> None:
+    async def run(pool: SandboxPool) -> None:
+        try:
+            await use(pool)
+        finally:
+            await pool.aclose()
+
+    with pool_of(mode) as pool:
+        asyncio.run(run(pool))
+    assert processes_of_programs(pool) == set()
+
+
+def limits_of(mode: Mode, **limits: float) -> RunLimits:
+    return RunLimits(**{"wall_s": 4.0, "cpu_s": 2.0, "processes": 8 if mode.has_namespaces else 1, **limits})  # type: ignore[arg-type]
+
+
+@modes
+@pytest.mark.parametrize("name", MISDEEDS)
+def test_a_misdeed_is_held_and_the_next_program_runs(mode: Mode, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "sesame")
+    wall_s = 0.5 if name in ENDLESS else 6.0
+
+    async def misbehave(pool: SandboxPool) -> None:
+        assert (await pool.run("print('alive')")).output == "alive\n"
+        with exposed_host() as values:
+            text = TRY + MISDEEDS[name]
+            values |= {"PARENT": str(pool.server_pid), "HAS_NAMESPACES": str(mode.has_namespaces)}
+            for word, value in values.items():
+                text = text.replace(word, value)
+            began_s = time.monotonic()
+            ended = await pool.run(text, limits=limits_of(mode, wall_s=wall_s))
+            check(name, mode, ended, time.monotonic() - began_s)
+            assert os.stat(f"{values['DIR']}/secret").st_mode & 0o777 == 0o600
+        server = pool.server_pid
+        assert (await pool.run("print('alive')")).output == "alive\n" and pool.server_pid == server
+        await asyncio.sleep(0.05)
+        assert processes_of_programs(pool) == set()
+
+    in_pool(mode, misbehave)
+
+
+def check(name: str, mode: Mode, ended: Ended, took_s: float) -> None:
+    lines = (ended.output + ended.errors).splitlines()
+    if name in ENDLESS:
+        assert ended.is_late and ended.exit_code == -signal.SIGKILL and took_s < 10
+        return
+    assert not ended.is_late and len(ended.output) <= 1 << 20
+    was_open = [line for line in lines if line.startswith("OPEN")]
+    assert was_open == [] or (name in OPEN and not mode.has_namespaces), was_open
+    assert any("held" in line for line in lines) or name in OPEN, ended
+
+
+@modes
+def test_sound_programs_work(mode: Mode) -> None:
+    async def work(pool: SandboxPool) -> None:
+        for program, last in (SOUND | (SOUND_IN_NAMESPACES if mode.has_namespaces else {})).values():
+            ended = await pool.run(program, "7\n", limits_of(mode, wall_s=20, cpu_s=10))
+            assert (ended.exit_code, ended.output.strip()) == (0, last), ended
+
+    in_pool(mode, work)
+
+
+@modes
+def test_sixteen_sound_programs_are_right_beside_bombs_and_loops(mode: Mode) -> None:
+    programs = [TRY + MISDEEDS["fork bomb"], "while True: pass", "print(sum(range(10)))"]
+
+    async def at_once(pool: SandboxPool) -> None:
+        limits = limits_of(mode, wall_s=3, cpu_s=1)
+        ended = await asyncio.gather(*(pool.run(programs[n % 3], limits=limits) for n in range(48)))
+        assert [each.output for each in ended[2::3]] == ["45\n"] * 16
+        assert all(each.exit_code < 0 for each in ended[1::3])
+
+    in_pool(mode, at_once)
+
+
+def test_the_server_is_started_again_when_it_dies_and_its_programs_die_with_it() -> None:
+    async def kill(pool: SandboxPool) -> None:
+        await pool.run("pass")
+        server = pool.server_pid
+        running = asyncio.create_task(pool.run("import time\ntime.sleep(1)\nprint(7)"))
+        await asyncio.sleep(0.2)
+        lost = processes_of_programs(pool)
+        os.kill(server, signal.SIGKILL)
+        assert (await running).output == "7\n" and pool.server_pid != server
+        assert lost and not lost & processes_of_programs(pool)
+
+    in_pool(MODES[2], kill)
+
+
+@pytest.mark.parametrize("has_namespaces", [False, True])
+def test_no_process_is_left_when_the_worker_is_killed(has_namespaces: bool) -> None:
+    code = f"""if True:
+        import asyncio, sys
+        sys.path.insert(0, {PROJECT!r})
+        from rollout_server.sandbox.pool import SandboxPool
+        async def main():
+            pool = SandboxPool(has_namespaces={has_namespaces})
+            await pool.run("pass")
+            runs = [asyncio.create_task(pool.run("while True: pass")) for _ in range(4)]
+            await asyncio.sleep(0.3)
+            print(pool.server_pid, flush=True)
+            await asyncio.gather(*runs)
+        asyncio.run(main())
+    """
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    server = int(worker.stdout.readline())
+    with open(f"/proc/{server}/task/{server}/children") as file:
+        programs = [int(each) for each in file.read().split()]
+    assert len(programs) == 4
+    worker.kill()
+    worker.wait()
+    end_s = time.monotonic() + 10
+    while left := [each for each in (server, *programs) if _runs(each)]:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.05)
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_program_can_not_pretend_that_it_was_not_contained() -> None:
+    async def pretend(pool: SandboxPool) -> None:
+        text = "import os\nos.write(2, b'sandbox: error')\nfor f in range(3, 600):\n    try: os.write(f, b'1 error')\n"
+        ended = await pool.run(text + "    except OSError: pass\nos._exit(251)")
+        assert ended.exit_code == 251 and ended.errors == "sandbox: error"
+        ended = await pool.run("import os\nos._exit = lambda code: None\nraise SystemExit(7)")
+        assert ended.exit_code == 7
+
+    in_pool(MODES[2], pretend)
+
+
+def test_a_program_that_can_not_be_contained_is_not_run_and_the_error_says_why() -> None:
+    async def fail(pool: SandboxPool) -> None:
+        with pytest.raises(AsyncRLError, match=r"could not be contained: .*unshare"):
+            await pool.run("print('I run')")
+
+    forbidden = Mode("", has_namespaces=True, is_ordinary=True, forbids_namespaces=True)
+    in_pool(forbidden, fail)
+
+
+def test_a_server_that_can_not_start_says_why() -> None:
+    async def run() -> None:
+        pool = SandboxPool(python="/usr/bin/python3", preload=["no_such_module_here"])
+        try:
+            await pool.run("pass")
+        finally:
+            await pool.aclose()
+
+    with pytest.raises(AsyncRLError, match="can't start: ModuleNotFoundError: No module named 'no_such_module_here'"):
+        asyncio.run(run())

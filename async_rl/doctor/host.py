@@ -276,12 +276,12 @@ def _sandbox() -> Check:
 def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
     """Run the checks that a run makes of its inputs before it starts, and yield the results as checks of the doctor.
 
-    A check that needs another one is skipped, with a warning, if that one is not ok.
+    A check that needs others is skipped, with a warning, if one of these is not ok.
     """
     passed = set()
     for each in inputs:
-        if each.needs and each.needs not in passed:
-            yield Check(each.what, "warn", f"not checked: that needs the {each.needs}")
+        if lacking := [what for what in each.needs if what not in passed]:
+            yield Check(each.what, "warn", f"not checked: that needs the {lacking[0]}")
             continue
         try:
             cautions = each.run()

@@ -56,7 +56,7 @@ def room_of(config: Config, gpus: int, gpu_bytes: int, host_bytes: int, server: 
 
     placement = config.placement
     if not gpus:
-        servers = 0 if config.rollout.server_url else placement.rollout.servers
+        servers = placement.eval.servers if config.rollout.server_url else placement.num_servers
         taken = servers * (server.weights + server.token * server.tokens + PROCESS_BYTES)
         left = host_bytes - taken - placement.learner.ranks * PROCESS_BYTES
         rank = max(0, left // placement.learner.ranks)
@@ -64,7 +64,7 @@ def room_of(config: Config, gpus: int, gpu_bytes: int, host_bytes: int, server: 
     demands = host_demands(config, float(gpus))
     shares = [share for demand in demands for name, share in demand.gpus_of.items() if name.startswith("learner")]
     shared = min(shares) < 1 and not config.rollout.server_url
-    per_gpu = 1 if placement.colocated or not shared else placement.rollout.servers
+    per_gpu = 1 if placement.colocated or not shared else placement.num_servers
     rank = gpu_bytes
     if config.shares_gpus:
         rank = gpu_bytes - IN_TURNS_BYTES
@@ -121,13 +121,15 @@ class MemoryPlan:
     def table(self) -> list[str]:
         """Return the table of `async-rl train --dry-run`: lines by rank and server."""
         config, room = self.config, self.room
-        ranks, servers = config.placement.learner.ranks, config.placement.rollout.servers
+        placement = config.placement
+        ranks, evaluating = placement.learner.ranks, placement.eval.servers
+        servers = f"{placement.rollout.servers} rollout" + (f" and {evaluating} evaluation" if evaluating else "")
         place = "smallest GPU" if room.device == "cuda" else "host"
         lines = [f"{place}: {_size(room.total)}"]
         try:
             memory = self.rank_memory()
         except NotImplementedError as error:
-            lines.append(f"each of {ranks} learner ranks: not computed: {error}")
+            lines.append(f"each of {ranks} learner rank(s): not computed: {error}")
         else:
             fullest = max(memory.peaks, key=memory.peaks.__getitem__)
             how = "with" if self.checkpoints else "without"
@@ -141,7 +143,7 @@ class MemoryPlan:
             return lines
         server, kv = self.server, self._kv_tokens()
         lines += [
-            f"each of {servers} rollout server(s):",
+            f"each of {servers} server(s):",
             f"  {'weights':<32} {_size(server.weights):>11}",
             f"  {'KV cache':<32} {_size(kv * server.token):>11}  {kv} tokens; answers in flight have {server.tokens}",
         ]
@@ -227,7 +229,7 @@ def check_memory(config: Config) -> list[str]:
 
     gpus = int(gpus_here())
     total = smallest_gpu_bytes() if gpus else host_bytes()
-    processes = config.placement.learner.ranks + config.placement.rollout.servers
+    processes = config.placement.learner.ranks + config.placement.num_servers
     if is_surely_small(config, total // (2 * processes)):
         return []
     return plan_memory(config).check()

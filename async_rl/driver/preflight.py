@@ -49,8 +49,8 @@ class PreflightCheck:
     """The value of the setting in the config."""
     run: Callable[[], Sequence[str] | None]
     """Makes the check; raises ConfigError if it fails. Returns cautions: what works but may not be meant."""
-    needs: str = ""
-    """`what` of the check that must succeed before this one can be made; empty: there is none."""
+    needs: tuple[str, ...] = ()
+    """`what` of the checks that must succeed before this one can be made."""
     everywhere: bool = False
     """Whether the check must succeed on every host of a run, not only on the driver's."""
 
@@ -61,7 +61,7 @@ def check_inputs(config: Config) -> list[str]:
 
 
 def input_checks(config: Config) -> list[PreflightCheck]:
-    """Return all checks that apply to `config`; each comes after the one that it `needs`."""
+    """Return all checks that apply to `config`; each comes after those that it `needs`."""
     from rollout_server.tasks.base import open_task
 
     model, host = config.model.path, config.network.host
@@ -72,7 +72,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
         for name in config.engine_entries:
             server = config.server_names[config.engines.index(name)]
             checks_model = partial(check_model, config.of_server(server))
-            checks.append(PreflightCheck("rollout.engine", name, checks_model, MODEL, everywhere=True))
+            checks.append(PreflightCheck("rollout.engine", name, checks_model, (MODEL,), everywhere=True))
     for name, entry in config.engine_entries.items():
         what = "how the learner updates servers"
         checks.append(PreflightCheck(what, name, partial(_check_admin, name, entry, config.weight_sync.verify)))
@@ -88,21 +88,22 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     settings = config.model if runs_here(config) else replace(config.model, attn_implementation="eager")
     splits = config.learner.sequence_parallel > 1
     for key, path in {"model.path": model, **roles}.items():
-        needs = MODEL if key == "model.path" else key
-        checks.append(PreflightCheck(f"{key} loads", path, partial(_check_loading, key, path, settings, splits), needs))
+        load = partial(_check_loading, key, path, settings, splits)
+        checks.append(PreflightCheck(f"{key} loads", path, load, (MODEL if key == "model.path" else key,)))
     if runs_here(config):
-        checks.append(PreflightCheck("memory", "learner and servers", lambda: check_memory(config), "model.path loads"))
+        loads = tuple(f"{key} loads" for key in ("model.path", *roles))
+        checks.append(PreflightCheck("memory of the run", "learner, servers", lambda: check_memory(config), loads))
     if config.rollout.top_p < 1:
         checks.append(PreflightCheck("rollout.top_p", f"{config.rollout.top_p}", partial(_check_sampling, config)))
     if config.task.has_turns:
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
-        checks.append(PreflightCheck("episodes", played, lambda: _check_episodes(config), MODEL, everywhere=True))
+        checks.append(PreflightCheck("episodes", played, lambda: _check_episodes(config), (MODEL,), everywhere=True))
     source = config.task.path or config.task.name or config.task.env
     return [
         *checks,
-        PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), MODEL, everywhere=True),
+        PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), (MODEL,), everywhere=True),
         PreflightCheck(
-            "reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK,
+            "reward", config.task.reward_names, lambda: _check_reward(config, task()), (TASK,),
             everywhere=True,
         ),
     ]

@@ -134,6 +134,9 @@ def test_a_share_too_small_for_the_weights_and_an_answer_is_refused(folder: Path
 def test_on_a_cpu_all_processes_share_the_memory_of_the_host(folder: Path) -> None:
     one = plan(folder, 0)
     two = plan(folder, 0, placement={"learner": {"ranks": 2}, "rollout": {"servers": 2}})
+    apart = plan(folder, 0, placement={"rollout": {"servers": 1}, "eval": {"servers": 1}}, eval={"every_steps": 1})
+    assert apart.room.rank < one.room.rank
+    assert "each of 1 rollout and 1 evaluation server(s):" in apart.table()
     assert one.room.device == "cpu" and 2 * two.room.rank < one.room.rank < 64 * GIB
     assert one.estimate.dtype == torch.float32 and plan(folder).estimate.dtype == torch.bfloat16
 

@@ -292,7 +292,8 @@ def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
     monkeypatch.setattr("ray.init", failing(ConnectionError("Could not find any running Ray instance")))
     assert main(["train", str(ROOT / "configs" / f"{name}.yaml"), *stand_ins, "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert text.split("# placement\n")[1] == "".join(f"# {line}\n" for line in lines)
+    placement, _, memory = text.split("# placement\n")[1].partition("\n# memory\n")
+    assert memory and placement == "".join(f"# {line}\n" for line in lines)
 
 
 def test_the_gpu_sweeps_config_passes_its_dry_run_with_learner_and_server_on_one_gpu(

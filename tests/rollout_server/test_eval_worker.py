@@ -18,6 +18,7 @@ from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
+from tests.kit.worker import plain_reward
 
 
 def with_eval_server(config: Config) -> Config:
@@ -35,7 +36,7 @@ def evaluated(config: Config, parts: list[tuple[int, int]]) -> tuple[list[Evalua
         engine = EchoEngine()
         await engine.start()
         task = open_task(config, TOKENIZER)
-        worker = EvalWorker(config, ScoredPlayer(config, 1, engine, task, reward, TOKENIZER))
+        worker = EvalWorker(config, ScoredPlayer(config, 1, engine, task, [plain_reward(config, reward)], TOKENIZER))
         assert worker.status().doing == "waits for a version to evaluate" and worker.status().limit_s == 0
         reports: list[WorkerReport] = []
 

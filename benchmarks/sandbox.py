@@ -173,7 +173,6 @@ def left_behind(has_namespaces: bool) -> list[str]:
         f"    pool = SandboxPool(has_namespaces={has_namespaces})\n"
         "    await pool.run('pass')\n"
         f"    runs = [asyncio.create_task(pool.run('while True: pass')) for _ in range({KILLED_RUNS})]\n"
-        "    await asyncio.sleep(0.5)\n"
         "    print(pool.server_pid, flush=True)\n"
         "    await asyncio.gather(*runs)\n"
         "asyncio.run(main())\n"
@@ -181,6 +180,9 @@ def left_behind(has_namespaces: bool) -> list[str]:
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     server = psutil.Process(int(worker.stdout.readline()))
+    deadline_s = time.monotonic() + 10
+    while len(server.children(recursive=True)) < KILLED_RUNS and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     processes = [server, *server.children(recursive=True)]
     worker.kill()
     worker.wait()

@@ -55,7 +55,7 @@ MEMORY_VOCAB, MEMORY_TOKENS = 32_000, 3072
 CPU = torch.device("cpu")
 
 
-class Case(NamedTuple):
+class SplitCase(NamedTuple):
     """How ranks divide the work."""
 
     exchange: str
@@ -69,12 +69,12 @@ class Case(NamedTuple):
 
 
 EQUALITY = [
-    Case(exchange, data, sequence, recomputes)
+    SplitCase(exchange, data, sequence, recomputes)
     for exchange in HEADS
     for data, sequence, recomputes in ((2, 1, False), (1, 2, False), (1, 4, False), (2, 2, False), (2, 2, True))
 ]
 MEMORY = [
-    Case(exchange, 1, sequence, recomputes)
+    SplitCase(exchange, 1, sequence, recomputes)
     for recomputes in (False, True) for exchange, sequence in (("heads", 1), ("heads", 2), ("heads", 4), ("keys", 4))
 ]  # fmt: skip
 
@@ -113,7 +113,7 @@ def ragged_batch(seed: int) -> Batch:
     return Batch(version=0, groups=tuple(groups), finished_versions=(0,) * 4)
 
 
-def configured(folder: Path, case: Case, tokens: int) -> Config:
+def configured(folder: Path, case: SplitCase, tokens: int) -> Config:
     """Policy, critic and reference, with an entropy bonus; `tokens` in each pass of the ranks that split rows."""
     return Config(
         model=ModelConfig(path=str(folder)), task=TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=PROMPT),
@@ -127,7 +127,7 @@ def configured(folder: Path, case: Case, tokens: int) -> Config:
     )
 
 
-def equality(folder: Path, case: Case, tokens: int) -> dict[str, Any]:
+def equality(folder: Path, case: SplitCase, tokens: int) -> dict[str, Any]:
     """Return logprobs by row, the loss, gradients, and the weights after two optimizer steps of 1e-3."""
     updater = Updater(configured(folder, case, tokens), CPU)
     assert updater.critic is not None
@@ -173,7 +173,7 @@ def documents(tokens: int) -> ForwardInputs:
     )
 
 
-def memory(folder: Path, case: Case, tokens: int) -> dict[str, Any]:
+def memory(folder: Path, case: SplitCase, tokens: int) -> dict[str, Any]:
     """Return the bytes that autograd keeps in one pass over `documents`, and those of embeddings and head at hand."""
     config = configured(folder, case, tokens)
     policy = open_policy(config.model, torch.float32)
@@ -213,7 +213,7 @@ def _pointers(policy: Policy) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in found}
 
 
-def rank_main(rank: int, what: str, case: Case, folder: str, tokens: int) -> None:
+def rank_main(rank: int, what: str, case: SplitCase, folder: str, tokens: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", case.ranks)
@@ -225,7 +225,7 @@ def rank_main(rank: int, what: str, case: Case, folder: str, tokens: int) -> Non
     dist.destroy_process_group()
 
 
-def measure(what: str, case: Case, tokens: int, vocab: int = VOCAB, **shape: int) -> dict[str, Any]:
+def measure(what: str, case: SplitCase, tokens: int, vocab: int = VOCAB, **shape: int) -> dict[str, Any]:
     """Return what the ranks of a case give, each in a process of its own, which takes over what is imported here."""
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model", case.exchange, vocab, **shape)
@@ -247,7 +247,7 @@ def differences(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, float
     }
 
 
-def report(equal: dict[Case, dict[str, float]], kept: dict[Case, dict[str, Any]], header: str) -> str:
+def report(equal: dict[SplitCase, dict[str, float]], kept: dict[SplitCase, dict[str, Any]], header: str) -> str:
     """Return the page: a table of differences from one process, and one of bytes by rank."""
     names = {"heads": "8, 4 of keys: exchanged", "keys": "9, 3 of keys: keys gathered"}
     rows = [
@@ -288,7 +288,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    wholes = {exchange: measure("equality", Case(exchange), 4096) for exchange in HEADS}
+    wholes = {exchange: measure("equality", SplitCase(exchange), 4096) for exchange in HEADS}
     equal = {}
     for case in EQUALITY:
         equal[case] = differences(measure("equality", case, EQUALITY_TOKENS), wholes[case.exchange])

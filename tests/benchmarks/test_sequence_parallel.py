@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.sequence_parallel import Case, differences, measure, report
+from benchmarks.sequence_parallel import SplitCase, differences, measure, report
 
 
 @pytest.mark.processes
 def test_two_ranks_keep_half_of_the_activations_embeddings_and_head() -> None:
-    whole, split = (measure("memory", Case("heads", 1, sequence), 1024, vocab=2000) for sequence in (1, 2))
+    whole, split = (measure("memory", SplitCase("heads", 1, sequence), 1024, vocab=2000) for sequence in (1, 2))
     assert split["table_bytes"] == whole["table_bytes"] / 2 == 2000 * 64 * 4
     # the output of attention is kept once more, as it is sent
     assert 0.5 <= split["kept_bytes"] / whole["kept_bytes"] < 0.56
@@ -17,7 +17,7 @@ def test_two_ranks_keep_half_of_the_activations_embeddings_and_head() -> None:
 
 @pytest.mark.processes
 def test_the_differences_from_one_process_are_those_of_rounding() -> None:
-    cases = [Case("keys", 1, 2), Case("keys")]
+    cases = [SplitCase("keys", 1, 2), SplitCase("keys")]
     split, whole = (measure("equality", case, 4096) for case in cases)
     found = differences(split, whole)
     assert max(found.values()) < 2e-5 and max(found["loss"], found["logprob"], found["gradient"]) < 3e-6

@@ -19,8 +19,6 @@ from rollout_server.episodes.episode import Episode
 from rollout_server.tasks.base import Task
 from rollout_server.worker_stats import WorkerStats
 
-CORRECT = 1 - 1e-6
-"""An answer with at least this reward counts as right; verifiers may also give partial credit."""
 _SEED_OFFSET = 2**32
 """Added to run.seed, so that evaluations use other random numbers than training, the same in every evaluation."""
 
@@ -29,7 +27,7 @@ Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
 
 
 class Evaluation:
-    """Answers the held-out prompts at the training temperature and scores them, each time that `run` is called."""
+    """Answers the held-out prompts at eval.temperature and scores them, each time that `run` is called."""
 
     def __init__(self, config: Config, answer: Answer, task: Task, stats: WorkerStats) -> None:
         self._config = config
@@ -76,20 +74,22 @@ class Evaluation:
             sources: the source of each prompt.
             known: the sources of all held-out prompts, also of those that another part answers.
         """
+        evaluation = self._config.eval
         rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
         answers = [reward for group in rewards for reward in group]
         episodes = [episode for group in groups for episode in group if episode]
         rows = [row for episode in episodes for row in episode.rows]
         scored = [reward for reward in answers if reward is not None]
         yield from (
-            _mean("eval/accuracy", sum(reward >= CORRECT for reward in scored), len(answers)),
+            _mean("eval/accuracy", sum(map(evaluation.is_right, answers)), len(answers)),
             _mean("eval/reward", sum(scored), len(answers)),
+            *_reward_metrics(answers, evaluation),
             _mean("eval/response_length", sum(int(row.mask.sum()) for row in rows), len(answers)),
             Metric("eval/failed", len(answers) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
             *_version_metrics([row.versions[row.mask] for row in rows]),
-            *_at_k_metrics(rewards, self._config.eval),
-            *_source_metrics(sources, rewards, known),
+            *_at_k_metrics(rewards, evaluation),
+            *_source_metrics(sources, rewards, known, evaluation),
             *(Metric(f"eval/reward/{name}", value) for each in episodes for name, value in each.rewards.items()),
         )
 
@@ -97,15 +97,16 @@ class Evaluation:
         self, prompt: Prompt, places: asyncio.Semaphore
     ) -> Sequence[Episode | None]:
         """Return the eval.samples episodes of a prompt with their rewards, or as many None if a reward failed."""
-        rollout = self._config.rollout
+        rollout, evaluation = self._config.rollout, self._config.eval
+        temperature, top_p = evaluation.sampling(rollout)
         request = GenerationRequest(
             purpose=Purpose.EVALUATION, group_id=next(self._numbers), prompt=prompt, start_version=0,
-            seed=self._config.run.seed + _SEED_OFFSET, n=self._config.eval.samples,
-            max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
+            seed=self._config.run.seed + _SEED_OFFSET, n=evaluation.samples,
+            max_tokens=rollout.max_response_tokens, temperature=temperature, top_p=top_p,
         )
         try:
             async with places:
-                return await self._answer(request)
+                return await self._answer(request if temperature else request.greedy())
         except RewardError:
             return [None] * request.n
 
@@ -126,7 +127,7 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
     """
     if evaluation.samples == 1:
         return
-    correct = [(sum(reward is not None and reward >= CORRECT for reward in group), len(group)) for group in rewards]
+    correct = [(sum(map(evaluation.is_right, group)), len(group)) for group in rewards]
     right, asked = map(sum, zip(*correct, strict=True))
     yield _mean(f"eval/avg_at_{evaluation.samples}", right, asked)
     for k in evaluation.pass_at:
@@ -134,8 +135,19 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
             yield _mean(f"eval/pass_at_{k}", sum(chances), len(chances))
 
 
+def _reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> Iterator[Metric]:
+    """Yield the mean reward of the right and of the wrong answers, which say why accuracy and mean reward differ.
+
+    An answer whose reward failed is wrong, with reward 0.
+    """
+    for name, wanted in (("right", True), ("wrong", False)):
+        found = [reward or 0.0 for reward in answers if evaluation.is_right(reward) is wanted]
+        if found:
+            yield _mean(f"eval/reward_of_{name}", sum(found), len(found))
+
+
 def _source_metrics(
-    sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str]
+    sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
 ) -> Iterator[Metric]:
     """Yield the share of right answers to the prompts of each source, if the held-out prompts have several.
 
@@ -147,9 +159,7 @@ def _source_metrics(
         found = [reward for each, group in zip(sources, rewards, strict=True) if each == source for reward in group]
         if not found:
             continue
-        yield _mean(
-            f"eval/accuracy/{source}", sum(reward is not None and reward >= CORRECT for reward in found), len(found)
-        )
+        yield _mean(f"eval/accuracy/{source}", sum(map(evaluation.is_right, found)), len(found))
 
 
 def _mean(key: str, total: float, count: int) -> Metric:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from async_rl.config import Config
@@ -22,9 +22,6 @@ from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.run_eval import Evaluation
 from rollout_server.tasks.base import Task
 from rollout_server.worker_stats import WorkerStats
-
-_GREEDY_TEMPERATURE = 1e-4
-"""Temperature of the greedy answer. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
 
 
 class ScoredPlayer:
@@ -72,10 +69,7 @@ class ScoredPlayer:
         """
         if not self._config.algorithm.advantage_entry.needs_greedy_baseline:
             return None
-        greedy = dataclasses.replace(
-            request, purpose=Purpose.BASELINE, n=1, temperature=_GREEDY_TEMPERATURE, top_p=1.0
-        )
-        (episode,) = await self.play(greedy)
+        (episode,) = await self.play(replace(request, purpose=Purpose.BASELINE, n=1).greedy())
         if not episode.rows:
             raise RewardError(f"the greedy answer has no reward: {episode.error}")
         return episode.reward
@@ -137,7 +131,7 @@ class ScoredPlayer:
             f"{verdict.reason} (on {request.prompt.origin}). The answer is left out of its group. Further ones are "
             "only counted (scoring/<reward>/no_verdict)",
         )
-        return dataclasses.replace(episode, rows=(), error=verdict.reason, has_verdict=False)
+        return replace(episode, rows=(), error=verdict.reason, has_verdict=False)
 
     async def _generate(self, request: GenerationRequest) -> list[SampledReply]:
         """Return the engine's answers to a request.

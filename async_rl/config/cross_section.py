@@ -171,11 +171,12 @@ def _check_replay(config: Config) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """Check, if checkpoint.keep_best is set, that eval/accuracy is measured at the version of each checkpoint."""
+    """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint."""
     if not config.checkpoint.keep_best:
         return
     size, evals, every = config.eval.size, config.eval.every_steps, config.checkpoint.every_steps
-    needed, measured = "with checkpoint.keep_best", "It chooses by eval/accuracy, measured on held-out prompts."
+    needed, by = "with checkpoint.keep_best", f"eval/{config.checkpoint.best_by}"
+    measured = f"It chooses by {by}, measured on held-out prompts."
     check(size > 0, "eval.size", size, f"above 0 {needed}", measured)
     check(
         not config.task.path or bool(config.task.eval_path), "task.eval_path", config.task.eval_path,
@@ -184,7 +185,7 @@ def _check_best(config: Config) -> None:
     check(
         evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
         f"a multiple of eval.every_steps = {evals} {needed}",
-        "Else eval/accuracy is not measured at each checkpoint's version.",
+        f"Else {by} is not measured at each checkpoint's version.",
     )
 
 

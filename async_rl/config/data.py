@@ -287,6 +287,13 @@ class EvalConfig:
     """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1
     """The number of answers to each held-out prompt."""
+    temperature: NonNegativeFloat | Literal["rollout"] = "rollout"
+    """The temperature at which held-out prompts are answered. rollout: that of training. 0: greedy, one answer each."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | Literal["rollout"] = "rollout"
+    """Nucleus sampling of these answers. rollout: that of training. Greedy answers have none."""
+    right_above: float = 1.0
+    """An answer with this reward or more counts as right, 1e-6 less being allowed for. Verifiers may give partial
+    credit, and several rewards add up to more than 1: eval/reward has all of it, eval/accuracy only what is right."""
     pin_version: bool = False
     """The next push waits for an evaluation beside training, so that all its answers come from one version. Otherwise
     no push waits, and eval/oldest_version and eval/newest_version tell which versions sampled the answers. With
@@ -297,6 +304,19 @@ class EvalConfig:
             not self.pin_version or self.every_steps >= 1, "eval.pin_version", self.pin_version,
             "false with eval.every_steps 0", "Nothing is evaluated beside training then. Set eval.every_steps.",
         )
+        check(
+            self.temperature != 0 or self.samples == 1, "eval.samples", self.samples,
+            "1 with eval.temperature 0", "All greedy answers to a prompt are the same. Set a temperature above 0.",
+        )
+
+    def sampling(self, rollout: RolloutConfig) -> tuple[float, float]:
+        """Return (temperature, top_p) of answers to held-out prompts; temperature 0 is greedy."""
+        temperature = rollout.temperature if self.temperature == "rollout" else self.temperature
+        return temperature, rollout.top_p if self.top_p == "rollout" else self.top_p
+
+    def is_right(self, reward: float | None) -> bool:
+        """Return whether an answer with this reward counts as right; None: there is none, because the reward failed."""
+        return reward is not None and reward >= self.right_above - 1e-6
 
     @property
     def pass_at(self) -> tuple[int, ...]:

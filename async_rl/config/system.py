@@ -197,7 +197,10 @@ class CheckpointConfig:
     keep_last: PositiveInt = 2
     """The number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """The number of further checkpoints to keep: those with the highest eval/accuracy."""
+    """The number of further checkpoints to keep: those that are the best on held-out prompts."""
+    best_by: Literal["accuracy", "reward"] = "accuracy"
+    """What the best have the most of: accuracy, the share of right answers (eval/accuracy), or reward, the mean reward
+    (eval/reward)."""
 
 
 @section("logging")

@@ -63,7 +63,7 @@ class RunLog:
         self._num_failed = 0
         """The number of groups that were dropped because a reward failed."""
         self._best_values: dict[int, float] = {}
-        """The value of eval/accuracy by policy version."""
+        """The value of what checkpoint.best_by names, by policy version."""
         self._first_reward: float | None = None
         self._last_reward: float | None = None
         self._staleness_max: float | None = None
@@ -112,7 +112,7 @@ class RunLog:
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
         if "eval/accuracy" in values:
-            self._best_values[version] = values["eval/accuracy"]
+            self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
             self.evals[1:] = [(version, values)]
 
     def _prune(self) -> None:
@@ -343,7 +343,8 @@ class RunLog:
             summary["episodes_per_s"] = figures.total("batch/episodes") / seconds
             summary["tokens_per_s"] = figures.get("throughput/trained_tokens_per_s") or 0.0
         if self.evals:
-            summary["accuracy_start"] = self.evals[0][1].get("eval/accuracy")
             version, values = self.evals[-1]
-            summary["accuracy_end"] = values.get("eval/accuracy") if version == self.version else None
+            for name, key in (("accuracy", "eval/accuracy"), ("eval_reward", "eval/reward")):
+                summary[f"{name}_start"] = self.evals[0][1].get(key)
+                summary[f"{name}_end"] = values.get(key) if version == self.version else None
         return summary

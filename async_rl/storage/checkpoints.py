@@ -170,7 +170,7 @@ def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) 
     """Remove the checkpoints that neither checkpoint.keep_last nor checkpoint.keep_best keeps.
 
     Args:
-        values: [version] the value of eval/accuracy, where it is known.
+        values: [version] the value of what checkpoint.best_by names, where it is known.
     """
     found = list_checkpoints(run_dir)
     for version in to_remove(list(found), config, values):

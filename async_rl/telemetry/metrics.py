@@ -154,6 +154,7 @@ class MetricsLogger:
 _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("reward/mean",), "reward {:.3f}"),
     (("eval/accuracy",), "held-out accuracy {:.3f}"),
+    (("eval/reward",), "held-out reward {:.3f}"),
     (("staleness/mean", "staleness/max"), "staleness {:.2f} max {:.0f}"),
     (("utilisation/learner", "utilisation/rollout"), "utilisation learner {:.0%} rollout {:.0%}"),
     (("offpolicy/ess",), "ess {:.3f}"),
@@ -163,7 +164,14 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """Return the console line of a step: reward, accuracy, staleness, utilisation and more, as far as measured."""
+    """Return the console line of a step: reward, accuracy, staleness, utilisation and more, as far as measured.
+
+    Where held-out accuracy and reward differ, the mean rewards of right and of wrong answers say why.
+    """
     measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
     parts = [text.format(*(values[key] for key in keys)) for keys, text in measured]
+    if abs(values.get("eval/reward", 0.0) - values.get("eval/accuracy", 0.0)) >= 5e-4:
+        means = {word: values.get(f"eval/reward_of_{word}") for word in ("right", "wrong")}
+        told = [f"{word} answers have {mean:.3f}" for word, mean in means.items() if mean is not None]
+        parts.append(f"({', '.join(told)} in the mean)")
     return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *parts])

@@ -8,6 +8,8 @@ from typing import Any
 _SUMMARY_ROWS = (
     ("held-out accuracy, start", "accuracy_start", "{:.3f}"),
     ("held-out accuracy, end", "accuracy_end", "{:.3f}"),
+    ("held-out reward, start", "eval_reward_start", "{:.3f}"),
+    ("held-out reward, end", "eval_reward_end", "{:.3f}"),
     ("staleness, mean", "staleness_mean", "{:.2f}"),
     ("staleness, max", "staleness_max", "{:.0f}"),
     ("reward, mean over the run", "reward_mean", "{:.3f}"),

@@ -6,13 +6,16 @@ learner pauses and updates it, and an `EngineEntry` (async_rl/seams/engines.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from async_rl.config import Config
 from async_rl.types import FloatArray, IntArray, Prompt
+
+_GREEDY_TEMPERATURE = 1e-4
+"""Temperature of greedy replies. Engines treat 0 differently; here a token 1e-3 nats behind the best has e^-10."""
 
 
 class Purpose(StrEnum):
@@ -47,6 +50,10 @@ class GenerationRequest:
     def key(self) -> str:
         """A text that requests share if they have the same purpose and group; ids at the server begin with it."""
         return f"{self.purpose}-{self.group_id}"
+
+    def greedy(self) -> GenerationRequest:
+        """Return the request for greedy replies."""
+        return replace(self, temperature=_GREEDY_TEMPERATURE, top_p=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

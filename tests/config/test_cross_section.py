@@ -148,7 +148,7 @@ BEST = ("checkpoint.keep_best=1", "checkpoint.every_steps=10", "eval.every_steps
         (["task={path: x.jsonl}"], "task.eval_path must be the held-out file with checkpoint.keep_best and task.path"),
     ],
 )
-def test_a_best_checkpoint_by_an_accuracy_that_never_comes_is_refused(
+def test_a_best_checkpoint_by_an_evaluation_that_never_comes_is_refused(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -5,7 +5,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -177,21 +177,27 @@ def test_the_memory_of_the_log_does_not_grow_with_the_run(tmp_path: Path) -> Non
     assert len(read_metrics(tmp_path / "r" / "metrics.jsonl")) == 60
 
 
-def test_a_resume_keeps_the_best_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("best_by", "kept"), [("accuracy", (20, 30, 50, 60)), ("reward", (20, 40, 50, 60))])
+def test_a_resume_keeps_the_best_checkpoints(
+    tmp_path: Path, best_by: Literal["accuracy", "reward"], kept: tuple[int, ...]
+) -> None:
     run_dir = tmp_path / "r"
-    kept = (20, 30, 50, 60)
-    for version in kept:
+    for version in (20, 30, 40, 50, 60):
         checkpoint_folder(run_dir, version).mkdir(parents=True)
         saved = TrainingState(
             version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}
         )
         write_training_state(checkpoint_folder(run_dir, version), saved)
     values = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.4, 50: 0.3, 60: 0.2}
-    records = [json.dumps({"step": version, "eval/accuracy": value}) + "\n" for version, value in values.items()]
+    rewards = {0: 0.1, 10: 0.5, 20: 2.9, 30: 0.8, 40: 1.4, 50: 0.3, 60: 0.2}
+    records = [
+        json.dumps({"step": version, "eval/accuracy": value, "eval/reward": rewards[version]}) + "\n"
+        for version, value in values.items()
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(records))
     make_log(
         tmp_path, resume=str(checkpoint_folder(run_dir, 60)), eval=EvalConfig(every_steps=10),
-        checkpoint=CheckpointConfig(every_steps=10, keep_last=2, keep_best=2),
+        checkpoint=CheckpointConfig(every_steps=10, keep_last=2, keep_best=2, best_by=best_by),
     ).close()
     assert tuple(list_checkpoints(run_dir)) == kept
 

@@ -1,16 +1,33 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_rl.cli import main
 from async_rl.config import EvalConfig
+from async_rl.errors import ConfigError, RewardError
 from async_rl.telemetry.metrics import reduce_metrics
-from rollout_server.run_eval import _at_k_metrics, _source_metrics, _version_metrics, pass_at_k
+from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.episode import Episode
+from rollout_server.run_eval import (
+    Evaluation,
+    _at_k_metrics,
+    _reward_metrics,
+    _source_metrics,
+    _version_metrics,
+    pass_at_k,
+)
+from rollout_server.tasks.base import open_task
+from rollout_server.worker_stats import WorkerStats
+from tests.kit.configs import changed, worker_config
+from tests.kit.engines.fakes import TOKENIZER
 from tests.kit.models import save_tiny_model
 
 
@@ -32,12 +49,60 @@ def test_an_evaluation_of_several_answers_reports_avg_and_pass_at_k() -> None:
 
 def test_accuracy_is_reported_by_source_where_there_are_several() -> None:
     rewards = [[1.0, 0.2], [0.0, 1.0], [None, 1.0], [1.0, 1.0]]
-    assert reduce_metrics(_source_metrics(["gsm8k", "math", "math", "gsm8k"], rewards, {"gsm8k", "math"})) == {
+    one_is_right, sources = EvalConfig(), ["gsm8k", "math", "math", "gsm8k"]
+    assert reduce_metrics(_source_metrics(sources, rewards, {"gsm8k", "math"}, one_is_right)) == {
         "eval/accuracy/gsm8k": 0.75, "eval/accuracy/math": 0.5
     }
-    assert list(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k"})) == []
-    part = reduce_metrics(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k", "math"}))
+    assert list(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k"}, one_is_right)) == []
+    part = reduce_metrics(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k", "math"}, one_is_right))
     assert part == {"eval/accuracy/gsm8k": 0.625}, "other parts have the other source"
+
+
+@given(
+    answers=st.lists(st.none() | st.floats(-1, 3), min_size=1, max_size=9), right_above=st.floats(0, 2),
+)
+def test_accuracy_and_the_means_of_right_and_wrong_answers_give_the_mean_reward(
+    answers: list[float | None], right_above: float
+) -> None:
+    evaluation = EvalConfig(right_above=right_above)
+    means = reduce_metrics(_reward_metrics(answers, evaluation))
+    accuracy = sum(answer is not None and answer >= right_above - 1e-6 for answer in answers) / len(answers)
+    told = accuracy * means.get("eval/reward_of_right", 0) + (1 - accuracy) * means.get("eval/reward_of_wrong", 0)
+    assert told == pytest.approx(sum(answer or 0 for answer in answers) / len(answers))
+
+
+def test_what_counts_as_right_is_a_setting() -> None:
+    rewards = [[0.5, 0.8], [None, 1.2]]
+    partial = EvalConfig(samples=2, right_above=0.8)
+    assert reduce_metrics(_at_k_metrics(rewards, partial))["eval/avg_at_2"] == 0.5
+    assert reduce_metrics(_at_k_metrics(rewards, EvalConfig(samples=2)))["eval/avg_at_2"] == 0.25
+    assert reduce_metrics(_source_metrics("ab", rewards, set("ab"), partial)) == {
+        "eval/accuracy/a": 0.5, "eval/accuracy/b": 0.5
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [({}, (1.5, 0.9)), ({"temperature": 0.6, "top_p": 0.5}, (0.6, 0.5)), ({"temperature": 0}, (1e-4, 1.0))],
+)
+def test_held_out_prompts_are_answered_at_a_temperature_of_their_own(
+    settings: dict[str, float], asked: tuple[float, float]
+) -> None:
+    config = changed(worker_config(), rollout={"temperature": 1.5, "top_p": 0.9}, eval=settings)
+    requests = []
+
+    async def answer(request: GenerationRequest) -> list[Episode]:
+        requests.append(request)
+        raise RewardError("none")
+
+    evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
+    asyncio.run(evaluation.run(0, beside_training=False))
+    assert {(request.temperature, request.top_p) for request in requests} == {asked}
+
+
+def test_several_greedy_answers_to_a_prompt_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.samples must be 1 with eval\.temperature 0, got 4"):
+        EvalConfig(temperature=0, samples=4)
 
 
 def test_an_evaluation_reports_which_versions_sampled_its_answers() -> None:
@@ -59,9 +124,15 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
     assert float(lines["eval/accuracy"]) == float(lines["eval/avg_at_2"])
     assert {key.removeprefix("eval/") for key in lines} == {
-        "accuracy", "reward", "response_length", "failed", "oldest_version", "newest_version", "avg_at_2", "pass_at_2"
+        "accuracy", "reward", "reward_of_wrong", "response_length",
+        "failed", "oldest_version", "newest_version", "avg_at_2", "pass_at_2"
     }
-    capsys.readouterr()
+    for overrides, keys in (
+        (["eval.temperature=0.6", "eval.top_p=0.95", "eval.samples=8"], {"eval/avg_at_8", "eval/pass_at_4"}),
+        (["eval.temperature=0"], {"eval/accuracy"}),
+    ):
+        assert main(["eval", str(tmp_path / "model"), "eval.size=4", *overrides]) == 0
+        assert keys <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path / "model")]) == 2
     assert f"needs a CONFIG with the task: there is no {tmp_path}/config.yaml" in capsys.readouterr().err

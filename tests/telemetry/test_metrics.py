@@ -67,6 +67,27 @@ def test_each_step_is_written_at_once_as_one_line_of_json(
     assert capsys.readouterr().out.splitlines() == ["step  1/20  reward 0.500", "a [note] with [brackets]"]
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((0.5, 0.5, 1.0, 0.0), "held-out accuracy 0.500  held-out reward 0.500"),
+        (
+            (0.25, 0.7, 1.3, 0.5),
+            "held-out accuracy 0.250  held-out reward 0.700  "
+            "(right answers have 1.300, wrong answers have 0.500 in the mean)",
+        ),
+        (
+            (0.0, 0.4, None, 0.4),
+            "held-out accuracy 0.000  held-out reward 0.400  (wrong answers have 0.400 in the mean)",
+        ),
+    ],
+)
+def test_the_console_says_why_held_out_accuracy_and_reward_differ(values: tuple[float | None, ...], text: str) -> None:
+    keys = ("accuracy", "reward", "reward_of_right", "reward_of_wrong")
+    found = {f"eval/{key}": value for key, value in zip(keys, values, strict=True) if value is not None}
+    assert format_step(3, 20, found) == f"step  3/20  {text}"
+
+
 def test_a_late_evaluation_is_merged_into_its_step_when_read(tmp_path: Path) -> None:
     logger = MetricsLogger(CONFIG, tmp_path)
     logger.log(1, {"reward/mean": 0.1})

@@ -5,11 +5,12 @@ from async_rl.telemetry.summary_table import format_summary
 
 def test_the_summary_is_a_table_of_what_was_measured() -> None:
     text = format_summary(
-        {"accuracy_end": 0.8124, "staleness_max": 2.0, "push_ms": None, "tokens_per_s": 12345.6}
+        {"accuracy_end": 0.8124, "eval_reward_end": 0.9, "staleness_max": 2.0, "push_ms": None, "tokens_per_s": 12345.6}
     )
     assert text.splitlines() == [
         "",
         "held-out accuracy, end   0.812",
+        "held-out reward, end     0.900",
         "staleness, max               2",
         "tokens/s                12,346",
     ]

@@ -21,15 +21,17 @@ def refuse_run(config: Config) -> str:
     """Return why vLLM can't serve the model of model.path on this host, or "" if it can.
 
     Raises:
-        ConfigError: rollout.python is missing or has no vLLM, or rollout.temperature is too high for vLLM.
+        ConfigError: rollout.python is missing or has no vLLM, or a temperature is too high for vLLM.
     """
     import torch
     from transformers import AutoConfig
 
-    check(
-        config.rollout.temperature <= _MAX_TEMPERATURE, "rollout.temperature", config.rollout.temperature,
-        f"at most {_MAX_TEMPERATURE} with rollout.engine {config.rollout.engine}", "Its server refuses higher ones.",
-    )
+    temperatures = {
+        "rollout.temperature": config.rollout.temperature, "eval.temperature": config.eval.sampling(config.rollout)[0]
+    }
+    allowed = f"at most {_MAX_TEMPERATURE} with rollout.engine {config.rollout.engine}"
+    for key, temperature in temperatures.items():
+        check(temperature <= _MAX_TEMPERATURE, key, temperature, allowed, "Its server refuses higher ones.")
     check_environment(config)
     size = head_size(AutoConfig.from_pretrained(config.model.path).get_text_config())
     if torch.cuda.is_available() or size in CPU_HEAD_SIZES:

@@ -239,6 +239,12 @@ def test_every_file_in_a_command_of_the_documents_exists() -> None:
     assert {name for name in files if not (ROOT / name).exists()} == set()
 
 
+def test_every_test_that_a_document_names_exists() -> None:
+    named = {name for text in DOCUMENTS.values() for name in re.findall(r"`(tests/[\w/]+\.py)`", text)}
+    assert len(named) > 20
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
 def test_the_readme_fits_on_two_screens_and_the_index_names_every_page() -> None:
     assert len(DOCUMENTS["README.md"].splitlines()) <= 200
     pages = {file.name for file in (ROOT / "docs").glob("*.md")} - {"README.md"}

@@ -140,10 +140,10 @@ def _reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> 
 
     An answer whose reward failed is wrong, with reward 0.
     """
-    for name, wanted in (("right", True), ("wrong", False)):
+    for key, wanted in (("eval/reward_of_right", True), ("eval/reward_of_wrong", False)):
         found = [reward or 0.0 for reward in answers if evaluation.is_right(reward) is wanted]
         if found:
-            yield _mean(f"eval/reward_of_{name}", sum(found), len(found))
+            yield _mean(key, sum(found), len(found))
 
 
 def _source_metrics(

@@ -83,7 +83,11 @@ def test_what_counts_as_right_is_a_setting() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "asked"),
-    [({}, (1.5, 0.9)), ({"temperature": 0.6, "top_p": 0.5}, (0.6, 0.5)), ({"temperature": 0}, (1e-4, 1.0))],
+    [
+        ({}, (1.5, 0.9)),
+        ({"temperature": 0.6, "top_p": 0.5}, (0.6, 0.5)),
+        ({"temperature": 0, "samples": 1}, (1e-4, 1.0)),
+    ],
 )
 def test_held_out_prompts_are_answered_at_a_temperature_of_their_own(
     settings: dict[str, float], asked: tuple[float, float]

@@ -153,7 +153,7 @@ class Task(ABC):
 
 TASKS = {
     "reasoning_gym": "rollout_server.tasks.reasoning_gym_task:ReasoningGymTask",
-    "files": "rollout_server.tasks.verl_files:VerlFilesTask",
+    "files": "rollout_server.tasks.files_task:FilesTask",
     "": "rollout_server.tasks.env_task:EnvTask",
 }
 """The class of each kind of task: `task.name: reasoning_gym/<dataset>`, `task.path: <file>`, or neither."""

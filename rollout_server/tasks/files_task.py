@@ -27,7 +27,7 @@ _USED = (*_NEEDED, "extra_info")
 _MEDIA = ("images", "videos", "audios")
 
 
-class VerlFilesTask(Task):
+class FilesTask(Task):
     """The task whose questions are the rows of task.path and, held out, of task.eval_path; its creation reads both."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from async_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,21 @@ class Question:
     """The `extra_info` of a file's row, or the `metadata` of a reasoning_gym item."""
     source: str = ""
     """The `data_source` of a file's row, or `task.name` for other tasks."""
+
+    def with_system_prompt(self, text: str) -> Question:
+        """Return the question with a system message before its own, or as it is if the text is empty.
+
+        Raises:
+            ConfigError: it has a system message already.
+        """
+        if not text:
+            return self
+        if any(message["role"] == "system" for message in self.messages):
+            raise ConfigError(
+                "task.system_prompt must be empty where prompts have a system message of their own, as one of "
+                f"{self.source} has: {str(self.messages[0])[:120]}"
+            )
+        return replace(self, messages=({"role": "system", "content": text}, *self.messages))
 
     def __getattr__(self, name: str) -> Any:
         """Say what a reward should read that asks for `answer`, the name of `ground_truth` in earlier versions."""

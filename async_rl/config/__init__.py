@@ -15,7 +15,6 @@ from async_rl.config.cross_section import check_cross_section
 from async_rl.config.data import (
     BufferConfig,
     EvalConfig,
-    RewardConfig,
     RolloutConfig,
     StalenessConfig,
     TaskConfig,
@@ -44,6 +43,7 @@ from async_rl.config.system import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
+from async_rl.config.task_parts import ColumnsConfig, DataConfig, RewardConfig
 from async_rl.seams import CORRECTIONS, ENGINES, Correction, EngineEntry, find_entry
 
 

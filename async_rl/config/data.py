@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
@@ -11,38 +10,16 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from async_rl.config.check import check
 from async_rl.config.params import OnePart
-from async_rl.config.section import List, Named, PathText, Section, checked, section
+from async_rl.config.section import List, Named, PathText, Section, section
+from async_rl.config.task_parts import (
+    RESERVED_REWARD_NAMES,
+    ColumnsConfig,
+    DataConfig,
+    DataPaths,
+    RewardConfig,
+    data_of,
+)
 from async_rl.seams import ENGINES, EngineEntry, find_entry
-
-RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env")
-"""The names in reward/... that mean something else."""
-
-
-def _is_name(text: str) -> bool:
-    return re.fullmatch(r"[\w.-]{0,64}", text) is not None
-
-
-@section("task.rewards")
-class RewardConfig:
-    """One of the rewards whose weighted sum is the reward of an answer."""
-
-    name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
-    """The name under which it is logged. Empty: that of the rule or the function."""
-    reward: str = ""
-    """As in task.reward."""
-    weight: float = 1.0
-    """The factor of its score in the sum. 0: it is only logged."""
-    params: Section[dict[str, Any]] = field(default_factory=dict)
-    """The settings that it declares."""
-    timeout_s: NonNegativeFloat = 0.0
-    """How long one call may take. 0: timeouts.reward_s."""
-    concurrency: NonNegativeInt = 0
-    """Calls that a worker makes at once. 0: what the reward declares, else 32 of a `def` and 256 of an `async def`."""
-
-    @property
-    def short_name(self) -> str:
-        """The name of the rule or the function, or `task` for the task's own reward."""
-        return self.reward.rpartition(":")[2] or "task"
 
 
 @section("task")
@@ -52,12 +29,20 @@ class TaskConfig:
     name: str = ""
     """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file, or when the
     environment `env` needs no questions."""
-    path: PathText = ""
-    """A Parquet or JSONL file of prompts, in verl's schema or GSM8K's, or a data set of the hub by its name, config and
-    split: hf://openai/gsm8k:main/train, with @REVISION after the name if wanted, or hf://OWNER/NAME/PATH/OF/FILE."""
-    eval_path: PathText = ""
-    """The held-out prompts, a file or a data set of the hub. A reasoning_gym task makes its own, disjoint from the
-    training prompts."""
+    path: DataPaths = ""
+    """The prompts: a Parquet, JSONL or Arrow file, a glob of these, a folder of datasets.save_to_disk, or a data set of
+    the hub by its name, config and split: hf://openai/gsm8k:main/train, with @REVISION after the name if wanted, or
+    hf://OWNER/NAME/PATH/OF/FILE. Or a list of these, each a text or {path, weight}, with weights in an epoch."""
+    eval_path: DataPaths = ""
+    """The held-out prompts, in the same forms. Of a list, each {path, name} has an accuracy of its own. A reasoning_gym
+    task makes its own, disjoint from the training prompts."""
+    columns: Section[ColumnsConfig] = field(default_factory=ColumnsConfig)
+    shuffle: bool = True
+    """Each epoch has the prompts in another order. false: in that of the files."""
+    system_prompt: str = ""
+    """A system message before the messages of each question."""
+    chat_template_kwargs: Section[dict[str, Any]] = field(default_factory=dict)
+    """Arguments of the model's chat template, such as {enable_thinking: false}."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
     arguments of the environment `env`."""
@@ -137,6 +122,24 @@ class TaskConfig:
             "task.name", self.name, "reasoning_gym/<dataset> or package.module:Class",
             "Use task.path for a Parquet or JSONL file.",
         )
+        check(
+            not self.system_prompt or not self.gives_rewards, "task.system_prompt", self.system_prompt,
+            "empty with task.env or task.agent", "These write the messages of an episode.",
+        )
+        names = [each.short_name for each in self.eval_data]
+        check(len(set(names)) == len(names), "task.eval_path", names, "sources of different names", "Set their `name`.")
+        weights = [each.weight for each in self.eval_data]
+        check(set(weights) <= {1.0}, "task.eval_path", weights, "sources of weight 1", "Each counts by its prompts.")
+
+    @property
+    def train_data(self) -> tuple[DataConfig, ...]:
+        """The sources of training prompts that `path` names."""
+        return data_of(self.path)
+
+    @property
+    def eval_data(self) -> tuple[DataConfig, ...]:
+        """The sources of held-out prompts that `eval_path` names."""
+        return data_of(self.eval_path)
 
     @property
     def has_turns(self) -> bool:

@@ -98,7 +98,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     if config.task.has_turns:
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
         checks.append(PreflightCheck("episodes", played, lambda: _check_episodes(config), (MODEL,), everywhere=True))
-    source = config.task.path or config.task.name or config.task.env
+    source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
     return [
         *checks,
         PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), (MODEL,), everywhere=True),

@@ -45,7 +45,7 @@ def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> C
         if repo.is_pinned:
             continue
         earlier = _recorded(config, repo) if config.run.resume and not repo.revision else None
-        config = _changed(config, repo.key, earlier or repo.at(_commit(repo)))
+        config = _changed(config, repo, earlier or repo.at(_commit(repo)))
     return config
 
 
@@ -61,7 +61,7 @@ def located(
         ConfigError: a model is not in this host's cache, and can't be downloaded.
     """
     for repo in hub_repos(config, keys):
-        config = _changed(config, repo.key, str(model_folder(repo, check=check)))
+        config = _changed(config, repo, str(model_folder(repo, check=check)))
     return config
 
 
@@ -185,9 +185,15 @@ def _run_config(checkpoint: str) -> Config | None:
     return load_config(file) if file.is_file() else None
 
 
-def _changed(config: Config, key: str, value: str) -> Config:
-    section, _, name = key.partition(".")
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+def _changed(config: Config, repo: HubRepo, name: str) -> Config:
+    """Return the configuration with another name for `repo`, which is a setting's value or one of its list."""
+    section, _, key = repo.key.partition(".")
+    value: Any = getattr(getattr(config, section), key)
+    if isinstance(value, tuple):
+        changed: Any = tuple(dataclasses.replace(each, path=name) if each.path == repo.name else each for each in value)
+    else:
+        changed = name
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{key: changed})})
 
 
 @contextmanager

@@ -108,7 +108,9 @@ def find_data(name: str, key: str) -> HubRepo | None:
 
 def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
     """Yield the repositories of the hub that the settings `keys` name; raises ConfigError for a name without form."""
+    data = {"task.path": config.task.train_data, "task.eval_path": config.task.eval_data}
     for key in keys:
         find = find_data if key in DATA_KEYS else find_model
-        if repo := find(attrgetter(key)(config), key):
-            yield repo
+        for name in [each.path for each in data[key]] if key in DATA_KEYS else [attrgetter(key)(config)]:
+            if repo := find(name, key):
+                yield repo

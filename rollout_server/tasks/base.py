@@ -73,7 +73,7 @@ class Task(ABC):
     def prompt(self, index: int) -> Prompt:
         """Return training prompt `index`, from 0 without end.
 
-        Each epoch of `num_prompts` indices holds every question once; each epoch has another order.
+        Each epoch of `num_prompts` indices holds every question once, in another order unless task.shuffle is false.
         """
         epoch, place = divmod(index, self.num_prompts)
         with self._lock:
@@ -112,9 +112,12 @@ class Task(ABC):
 
     def is_short_enough(self, question: Question) -> bool:
         """Return whether the prompt has at most task.max_prompt_tokens tokens; count a longer one in `skipped_long`."""
-        is_short = len(self._tokens(self._text(question))) <= self._config.max_prompt_tokens
+        is_short = len(self._tokens(self._text(self._asked(question)))) <= self._config.max_prompt_tokens
         self.skipped_long += not is_short
         return is_short
+
+    def _asked(self, question: Question) -> Question:
+        return question.with_system_prompt(self._config.system_prompt)
 
     def _text(self, question: Question) -> str:
         """Return the prompt's text: the messages in the chat template, or without one their contents, one per line."""
@@ -122,7 +125,10 @@ class Task(ABC):
             return "\n".join(message["content"] for message in question.messages)
         messages = list(question.messages)
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._config.chat_template_kwargs
+            )
+            return str(text)
         except Exception as error:  # a template is code, which may raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
@@ -141,6 +147,7 @@ class Task(ABC):
         return position, f"{'held-out ' if is_held_out else ''}question {position} of {self._config.name}"
 
     def _encode(self, question: Question, index: int, data_row: int, origin: str) -> Prompt:
+        question = self._asked(question)
         text = self._text(question)
         return Prompt(
             index=index, tokens=self._tokens(text), text=text, question=question, source=question.source,
@@ -148,6 +155,8 @@ class Task(ABC):
         )
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        if not self._config.shuffle:
+            return np.arange(self.num_prompts)
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_prompts)
 
 

@@ -1,30 +1,40 @@
-"""The task that reads its prompts from Parquet or JSONL files in verl's schema, or in the form of GSM8K's own files.
-
-A row has `data_source`, `prompt` (chat messages), `reward_model` ({style: rule, ground_truth}) and may have `ability`
-and `extra_info`. If `extra_info.answer` is text, supervised fine-tuning learns it as the worked solution. A row with
-`question` and `answer` in place of these is of GSM8K, see gsm8k_rows.py.
-"""
+"""The task whose prompts are in files, folders or data sets of the hub; columns.py knows what a row may hold."""
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.config import Config, DataConfig
 from async_rl.errors import ConfigError
-from async_rl.storage.hub_data import data_files
-from async_rl.storage.hub_names import find_data
+from async_rl.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
-from rollout_server.tasks.gsm8k_rows import COLUMNS, gsm8k_row
+from rollout_server.tasks.columns import MEDIA, find_columns, gsm8k_question, is_of_gsm8k, make_question
+from rollout_server.tasks.data_rows import Rows, files_of, read_rows
 
-_NEEDED = ("data_source", "prompt", "reward_model")
-_USED = (*_NEEDED, "extra_info")
-_MEDIA = ("images", "videos", "audios")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    data: DataConfig
+    first_row: int
+    """The number of its first row among those of all sources."""
+    questions: list[tuple[int, Question]]
+    """(row, question) of each prompt that is short enough; rows count from 0, over all files of the source."""
+
+    @property
+    def per_epoch(self) -> int:
+        """The number of prompts that an epoch has of it."""
+        return max(1, round(self.data.weight * len(self.questions)))
 
 
 class FilesTask(Task):
@@ -32,19 +42,29 @@ class FilesTask(Task):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._train = self._read(config.task.path, "task.path")
-        self.num_prompts = len(self._train)
-        self._eval: list[tuple[int, Question]] = []
-        if config.eval.size and config.task.eval_path:
-            self._eval = self._read(config.task.eval_path, "task.eval_path")
+        self._train = self._read_all(config.task.train_data, "task.path")
+        self._starts = [0, *accumulate(len(source.questions) for source in self._train)]
+        self.num_prompts = sum(source.per_epoch for source in self._train)
+        self._eval: list[tuple[int, str, int, Question]] = []
+        """(row among all sources, name of its source, row in it, question) of each held-out question."""
+        if config.eval.size and config.task.eval_data:
+            self._eval = self._held_out(self._read_all(config.task.eval_data, "task.eval_path"))
         elif config.eval.size:
             warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
+        self._tell_repeated()
 
     def train_question(self, position: int) -> Question:
-        return self._train[position][1]
+        return self._at(position)[2]
 
     def eval_questions(self) -> list[Question]:
-        return [question for _, question in self._eval[: self.eval_size]]
+        return [question for *_, question in self._eval]
+
+    def eval_prompts(self) -> list[Prompt]:
+        """Return the held-out prompts; of several sources the `source` is the name of the prompt's."""
+        prompts = super().eval_prompts()
+        if len(self._config.eval_data) < 2:
+            return prompts
+        return [replace(prompt, source=name) for prompt, (_, name, _, _) in zip(prompts, self._eval, strict=True)]
 
     def verify(self, question: Question, response: str) -> float:
         return RULES[rule_for_source(question.source)](question, response)
@@ -52,130 +72,99 @@ class FilesTask(Task):
     def rules_of(self, question: Question) -> tuple[str, ...]:
         return tuple(name or rule_for_source(question.source) for name in super().rules_of(question))
 
+    def _at(self, position: int) -> tuple[_Source, int, Question]:
+        """Return (source, row in it, question) of training question `position`."""
+        index = int(np.searchsorted(self._starts, position, side="right")) - 1
+        source = self._train[index]
+        return source, *source.questions[position - self._starts[index]]
+
     def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
-        row, _ = (self._eval if is_held_out else self._train)[position]
-        return row, f"row {row} of {self._config.eval_path if is_held_out else self._config.path}"
+        if is_held_out:
+            row, name, own, _ = self._eval[position]
+            paths = {each.short_name: each.path for each in self._config.eval_data}
+            return row, f"row {own} of {paths[name]}"
+        source, own, _ = self._at(position)
+        return source.first_row + own, f"row {own} of {source.data.path}"
 
-    def _read(self, path: str, key: str) -> list[tuple[int, Question]]:
-        """Return (row, question) for each row of `path`, the value of `key`, whose prompt is short enough.
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the positions of an epoch: of each source as many as its weight says, the next ones in each epoch."""
+        parts = []
+        for index, (source, start) in enumerate(zip(self._train, self._starts, strict=False)):
+            size, count = len(source.questions), source.per_epoch
+            if count == size:
+                parts.append(start + np.arange(size))
+                continue
+            cycles, places = np.divmod(epoch * count + np.arange(count), size)
+            for cycle in np.unique(cycles):
+                order = np.arange(size)
+                if self._config.shuffle:
+                    order = np.random.default_rng([self._seed, index, cycle]).permutation(size)
+                parts.append(start + order[places[cycles == cycle]])
+        positions = np.concatenate(parts)
+        return positions[super()._shuffled(epoch)]
 
-        Rows count from 0, over all files of a data set of the hub.
-        """
-        repo = find_data(path, key)
-        parts = [_rows(file) for file in (data_files(repo) if repo else [Path(path)])]
-        found = [row for rows, _ in parts for row in rows]
-        columns = {name for _, names in parts for name in names}
-        if media := [name for name in _MEDIA if name in columns]:
-            self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
-        rows = [_question(_in_schema(row, i, f"{path}, row {i}"), f"{path}, row {i}") for i, row in enumerate(found)]
-        for i, question in enumerate(rows):
-            for rule in self.rules_of(question):
-                check_reference(rule, question.ground_truth, f"{path}, row {i}")
-        questions = [(i, question) for i, question in enumerate(rows) if self.is_short_enough(question)]
+    def _held_out(self, sources: Sequence[_Source]) -> list[tuple[int, str, int, Question]]:
+        """Return the first eval.size held-out questions, of several sources in turn, so that each has its share."""
+        of_sources = [
+            [(each.first_row + row, each.data.short_name, row, question) for row, question in each.questions]
+            for each in sources
+        ]
+        in_turn = [each for each in chain.from_iterable(zip_longest(*of_sources)) if each is not None]
+        return sorted(in_turn[: self.eval_size], key=lambda each: each[0])
+
+    def _read_all(self, sources: Sequence[DataConfig], key: str) -> list[_Source]:
+        found: list[_Source] = []
+        first_row = 0
+        for data in sources:
+            questions, num_rows = self._read(data, key)
+            found.append(_Source(data=data, first_row=first_row, questions=questions))
+            first_row += num_rows
+        return found
+
+    def _read(self, data: DataConfig, key: str) -> tuple[list[tuple[int, Question]], int]:
+        """Return ((row, question) of each row of a source whose prompt is short enough, the number of its rows)."""
+        questions: list[tuple[int, Question]] = []
+        num_rows = 0
+        for file in files_of(data.path, key):
+            for question in self._questions(file, data, num_rows):
+                where = f"{data.path}, row {num_rows}"
+                for rule in self.rules_of(question):
+                    check_reference(rule, question.ground_truth, where)
+                if self.is_short_enough(question):
+                    questions.append((num_rows, question))
+                num_rows += 1
         if not questions:
             limit = self._config.max_prompt_tokens
-            reason = f", all longer than task.max_prompt_tokens = {limit}" if rows else ""
-            raise ConfigError(f"{path} must have a row that can be used, got {len(rows)} rows{reason}")
-        return questions
+            reason = f", all longer than task.max_prompt_tokens = {limit}" if num_rows else ""
+            raise ConfigError(f"{data.path} must have a row that can be used, got {num_rows} rows{reason}")
+        return questions, num_rows
 
+    def _questions(self, file: Path, data: DataConfig, first: int) -> list[Question]:
+        """Return the questions of a file, whose first row is number `first` of the source."""
+        asked = self._config.columns
+        found: Rows = read_rows(file, lambda names: find_columns(names, asked, str(file)).wanted)
+        if media := [name for name in MEDIA if name in found.columns]:
+            self.cautions.append(f"{file} has the column {', '.join(media)}, which is not used: models see only text.")
+        places = [f"{data.path}, row {first + i}" for i in range(len(found.rows))]
+        if not found.rows:
+            return []
+        if is_of_gsm8k(found.columns, asked, found.rows):
+            return [gsm8k_question(row, first + i, places[i]) for i, row in enumerate(found.rows)]
+        columns = find_columns(found.columns, asked, str(file))
+        if not columns.is_asked_for(asked):
+            self.cautions.append(f"{file} has {columns.about}. Name other columns in task.columns.")
+        rows = zip(found.rows, places, strict=True)
+        return [make_question(row, columns, data.short_name, where) for row, where in rows]
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, text) of each line that is not blank.
-
-    A line ends at a line feed only: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise ConfigError(
-                        f"{path}, line {number}: must be UTF-8, got {line[error.start : error.start + 8]!r} at byte "
-                        f"{error.start}. Convert the file: iconv -f <its encoding> -t utf-8"
-                    ) from None
-                if text.strip():
-                    yield number, text
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
-
-
-def _rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
-    """Return the rows of a .parquet or .jsonl file as {column: value}, and the names of all its columns."""
-    if not path.is_file():
-        raise ConfigError(f"task.path and task.eval_path must be files, got {path}: there is no such file")
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    if path.suffix != ".jsonl":
-        raise ConfigError(f"task.path and task.eval_path must end in .parquet or .jsonl, got {path}")
-    rows: list[dict[str, Any]] = []
-    for number, line in numbered_lines(path):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: must be a JSON object, got {line[:80]!r}")
-        _check_columns(row, f"{path}, line {number}")
-        rows.append(row)
-    return rows, {name for row in rows for name in row}
-
-
-def _parquet_rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        columns = pyarrow.parquet.read_schema(path).names
-        _check_columns(dict.fromkeys(columns), str(path))
-        table = pyarrow.parquet.read_table(path, columns=[name for name in (*_USED, *COLUMNS) if name in columns])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} can't be read as Parquet: {error}") from error
-    return table.to_pylist(), set(columns)
-
-
-def _check_columns(found: dict[str, Any], where: str) -> None:
-    missing = [name for name in _NEEDED if name not in found]
-    if missing and not _is_of_gsm8k(found):
-        raise ConfigError(
-            f"{where}: needs the columns {', '.join(_NEEDED)} (verl's schema), or {' and '.join(COLUMNS)} as GSM8K's "
-            f"own files have them; lacks {', '.join(missing)}; found: {', '.join(found) or 'none'}"
-        )
-
-
-def _is_of_gsm8k(columns: Container[str]) -> bool:
-    return "prompt" not in columns and all(name in columns for name in COLUMNS)
-
-
-def _in_schema(row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
-    return gsm8k_row(row, index, where) if _is_of_gsm8k(row) else row
-
-
-def _question(row: dict[str, Any], where: str) -> Question:
-    messages, answer, extra = row["prompt"], row["reward_model"], row.get("extra_info") or {}
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ConfigError(f"{where}: prompt must be a list of {{role, content}} messages, got {str(messages)[:120]}")
-    if not any(message["content"].strip() for message in messages):
-        raise ConfigError(f"{where}: prompt must hold some text, got {str(messages)[:120]}. Leave out rows without any")
-    if not isinstance(answer, dict) or "ground_truth" not in answer:
-        raise ConfigError(f"{where}: reward_model must be {{style, ground_truth}}, got {str(answer)[:120]}")
-    if answer["ground_truth"] is None:
-        raise ConfigError(
-            f"{where}: reward_model.ground_truth is null. Give the answer that the reward compares with, or leave the "
-            "row out"
-        )
-    if not isinstance(extra, dict):
-        kind = "text" if isinstance(extra, str) else type(extra).__name__
-        raise ConfigError(
-            f"{where}: extra_info must be a mapping, got {kind}: {str(extra)[:120]!r}. Parse it, or leave it out"
-        )
-    solution = extra.get("answer")
-    return Question(
-        messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),
-        ground_truth=answer["ground_truth"], solution=solution if isinstance(solution, str) else "",
-        extra=extra, source=str(row["data_source"]),
-    )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    def _tell_repeated(self) -> None:
+        """Add cautions for prompts that are there more than once, and for held-out prompts that are trained on."""
+        trained = Counter(str(question.messages) for source in self._train for _, question in source.questions)
+        if repeated := sum(count - 1 for count in trained.values()):
+            self.cautions.append(f"task.path: {repeated} of {trained.total()} prompts repeat an earlier one.")
+        for name in {name for _, name, _, _ in self._eval}:
+            held_out = [str(question.messages) for _, each, _, question in self._eval if each == name]
+            if leaked := sum(text in trained for text in held_out):
+                self.cautions.append(
+                    f"task.eval_path: {leaked} of {len(held_out)} held-out prompts of {name} are trained on too: the "
+                    "accuracy on them does not show what the model makes of new ones."
+                )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.tasks.base import open_task
-from tests.kit.configs import changed, worker_config
 from tests.kit.documents import blocks
-from tests.kit.engines.fakes import TOKENIZER
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "from-trl.md").read_text()
@@ -26,7 +22,7 @@ ROWS = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
 
 def names_of_trl() -> set[str]:
     """The settings of a GRPOConfig, read from the sources, because importing TRL takes half a minute."""
-    names = set()
+    names = {"train_dataset", "eval_dataset"}  # of the trainer
     for package, file in (
         ("trl", "trainer/grpo_config.py"), ("trl", "trainer/base_config.py"), ("transformers", "training_args.py"),
     ):  # fmt: skip
@@ -94,13 +90,3 @@ def test_the_reward_on_the_page_is_that_of_trls_function() -> None:
     of_trl = functions["rewards_of_trl"](texts, [right, right], prompts=["?", "?"])
     question = Question(messages=(), ground_truth=right)
     assert [functions["is_right"](question, text) for text in texts] == of_trl == [1.0, 0.0]
-
-
-def test_the_data_that_the_page_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    row = {"prompt": [{"role": "user", "content": "8 * 9?"}], "answer": "72", "topic": "sums"}
-    (tmp_path / "mine.jsonl").write_text(json.dumps(row))
-    exec(blocks(PAGE, "python")[2], {})
-    config = changed(worker_config(), task={"name": "", "path": "mine.parquet", "reward": "gsm8k"}, eval={"size": 0})
-    question = open_task(config, TOKENIZER).prompt(0).question
-    assert (question.messages, question.ground_truth, question.source) == (tuple(row["prompt"]), "72", "mine")

@@ -56,9 +56,9 @@ def config_of(model: ModelConfig, task: TaskConfig, tmp_path: Path) -> Config:
 def test_a_parquet_file_without_a_needed_column_is_refused_with_the_columns_it_has(
     model: ModelConfig, tmp_path: Path
 ) -> None:
-    pq.write_table(pa.table({"question": ["1 + 1?"], "solution": ["2"]}), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"problem": ["1 + 1?"], "solution": ["2"]}), tmp_path / "rows.parquet")
     config = config_of(model, TaskConfig(path=str(tmp_path / "rows.parquet")), tmp_path)
-    with pytest.raises(ConfigError, match="question"):
+    with pytest.raises(ConfigError, match=r"needs a column prompt or question.*; found: problem, solution"):
         run(config)
     assert not (tmp_path / "runs").exists()
 

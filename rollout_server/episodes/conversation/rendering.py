@@ -10,11 +10,12 @@ import asyncio
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from async_rl.errors import ConfigError
@@ -46,13 +47,17 @@ class TurnRenderer:
 
     Args:
         end_tokens: the tokens that end a reply.
+        settings: further arguments of the chat template, task.chat_template_kwargs.
 
     Raises:
         ConfigError: the template writes a user message differently when the conversation before it differs.
     """
 
-    def __init__(self, tokenizer: Any, end_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, end_tokens: Sequence[int], settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._tokenizer = tokenizer
+        self._settings = settings
         self._end_tokens = frozenset(end_tokens)
         self._start = lru_cache(maxsize=NUM_CACHED_STARTS)(self._encoded_start)
         self._starting: dict[str, asyncio.Task[array[int]]] = {}
@@ -174,6 +179,7 @@ class TurnRenderer:
                     tokenize=False,
                     add_generation_prompt=opens_reply,
                     strftime_now=_DATE.strftime,
+                    **self._settings,
                 )
             )
         except Exception as error:  # a template is code, which may raise anything

@@ -74,7 +74,7 @@ class Demonstrator:
         self._tokenizer = tokenizer
         self._task = open_task(config, tokenizer)
         self._oracle = load_oracle(config.sft.oracle)
-        self._renderer = TurnRenderer(tokenizer, ends)
+        self._renderer = TurnRenderer(tokenizer, ends, config.task.chat_template_kwargs)
         try:
             self._reader = ReplyReader(tokenizer, ends, open_tool_parser(config, tokenizer, server_url=""))
         except ConfigError as error:

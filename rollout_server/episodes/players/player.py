@@ -101,7 +101,7 @@ class MultiTurnPlayer:
             tool_s=timeouts.tool_s, turn_s=timeouts.turn_s, episode_s=timeouts.episode_s, on_timeout=task.on_timeout
         )
         ends = end_tokens(config.model.path)
-        self._renderer = TurnRenderer(tokenizer, ends)
+        self._renderer = TurnRenderer(tokenizer, ends, task.chat_template_kwargs)
         self._reader = ReplyReader(tokenizer, ends, open_tool_parser(config, tokenizer, server_url))
         waits_on = "its environment" if task.env else "its agent" if task.agent else "its tools"
         playing = partial(waiting, "plays", waits_on, limits.longest_s, "episodes")

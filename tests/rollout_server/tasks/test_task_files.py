@@ -84,17 +84,17 @@ def test_without_a_held_out_file_nothing_is_evaluated_and_a_warning_says_so(tmp_
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix: str) -> None:
-    path = written(tmp_path / f"rows{suffix}", [{"question": "?", "answer": "!", "prompt": "?"}])
-    with pytest.raises(ConfigError, match="lacks data_source, reward_model; found: question, answer, prompt"):
+    path = written(tmp_path / f"rows{suffix}", [{"problem": "?", "answer": "!"}])
+    with pytest.raises(ConfigError, match=r"has no prompts: needs a column prompt or quest.*; found: problem, answer"):
         opened(path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": "What?"}, "row 1: prompt must be a list of {role, content} messages, got What?"),
+        ({"prompt": 7}, "row 1: prompt must be text or a list of {role, content} messages, got 7"),
         ({"prompt": []}, "row 1: prompt must be"),
-        ({"reward_model": {"style": "rule"}}, "row 1: reward_model must be"),
+        ({"reward_model": {"style": "rule"}}, r"row 1: reward_model\.ground_truth is missing"),
         (
             {"reward_model": {"style": "rule", "ground_truth": None}},
             r"row 1: reward_model\.ground_truth is null\. Give the answer that the reward compares with, or leave",
@@ -127,7 +127,7 @@ def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) ->
         ("a.jsonl", "[1]\n", "line 1: must be a JSON object"),
         ("a.jsonl", "", "must have a row that can be used, got 0 rows"),
         ("a.parquet", "no parquet", "can't be read as Parquet"),
-        ("a.csv", "x", "must end in .parquet or .jsonl"),
+        ("a.csv", "x", "must end in .parquet, .jsonl or .arrow"),
     ],
 )
 def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -1,0 +1,108 @@
+"""The parts of the section task: its files of prompts, the columns of these, and the rewards."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, WithJsonSchema
+
+from async_rl.config.section import PathText, Section, checked, section
+
+RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env")
+"""The names in reward/... that mean something else."""
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(r"[\w.-]{0,64}", text) is not None
+
+
+@section("task.rewards")
+class RewardConfig:
+    """One of the rewards whose weighted sum is the reward of an answer."""
+
+    name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
+    """The name under which it is logged. Empty: that of the rule or the function."""
+    reward: str = ""
+    """As in task.reward."""
+    weight: float = 1.0
+    """The factor of its score in the sum. 0: it is only logged."""
+    params: Section[dict[str, Any]] = field(default_factory=dict)
+    """The settings that it declares."""
+    timeout_s: NonNegativeFloat = 0.0
+    """How long one call may take. 0: timeouts.reward_s."""
+    concurrency: NonNegativeInt = 0
+    """Calls that a worker makes at once. 0: what the reward declares, else 32 of a `def` and 256 of an `async def`."""
+
+    @property
+    def short_name(self) -> str:
+        """The name of the rule or the function, or `task` for the task's own reward."""
+        return self.reward.rpartition(":")[2] or "task"
+
+
+@section("task.path[]")
+class DataConfig:
+    """One of several sources of prompts."""
+
+    path: PathText
+    """A file, a glob, a folder of datasets.save_to_disk, or a data set of the hub, as in task.path."""
+    weight: PositiveFloat = 1.0
+    """How often its rows come in an epoch: 2: twice. 0.25: a quarter of them, in each epoch the next one."""
+    name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
+    """The name under which held-out results are logged: eval/accuracy/<name>. Empty: that of the file."""
+
+    @property
+    def short_name(self) -> str:
+        """`name`, or the name of the file or folder without its ending."""
+        return self.name or re.sub(r"[^\w.-]+", "-", Path(self.path).stem).strip("-") or "data"
+
+
+def _read_data(given: Any) -> str | tuple[DataConfig, ...]:
+    if given is None or isinstance(given, str):
+        return os.path.expanduser(given or "")
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ValueError("a file, a glob, a folder, a data set of the hub, or a list of these")
+    return tuple(
+        each if isinstance(each, DataConfig) else DataConfig(**(each if isinstance(each, dict) else {"path": each}))
+        for each in given
+    )
+
+
+_ENTRY = {
+    "type": "object", "additionalProperties": False, "required": ["path"],
+    "properties": {"path": {"type": "string"}, "weight": {"type": "number"}, "name": {"type": "string"}},
+}  # fmt: skip
+DataPaths = Annotated[
+    str | tuple[DataConfig, ...], PlainValidator(_read_data),
+    WithJsonSchema({
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, _ENTRY]}}]
+    }),
+]  # fmt: skip
+"""The type of a field that names prompts: one source of them, or a list of texts and of what a DataConfig has."""
+
+
+def data_of(paths: str | tuple[DataConfig, ...]) -> tuple[DataConfig, ...]:
+    """Return the sources that a field of the type DataPaths names; () if it is empty."""
+    if isinstance(paths, str):
+        return (DataConfig(path=paths),) if paths else ()
+    return paths
+
+
+@section("task.columns")
+class ColumnsConfig:
+    """The columns of task.path and task.eval_path. Those that are empty are found: verl's, TRL's, verifiers', GSM8K's.
+
+    A name with dots leads into a column of mappings: reward_model.ground_truth.
+    """
+
+    prompt: str = ""
+    """The prompt: text, or a list of chat messages."""
+    reference: str = ""
+    """What the reward compares an answer with: question.ground_truth."""
+    solution: str = ""
+    """A worked solution, which async-rl sft learns. Empty: extra_info.answer, else the reference."""
+    source: str = ""
+    """The kind of a question, by which accuracies are told apart. Empty: data_source or task, else the file's name."""

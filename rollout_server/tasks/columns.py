@@ -1,0 +1,175 @@
+"""Finds the columns of a file that hold prompt, reference, solution and source, and makes questions of its rows.
+
+    verl              prompt, reward_model.ground_truth, data_source, extra_info
+    TRL               prompt, and answer, solution or ground_truth, if a reward wants one
+    verifiers         prompt or question, answer, info, task
+    GSM8K             question, answer that ends in `#### number`: gsm8k_rows.py
+
+task.columns names others. Columns that hold none of these are in `question.extra`; in verl's files extra_info alone is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.config import ColumnsConfig
+from async_rl.errors import ConfigError
+from rollout_server.question import Question
+from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
+from rollout_server.tasks.gsm8k_rows import gsm8k_row
+
+KNOWN = {
+    "prompt": ("prompt", "question"),
+    "reference": ("reward_model.ground_truth", "ground_truth", "answer", "solution"),
+    "solution": ("extra_info.answer",),
+    "source": ("data_source", "task"),
+}
+"""The columns that are looked for, in this order, for each part of a question."""
+EXTRA = ("extra_info", "info")
+"""Columns whose values are in `question.extra` themselves."""
+MEDIA = ("images", "videos", "audios")
+"""Columns that models here can't read."""
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The columns of one file; "" for a part that it does not have."""
+
+    prompt: str
+    reference: str
+    solution: str
+    source: str
+    others: tuple[str, ...]
+    """The columns whose values are in `question.extra` by their names."""
+
+    @property
+    def about(self) -> str:
+        """What is taken from where, for people."""
+        parts = ("prompt", "reference", "solution", "source")
+        return ", ".join(f"{part}s from {getattr(self, part)}" for part in parts if getattr(self, part))
+
+    def is_asked_for(self, asked: ColumnsConfig) -> bool:
+        """Whether nothing is guessed: task.columns names prompt and reference, or the file is in verl's schema."""
+        return bool(asked.prompt and asked.reference) or self.reference == "reward_model.ground_truth"
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The columns of the file that are read."""
+        parts = (self.prompt, self.reference, self.solution, self.source)
+        return tuple(dict.fromkeys([part.partition(".")[0] for part in parts if part] + list(self.others)))
+
+
+def find_columns(names: Sequence[str], asked: ColumnsConfig, where: str) -> Columns:
+    """Return the columns of a file that has the columns `names`.
+
+    Raises:
+        ConfigError: `where` lacks one that task.columns names, or has no prompts.
+    """
+    found = {}
+    for part, known in KNOWN.items():
+        name = getattr(asked, part)
+        if name and name.partition(".")[0] not in names:
+            raise ConfigError(f"{where} has no column {name}, as task.columns.{part} names it; found: {_listed(names)}")
+        present = [each for each in known if each.partition(".")[0] in names and each != found.get("prompt")]
+        found[part] = name or (present[0] if present else "")
+    if not found["prompt"]:
+        raise ConfigError(
+            f"{where} has no prompts: needs a column prompt or question, or one that task.columns.prompt names; found: "
+            f"{_listed(names)}"
+        )
+    taken = {each.partition(".")[0] for each in found.values() if each}
+    is_of_verl = "reward_model" in names and not asked.reference
+    kept = [name for name in names if name in EXTRA or not (is_of_verl or name in taken or name in MEDIA)]
+    return Columns(**found, others=tuple(kept))
+
+
+def is_of_gsm8k(names: Container[str], asked: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the rows are in the form of GSM8K's own: question and answer alone, and `####` in an answer."""
+    if asked != ColumnsConfig() or any(name in names for name in ("prompt", "info", "task")):
+        return False
+    return all(name in names for name in OF_GSM8K) and any("####" in str(row.get("answer")) for row in rows)
+
+
+def gsm8k_question(row: Mapping[str, Any], index: int, where: str) -> Question:
+    """Return the question of a row of GSM8K's own files."""
+    columns = find_columns(("data_source", "prompt", "reward_model", "extra_info"), ColumnsConfig(), where)
+    return make_question(gsm8k_row(row, index, where), columns, "", where)
+
+
+def make_question(row: Mapping[str, Any], columns: Columns, default_source: str, where: str) -> Question:
+    """Return the question of a row.
+
+    Args:
+        default_source: the source of rows that have none.
+
+    Raises:
+        ConfigError: `where` has no prompt, or what must be mappings or text is not.
+    """
+    extra = _extra(row, columns, where)
+    reference = _value(row, columns.reference)
+    if columns.reference and reference in (None, _MISSING):
+        raise ConfigError(
+            f"{where}: {columns.reference} is {'null' if reference is None else 'missing'}. Give the answer that the "
+            "reward compares with, or leave the row out"
+        )
+    solution, source = _value(row, columns.solution), _value(row, columns.source)
+    return Question(
+        messages=_messages(_value(row, columns.prompt), columns.prompt, where),
+        ground_truth=None if reference is _MISSING else reference,
+        solution=solution if isinstance(solution, str) else "", extra=extra,
+        source=default_source if source in (None, "", _MISSING) else str(source),
+    )
+
+
+def _extra(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    for name in columns.others:
+        value = row.get(name)
+        if name not in EXTRA:
+            extra[name] = value
+            continue
+        if name == "info" and isinstance(value, str):  # as verifiers stores it
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{where}: info is text that is not JSON: {error}") from None
+        if value is not None and not isinstance(value, dict):
+            kind = "text" if isinstance(value, str) else type(value).__name__
+            raise ConfigError(
+                f"{where}: {name} must be a mapping, got {kind}: {str(value)[:120]!r}. Parse it, or leave it out"
+            )
+        extra |= value or {}
+    return extra
+
+
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value at a column, whose dots lead into mappings; _MISSING where there is none."""
+    value: Any = row if column else _MISSING
+    for name in column.split(".") if column else ():
+        value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
+    return value
+
+
+def _messages(prompt: Any, column: str, where: str) -> tuple[dict[str, str], ...]:
+    prompt = None if prompt is _MISSING else prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+        raise ConfigError(
+            f"{where}: {column} must be text or a list of {{role, content}} messages, got {str(prompt)[:120]}"
+        )
+    if not any(message["content"].strip() for message in prompt):
+        raise ConfigError(f"{where}: {column} must hold some text, got {str(prompt)[:120]}. Leave out rows without any")
+    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

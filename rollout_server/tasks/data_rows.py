@@ -1,0 +1,134 @@
+"""Reads the rows of a source of prompts: Parquet, JSONL or Arrow files, a glob of these, a folder, or the hub."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import ConfigError
+from async_rl.storage.hub_data import data_files
+from async_rl.storage.hub_names import find_data
+
+SUFFIXES = (".parquet", ".jsonl", ".arrow")
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""The files by which `datasets.save_to_disk` marks the folder of a data set, and that of several splits."""
+
+Choose = Callable[[Sequence[str]], Sequence[str]]
+"""Returns which of the columns that it gets are to be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of one file."""
+
+    path: Path
+    columns: tuple[str, ...]
+    """The names of all columns that the file has."""
+    rows: list[dict[str, Any]]
+    """With the columns that were chosen, or all of them."""
+
+
+def files_of(path: str, key: str) -> list[Path]:
+    """Return the files of a source, in order; those of a data set of the hub are downloaded first.
+
+    Raises:
+        ConfigError: there are none, or `path`, a value of the setting `key`, has none of the allowed forms.
+    """
+    if repo := find_data(path, key):
+        return data_files(repo)
+    found = [Path(path)]
+    if glob.has_magic(path) and not found[0].exists():
+        found = sorted(map(Path, glob.glob(path, recursive=True)))
+        if not found:
+            raise ConfigError(f"{key} {path}: no file has such a name")
+    files = [file for each in found for file in (_files_of_folder(each, key) if each.is_dir() else [each])]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{key} must name files, got {file}: there is no such file")
+        if file.suffix not in SUFFIXES:
+            raise ConfigError(f"{key} must end in .parquet, .jsonl or .arrow, got {file}")
+    return files
+
+
+def read_rows(path: Path, choose: Choose) -> Rows:
+    """Return the rows of a file; of one with a schema only the columns that `choose` returns are read.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    return _jsonl_rows(path) if path.suffix == ".jsonl" else _table_rows(path, choose)
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, text) of each line that is not blank.
+
+    A line ends at a line feed only: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ConfigError(
+                        f"{path}, line {number}: must be UTF-8, got {line[error.start : error.start + 8]!r} at byte "
+                        f"{error.start}. Convert the file: iconv -f <its encoding> -t utf-8"
+                    ) from None
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _files_of_folder(folder: Path, key: str) -> list[Path]:
+    """Return the Arrow files of a folder that datasets.save_to_disk has written."""
+    if (folder / SPLITS).is_file():
+        splits = [str(folder / name) for name in json.loads((folder / SPLITS).read_text())["splits"]]
+        raise ConfigError(f"{key} {folder} has several splits: name one, {' or '.join(splits)}")
+    if not (folder / STATE).is_file():
+        raise ConfigError(
+            f"{key} {folder} is a folder that datasets.save_to_disk has not written: it has no {STATE}. Name its "
+            f"files: {folder}/*.parquet"
+        )
+    state = json.loads((folder / STATE).read_text())
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise ConfigError(f"{key} {folder} holds a selection of rows: call flatten_indices() before save_to_disk")
+    return [folder / each["filename"] for each in state["_data_files"]]
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    rows: list[dict[str, Any]] = []
+    columns: dict[str, None] = {}
+    for number, line in numbered_lines(path):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number}: must be a JSON object, got {line[:80]!r}")
+        columns |= dict.fromkeys(row)
+        rows.append(row)
+    return Rows(path=path, columns=tuple(columns), rows=rows)
+
+
+def _table_rows(path: Path, choose: Choose) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    is_parquet = path.suffix == ".parquet"
+    try:
+        if is_parquet:
+            names = pyarrow.parquet.read_schema(path).names
+            table = pyarrow.parquet.read_table(path, columns=list(choose(names)))
+        else:
+            with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+                names = stream.schema.names
+                table = stream.read_all().select(list(choose(names)))
+        return Rows(path=path, columns=tuple(names), rows=table.to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        kind = "Parquet" if is_parquet else "an Arrow stream"
+        raise ConfigError(f"{path} can't be read as {kind}: {error}") from error

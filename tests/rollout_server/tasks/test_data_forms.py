@@ -1,0 +1,219 @@
+"""Prompts in the forms that people have: other columns, several files with weights, globs, saved folders."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config import ColumnsConfig, Config, DataConfig, TaskConfig
+from async_rl.errors import ConfigError
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.tasks.base import Task, open_task
+from tests.kit.configs import make_config
+
+TOKENIZER = character_tokenizer()
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def sums(name: str, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{name}{i}?", "answer": str(i)} for i in range(count)]
+
+
+def opened(path: Any, *, eval_path: Any = "", eval_size: int = 0, seed: int = 0, **task: Any) -> Task:
+    settings = TaskConfig(path=path, eval_path=eval_path, **({"reward": "math:gcd"} | task))
+    config: Config = make_config(task=settings, eval={"size": eval_size}, run={"seed": seed})
+    return open_task(config, TOKENIZER)
+
+
+CHAT = [{"role": "user", "content": "What is 8 * 9?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        pytest.param(  # verl
+            {
+                "data_source": "sums", "prompt": CHAT, "reward_model": {"ground_truth": "72"}, "ability": "math",
+                "extra_info": {"answer": "It is 72.", "index": 3},
+            },
+            ("72", "It is 72.", "sums", {"answer": "It is 72.", "index": 3}),
+            id="verl",
+        ),
+        pytest.param(
+            {"prompt": CHAT, "answer": "72", "level": 2}, ("72", "", "rows", {"level": 2}), id="trl",
+        ),
+        pytest.param({"prompt": "What is 8 * 9?"}, (None, "", "rows", {}), id="trl-without-reference"),
+        pytest.param(
+            {"question": "What is 8 * 9?", "answer": "72", "info": '{"level": 2}', "task": "sums", "example_id": 0},
+            ("72", "", "sums", {"level": 2, "example_id": 0}),
+            id="verifiers",
+        ),
+        pytest.param({"question": "What is 8 * 9?", "answer": "72"}, ("72", "", "rows", {}), id="question-and-answer"),
+    ],
+)
+def test_the_schemas_of_peers_are_known(tmp_path: Path, row: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    question = opened(written(tmp_path / "rows.jsonl", [row])).prompt(0).question
+    assert question.messages == tuple(CHAT)
+    assert (question.ground_truth, question.solution, question.source, question.extra) == expected
+
+
+def test_columns_of_any_name_are_taken_and_the_rest_is_extra(tmp_path: Path) -> None:
+    row = {"problem": "8 * 9?", "gold": {"value": "72"}, "kind": "sums", "worked": "8 * 9 = 72", "level": 2}
+    path = written(tmp_path / "rows.jsonl", [row])
+    columns = {"prompt": "problem", "reference": "gold.value", "source": "kind", "solution": "worked"}
+    task = opened(path, columns=ColumnsConfig(**columns))
+    question = task.prompt(0).question
+    assert question.messages == ({"role": "user", "content": "8 * 9?"},)
+    assert (question.ground_truth, question.solution, question.source) == ("72", "8 * 9 = 72", "sums")
+    assert question.extra == {"level": 2} and task.cautions == []
+    with pytest.raises(ConfigError, match=r"has no column answer, as task\.columns\.reference names it; found: prob"):
+        opened(path, columns=ColumnsConfig(prompt="problem", reference="answer"))
+
+
+def test_columns_that_were_guessed_are_told(tmp_path: Path) -> None:
+    task = opened(written(tmp_path / "rows.jsonl", sums("a", 2)))
+    assert any("has prompts from prompt, references from answer. Name other columns in" in c for c in task.cautions)
+
+
+def test_a_system_prompt_comes_before_the_messages_and_counts_for_their_length(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", sums("a", 1))
+    prompt = opened(path, system_prompt="Be brief.").prompt(0)
+    assert prompt.text == "Be brief.\na0?<sep>" and prompt.question.messages[0]["role"] == "system"
+    with pytest.raises(ConfigError, match=r"all longer than task\.max_prompt_tokens = 8"):
+        opened(path, system_prompt="Be brief.", max_prompt_tokens=8)
+    own = written(tmp_path / "own.jsonl", [{"prompt": [{"role": "system", "content": "Sum."}, *CHAT], "answer": "72"}])
+    with pytest.raises(ConfigError, match=r"task\.system_prompt must be empty where prompts have .* of their own"):
+        opened(own, system_prompt="Be brief.")
+
+
+def test_arguments_reach_the_chat_template(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", sums("a", 1))
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}{% if thinks %} Think!{% endif %}"
+    for thinks, text in ((True, "a0? Think!"), (False, "a0?")):
+        task = TaskConfig(path=path, reward="math:gcd", chat_template_kwargs={"thinks": thinks})
+        assert open_task(make_config(task=task, eval={"size": 0}), tokenizer).prompt(0).text == text
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 1.0), (0.5, 1.0), (0.25, 3.0), (0.001, 1.0)])
+def test_the_weights_of_files_say_how_often_their_rows_come_in_an_epoch(
+    tmp_path: Path, weights: tuple[float, float]
+) -> None:
+    sizes = (8, 4)
+    data = tuple(
+        DataConfig(path=written(tmp_path / f"{name}.jsonl", sums(name, size)), weight=weight)
+        for name, size, weight in zip("ab", sizes, weights, strict=True)
+    )
+    task = opened(data)
+    per_epoch = [max(1, round(size * weight)) for size, weight in zip(sizes, weights, strict=True)]
+    assert task.num_prompts == sum(per_epoch)
+    epochs = [[task.prompt(e * task.num_prompts + i).text for i in range(task.num_prompts)] for e in range(8)]
+    for epoch in epochs:
+        assert [sum(text.startswith(name) for text in epoch) for name in "ab"] == per_epoch
+    times = Counter(text for epoch in epochs for text in epoch)
+    for name, size, count in zip("ab", sizes, per_epoch, strict=True):
+        of_file = [times[f"{name}{i}?<sep>"] for i in range(size)]
+        assert max(of_file) - min(of_file) <= 1 and sum(of_file) == 8 * count, "every row comes as often as the others"
+    assert epochs[0] != epochs[1]
+    rows = {task.prompt(i).text: (task.prompt(i).data_row, task.prompt(i).origin) for i in range(task.num_prompts)}
+    assert all(row == int(text[1]) + 8 * (text[0] == "b") for text, (row, _) in rows.items())
+    assert all(origin == f"row {text[1]} of {tmp_path}/{text[0]}.jsonl" for text, (_, origin) in rows.items())
+
+
+def test_one_file_in_a_list_has_the_order_of_the_file_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", sums("a", 9))
+    alone, listed = opened(path, seed=3), opened([path], seed=3)
+    assert [alone.prompt(i).text for i in range(20)] == [listed.prompt(i).text for i in range(20)]
+    order = np.random.default_rng([3, 1]).permutation(9)
+    assert [alone.prompt(9 + i).data_row for i in range(9)] == order.tolist(), "epoch 1 of seed 3, as it ever was"
+
+
+def test_without_shuffling_prompts_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    task = opened([written(tmp_path / f"{name}.jsonl", sums(name, 3)) for name in "ba"], shuffle=False)
+    assert [task.prompt(i).text[:2] for i in range(8)] == ["b0", "b1", "b2", "a0", "a1", "a2", "b0", "b1"]
+
+
+def test_a_glob_is_the_files_in_order_of_their_names(tmp_path: Path) -> None:
+    for name in "ba":
+        written(tmp_path / f"part-{name}.jsonl", sums(name, 2))
+    task = opened(str(tmp_path / "part-*.jsonl"), shuffle=False)
+    assert [task.prompt(i).text[:2] for i in range(4)] == ["a0", "a1", "b0", "b1"]
+    assert task.prompt(3).origin == f"row 3 of {tmp_path}/part-*.jsonl"
+    with pytest.raises(ConfigError, match=r"task\.path .*none-\*\.jsonl: no file has such a name"):
+        opened(str(tmp_path / "none-*.jsonl"))
+
+
+def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(sums("a", 5))
+    whole.save_to_disk(tmp_path / "saved", num_shards=2)
+    task = opened(str(tmp_path / "saved"), shuffle=False)
+    assert [task.prompt(i).text for i in range(5)] == [f"a{i}?<sep>" for i in range(5)]
+    whole.select([4, 1]).save_to_disk(tmp_path / "some")
+    some = opened(str(tmp_path / "some"), shuffle=False)
+    assert [some.prompt(i).text for i in range(2)] == ["a4?<sep>", "a1?<sep>"]
+    datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ConfigError, match=r"splits has several splits: name one, .*/splits/train or .*/splits/test"):
+        opened(str(tmp_path / "splits"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"is a folder that datasets\.save_to_disk has not written.*\*\.parquet"):
+        opened(str(tmp_path / "empty"))
+
+
+def test_several_held_out_files_have_names_and_equal_shares(tmp_path: Path) -> None:
+    train = written(tmp_path / "train.jsonl", sums("t", 3))
+    paths = [written(tmp_path / f"{name}.jsonl", sums(name, size)) for name, size in (("a", 9), ("b", 2))]
+    task = opened(train, eval_path=[paths[0], {"path": paths[1], "name": "hard"}], eval_size=6)
+    found = [(prompt.source, prompt.text[:2], prompt.origin) for prompt in task.eval_prompts()]
+    assert [each[:2] for each in found] == [
+        ("a", "a0"), ("a", "a1"), ("a", "a2"), ("a", "a3"), ("hard", "b0"), ("hard", "b1")
+    ]
+    assert found[4][2] == f"row 0 of {paths[1]}"
+    with pytest.raises(ConfigError, match=r"task\.eval_path must be sources of different names"):
+        opened(train, eval_path=[paths[0], {"path": paths[1], "name": "a"}], eval_size=6)
+
+
+def test_repeated_prompts_and_held_out_prompts_that_are_trained_on_are_told(tmp_path: Path) -> None:
+    train = written(tmp_path / "train.jsonl", [*sums("a", 5), *sums("a", 2)])
+    held_out = written(tmp_path / "held-out.jsonl", [*sums("a", 1), *sums("b", 3)])
+    cautions = opened(train, eval_path=held_out, eval_size=4).cautions
+    assert "task.path: 2 of 7 prompts repeat an earlier one." in cautions
+    assert any("1 of 4 held-out prompts of held-out are trained on too" in each for each in cautions)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([], "task.path must be a file, a glob, a folder, a data set of the hub, or a list of these"),
+        ([{"weight": 2.0}], r"task\.path\[\]\.path is required"),
+        ([{"path": "a.jsonl", "weight": 0.0}], r"task\.path\[\]\.weight must be"),
+        ([{"path": "a.jsonl", "wieght": 1.0}], r"unknown key .*\.wieght; did you mean task\.path\[\]\.weight"),
+        (3, "task.path must be a file, a glob"),
+    ],
+)
+def test_a_wrong_list_of_files_is_refused(path: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TaskConfig(path=path)
+
+
+def test_a_list_of_files_is_written_and_read_alike(tmp_path: Path) -> None:
+    from async_rl.config.loading import dump_config, load_config
+
+    text = "model: {path: m}\ntask: {path: [a.jsonl, {path: b.jsonl, weight: 0.5}]}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    config = load_config(tmp_path / "config.yaml")
+    assert [(each.path, each.weight) for each in config.task.train_data] == [("a.jsonl", 1.0), ("b.jsonl", 0.5)]
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    listed = load_config(tmp_path / "config.yaml", ["task.path=[c.jsonl, d.jsonl]"])
+    assert [each.path for each in listed.task.train_data] == ["c.jsonl", "d.jsonl"]
+    assert load_config(tmp_path / "config.yaml", ["task.path=", "task.name=reasoning_gym/chain_sum"]).task.path == ""

@@ -77,7 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         config = next((word for word in words if "=" not in word), None)
         args.config = os.path.expanduser(config) if config else None
         args.overrides = [word for word in words if word is not config]
-        if args.needs_config and not args.config and not getattr(args, "resume", ""):
+        if args.needs_config and not args.config and getattr(args, "resume", "") in ("", "auto"):
             parser.error(f"{args.command} needs a CONFIG, e.g. configs/quickstart.yaml{args.or_else}")
     for name, value in vars(args).items():
         if isinstance(value, Path):
@@ -107,7 +107,8 @@ def _add_commands(commands: Any) -> None:
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
         "--resume", metavar="RUN_DIR", default="", type=os.path.expanduser,
-        help="continue from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own",
+        help="continue from a run's newest checkpoint, or from RUN_DIR/checkpoints/step_N; CONFIG is the run's own. "
+        "auto: start the run of CONFIG, or continue it if it has a checkpoint, as jobs that are preempted want it",
     )
     train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
     train.add_argument("--view", action="store_true", help="show the run in the browser while it goes on; see view")
@@ -178,6 +179,15 @@ def _train(args: argparse.Namespace) -> int:
         from async_rl.telemetry.summary_table import format_summary
 
         signals.check()
+        if args.resume == "auto":
+            from async_rl.storage.run_dir import find_run, is_trained
+
+            config = load_config(args.config, args.overrides)
+            found = find_run(config)
+            if found and is_trained(found, config):
+                print(f"{found} has its {config.run.steps} steps: nothing is left to train")
+                return 0
+            args.resume = str(found or "")
         if args.resume:
             from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 

@@ -18,6 +18,7 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from benchmarks.marked_command import MarkedCommand, wait_until
 from learner.models.policy import write_folder
 from tests.kit.models import save_tiny_model
@@ -106,6 +107,26 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
     assert main(["train", "--dry-run", str(config_file), "run.steps=7", "staleness.max=3"]) == 0
     assert main(["train", "run.steps=7", "--dry-run", "staleness.max=3", str(config_file)]) == 0
     assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3)] * 3
+
+
+def test_resume_auto_starts_a_run_goes_on_with_it_and_sees_its_end(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(pipeline, "run", lambda config, *_: seen.append(config.run.resume) or {})
+    command = ["train", str(config_file), f"run.dir={tmp_path}", "run.name=job", "run.steps=7", "--resume", "auto"]
+    assert main(command) == 0
+    for version in (5, 7):
+        folder = checkpoint_folder(tmp_path / "job", version)
+        folder.mkdir(parents=True)
+        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+        write_training_state(folder, state)
+        assert main(command) == 0
+    assert seen == ["", str(tmp_path / "job")]
+    assert f"{tmp_path}/job has its 7 steps: nothing is left to train" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "auto"])
+    assert "train needs a CONFIG" in capsys.readouterr().err
 
 
 def test_a_leading_tilde_in_an_argument_is_the_home_directory(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -114,7 +115,7 @@ def new_run_dir(config: Config) -> Path:
         ConfigError: the directory can't be created.
     """
     for number in range(1, 10_000):
-        candidate = config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
+        candidate = _numbered(config, number)
         try:
             candidate.mkdir(parents=True)
         except FileExistsError:
@@ -125,6 +126,30 @@ def new_run_dir(config: Config) -> Path:
             ) from None
         return candidate
     raise ConfigError(f"{config.run_dir}, and the same with -2 to -9999, exist already. Set run.name to another name")
+
+
+def find_run(config: Config) -> Path | None:
+    """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
+
+    It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint.
+    """
+    found = None
+    for number in itertools.count(1):
+        candidate = _numbered(config, number)
+        if not candidate.exists():
+            return found
+        if list_checkpoints(candidate):
+            found = candidate
+    raise AssertionError("the count has no end")
+
+
+def is_trained(run_dir: Path, config: Config) -> bool:
+    """Return whether the newest checkpoint of a run is of run.steps or later, so that no step is left."""
+    return max(list_checkpoints(run_dir)) >= config.run.steps
+
+
+def _numbered(config: Config, number: int) -> Path:
+    return config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
 
 
 def _has_step(run_dir: Path) -> bool:

@@ -70,6 +70,7 @@ QUICKSTART_SWEEP = "async-rl sweep configs/quickstart.yaml --name"
 CORRECTIONS = "--staleness 0,8 --mode exact --correction none,coupled,decoupled_tis --seeds 5 rollout.engine=hf"
 ELSEWHERE = {
     "async-rl train --resume runs/quickstart run.steps=500": "tests/e2e/test_resume.py",
+    "async-rl train configs/quickstart.yaml --resume auto": "tests/e2e/test_resume.py",
     "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/models/test_export.py",
     "async-rl eval runs/quickstart/model": "tests/rollout_server/test_run_eval.py",
     "async-rl eval runs/quickstart/model eval.temperature=0.6 eval.top_p=0.95 eval.samples=8":

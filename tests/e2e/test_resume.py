@@ -109,11 +109,11 @@ def test_a_run_goes_on_after_ctrl_c_sigterm_and_the_death_of_its_driver(
     smoke_yaml: Path, tmp_path: Path, start: Start
 ) -> None:
     """Ctrl-C and SIGTERM end a run with a checkpoint. After SIGKILL it goes on from the last one that was due, without
-    the metrics that the driver had not written yet.
+    the metrics that the driver had not written yet. `--resume auto` starts it, goes on with it, and sees its end.
     """
     run_dir = tmp_path / "stopped"
     asked = options(tmp_path, "stopped", 10000, "staleness.max=2", "checkpoint.every_steps=0")
-    command = start("train", str(smoke_yaml), *asked, "rollout.engine=sglang")
+    command = start("train", str(smoke_yaml), *asked, "rollout.engine=sglang", "--resume", "auto")
     wait_until(lambda: len(records(run_dir)) > 2, 300, "two steps")
     assert len(command.processes()) > 5
     command.interrupt()
@@ -132,8 +132,12 @@ def test_a_run_goes_on_after_ctrl_c_sigterm_and_the_death_of_its_driver(
     wait_until(lambda: not command.processes(), 60, "every process of the run to end")
     version = max(list_checkpoints(run_dir))
 
-    command = start("train", "--resume", str(run_dir), f"run.steps={version + 2}")
+    again = [str(smoke_yaml), *asked, "rollout.engine=hf", f"run.steps={version + 2}", "--resume", "auto"]
+    command = start("train", *again)
     assert command.wait(120) == 0, command.log.read_text()[-2000:]
+    command = start("train", *again)
+    assert command.wait(60) == 0
+    assert f"stopped has its {version + 2} steps: nothing is left to train" in command.log.read_text()
     logged = records(run_dir)
     assert [*range(1, second + 1), version + 1, version + 2] == [*logged][:second] + [*logged][-2:]
     assert max(record["staleness/max"] for record in logged.values()) <= 2

@@ -12,7 +12,7 @@ import pytest
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.run_dir import open_run_dir, write_config
+from async_rl.storage.run_dir import find_run, is_trained, open_run_dir, write_config
 from tests.kit.configs import changed, make_config
 
 
@@ -59,11 +59,30 @@ def test_a_new_run_directory_stays_if_it_explains_the_failure(
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["run", "run-2"][: 1 + stays]
 
 
-def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
-    folder = checkpoint_folder(tmp_path / "run", 1)
+def save(run_dir: Path, version: int) -> Path:
+    folder = checkpoint_folder(run_dir, version)
     folder.mkdir(parents=True)
-    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
     write_training_state(folder, state)
+    return folder
+
+
+def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: Path) -> None:
+    assert find_run(config) is None
+    (tmp_path / "run").mkdir()
+    assert find_run(config) is None, "it ended before its first checkpoint"
+    (tmp_path / "run-2").mkdir()
+    save(tmp_path / "run-2", 3)
+    (tmp_path / "run-3").mkdir()
+    (tmp_path / "run-5").mkdir()
+    save(tmp_path / "run-5", 9)  # of a run of this name, because there is no run-4
+    assert find_run(config) == tmp_path / "run-2"
+    steps = [changed(config, run={"steps": steps}) for steps in (3, 4)]
+    assert [is_trained(tmp_path / "run-2", each) for each in steps] == [True, False]
+
+
+def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 1)
     again = changed(config, run={"resume": tmp_path / "run"})
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
         raise ConfigError("no room")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,12 +43,17 @@ def non_finite(module: nn.Module) -> str:
     return next((n for n, t in own if t.numel() and not torch.linalg.vector_norm(t, math.inf).isfinite()), "")
 
 
-def lr_decay(done: int, steps: int, fraction: float) -> float:
-    """Return the learning rate's factor after `done` of `steps` steps: 1, then linear to 0 over the last `fraction`.
+def lr_decay(done: int, steps: int, fraction: float, shape: str = "linear", end: float = 0.0) -> float:
+    """Return the learning rate's factor after `done` of `steps` steps: 1, over the last `fraction` falling to `end`.
 
-    Source: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4, here with a linear decay.
+    Sources: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4; the cosine is that of SGDR, arXiv 1608.03983,
+    equation 5.
+
+    Args:
+        shape: `linear` or `cosine`.
     """
-    return min(1.0, (steps - done) / max(1.0, fraction * steps)) if fraction else 1.0
+    left = min(1.0, (steps - done) / max(1.0, fraction * steps)) if fraction else 1.0
+    return end + (1 - end) * ((1 - math.cos(math.pi * left)) / 2 if shape == "cosine" else left)
 
 
 class Optimizer:
@@ -64,7 +70,7 @@ class Optimizer:
         self._offloads = config.offload == "moments"
         parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
         self._adamws = [
-            torch.optim.AdamW(part, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+            torch.optim.AdamW(_groups(part, config.weight_decay), lr=lr, betas=config.betas, fused=True)
             for part in parts
         ]
         self._adamw_of: dict[Tensor, torch.optim.AdamW] = {
@@ -147,12 +153,12 @@ class Optimizer:
 
     def _step_part(self, adamw: torch.optim.AdamW, lr: float) -> None:
         """Take a step with the parameters of one AdamW, whose moments are on their device meanwhile."""
-        (group,) = adamw.param_groups
-        group["lr"] = lr
+        for group in adamw.param_groups:
+            group["lr"] = lr
         if not self._offloads:
             adamw.step()
             return
-        (parameter,) = group["params"]
+        (parameter,) = adamw.param_groups[0]["params"]
         if parameter.grad is None:
             return
         state = self.state_of(parameter)
@@ -162,6 +168,15 @@ class Optimizer:
         for moment, tensor in kept.items():
             tensor.copy_(state[moment])
         state |= kept
+
+
+def _groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters as AdamW's groups: biases and norms, which have one dimension, have no weight decay."""
+    decays = {parameter: weight_decay if parameter.ndim > 1 else 0.0 for parameter in parameters}
+    return [
+        {"params": [parameter for parameter in parameters if decays[parameter] == decay], "weight_decay": decay}
+        for decay in dict.fromkeys(decays.values())
+    ]
 
 
 def _zeros_on_cpu(parameter: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from async_rl.config.check import check
 from async_rl.config.section import List, PathText, Section, Unbounded, section
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -41,6 +42,15 @@ class ModelConfig:
     """The attention of the learner. sdpa and eager pad rows to the longest answer; flex_attention and
     flash_attention_2 (GPU only) compute micro-batches without padding."""
     lora: Section[LoraConfig] = field(default_factory=LoraConfig)
+    frozen: List[tuple[str, ...]] = ()
+    """Patterns of the names of weights that are not trained, such as model.embed_tokens.* or model.layers.?.*. Critic
+    and pushes are as ever."""
+
+    def __post_init__(self) -> None:
+        check(
+            not (self.frozen and self.lora.rank), "model.frozen", list(self.frozen), "empty with model.lora.rank",
+            "Adapters leave all other weights frozen: choose where they are by model.lora.target_modules.",
+        )
 
 
 @section("critic")
@@ -89,7 +99,7 @@ class LearnerConfig:
     betas: List[tuple[Share, Share]] = (0.9, 0.999)
     """The betas of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
-    """The weight decay of AdamW."""
+    """The weight decay of AdamW. Biases and norms, the weights of one dimension, have none."""
     max_tokens_per_microbatch: PositiveInt = 16_384
     """The most tokens of a rank in one forward and backward pass, padding included."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
@@ -110,8 +120,12 @@ class LearnerConfig:
     """Multiply the policy's learning rate on a batch by sqrt(ESS/N) of its importance weights, of tokens or of whole
     rows: a batch that few samples carry takes a smaller step (VCPO)."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Over this last share of run.steps all learning rates fall linearly to 0, so that a run does not end on a large
-    step. 0: no decay."""
+    """Over this last share of run.steps all learning rates fall, so that a run does not end on a large step. 0: no
+    decay."""
+    decay: Literal["linear", "cosine"] = "linear"
+    """How they fall. With decay_fraction 1 and warmup_steps, cosine is the usual cosine schedule."""
+    decay_to: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of a learning rate to which it falls."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are split over all ranks. hybrid: they are split over the ranks of
     a node and copied to each node, so that only gradients travel between nodes."""

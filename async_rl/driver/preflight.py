@@ -130,8 +130,8 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 
 def _check_loading(key: str, path: str, settings: ModelConfig, splits_rows: bool) -> None:
     """Check that the model in `path`, the value of `key`, loads with the configured attention, is of a kind that the
-    learner can train (policy and reference), can be pushed to servers whole, takes the LoRA adapters (policy), and can
-    be computed over split rows (all but a reward model that is no decoder).
+    learner can train (policy and reference), can be pushed to servers whole, takes the LoRA adapters and has the
+    frozen weights (policy), and can be computed over split rows (all but a reward model that is no decoder).
     """
     from async_rl.storage.model_loading import load_without_weights
 
@@ -150,6 +150,10 @@ def _check_loading(key: str, path: str, settings: ModelConfig, splits_rows: bool
         from learner.models.lora import add_adapters
 
         add_adapters(model, settings.lora)
+    if key == "model.path" and settings.frozen:
+        from learner.models.frozen import freeze
+
+        freeze(model, settings.frozen)
 
 
 def check_model(config: Config) -> None:

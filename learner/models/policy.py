@@ -19,6 +19,7 @@ from async_rl.config import LearnerConfig, ModelConfig
 from async_rl.storage.model_folder import SFT_MARKER, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
+from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
 from learner.models.lora import adapter_starts, add_adapters, dropouts, merged_parameters
 from learner.models.network import MASKED, Network
@@ -64,13 +65,15 @@ def open_policy(config: ModelConfig, compute_dtype: torch.dtype, is_trained: boo
     `shard` or `read_weights` reads them. They are float32 if they are trained, else of the compute type.
 
     Raises:
-        ConfigError: the learner does not support the model.
+        ConfigError: the learner does not support the model, or model.frozen fits no weight.
     """
     check_trainable(config.path)
     dtype = torch.float32 if is_trained else compute_dtype
     lm = open_model(AutoModelForCausalLM, config.path, dtype, attn_implementation=config.attn_implementation)
     if not is_trained:
         lm.requires_grad_(False)
+    elif config.frozen:
+        freeze(lm, config.frozen)
     if config.lora.rank:
         add_adapters(lm, config.lora)
         for linear, start in adapter_starts(lm):

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from async_rl.config import Config, DataConfig
 from async_rl.errors import ConfigError
+from async_rl.storage.row_files import Rows, files_of, rows_of
 from async_rl.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.columns import MEDIA, find_columns, gsm8k_question, is_of_gsm8k, make_question
-from rollout_server.tasks.data_rows import Rows, files_of, read_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class FilesTask(Task):
     def _questions(self, file: Path, data: DataConfig, first: int) -> list[Question]:
         """Return the questions of a file, whose first row is number `first` of the source."""
         asked = self._config.columns
-        found: Rows = read_rows(file, lambda names: find_columns(names, asked, str(file)).wanted)
+        found: Rows = rows_of(file, lambda names: find_columns(names, asked, str(file)).wanted)
         if media := [name for name in MEDIA if name in found.columns]:
             self.cautions.append(f"{file} has the column {', '.join(media)}, which is not used: models see only text.")
         places = [f"{data.path}, row {first + i}" for i in range(len(found.rows))]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.tasks.data_rows import numbered_lines
+from async_rl.storage.row_files import numbered_lines
 from rollout_server.tasks.gsm8k_rows import gsm8k_row
 
 

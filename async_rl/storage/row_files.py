@@ -54,7 +54,7 @@ def files_of(path: str, key: str) -> list[Path]:
     return files
 
 
-def read_rows(path: Path, choose: Choose) -> Rows:
+def rows_of(path: Path, choose: Choose) -> Rows:
     """Return the rows of a file; of one with a schema only the columns that `choose` returns are read.
 
     Raises:

@@ -39,11 +39,8 @@ def check_disk(config: Config) -> None:
     parent = existing_parent(config.run_dir)
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
-    model = Path(config.model.path)
-    model_bytes = sum(file.stat().st_size for file in weight_files(model)) if model.is_dir() else 0
-    num_models = 3 if _may_write_model_folders(config) else 1
     count, each_bytes = _num_checkpoints(config), _checkpoint_bytes(config)
-    needed_bytes = RUN_BYTES + num_models * model_bytes + count * each_bytes
+    needed_bytes = run_bytes(config)
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < needed_bytes:
         raise ConfigError(
@@ -52,6 +49,14 @@ def check_disk(config: Config) -> None:
             "parameter; while one is written, checkpoint.keep_last and keep_best others exist). Free some, "
             "keep fewer, or set run.dir=... to another disk"
         )
+
+
+def run_bytes(config: Config) -> int:
+    """Return the disk space that a run needs at most, see check_disk."""
+    model = Path(config.model.path)
+    model_bytes = sum(file.stat().st_size for file in weight_files(model)) if model.is_dir() else 0
+    num_models = 3 if _may_write_model_folders(config) else 1
+    return RUN_BYTES + num_models * model_bytes + _num_checkpoints(config) * _checkpoint_bytes(config)
 
 
 @contextlib.contextmanager

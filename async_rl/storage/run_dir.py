@@ -180,6 +180,18 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a run in this directory is going on in another process."""
+    file = run_dir / _LOCK_FILE
+    if not file.is_file():
+        return False
+    try:
+        with _locked(run_dir):
+            return False
+    except ConfigError:
+        return True
+
+
 def _prepare_resume(config: Config, version: int) -> None:
     """Set aside what the run wrote after the checkpoint of `version`: rename its files, move lines of metrics.jsonl.
 

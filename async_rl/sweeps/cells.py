@@ -188,6 +188,8 @@ class Record:
     """The commit of the program that ran the cell."""
     varied: Sequence[str]
     """The config keys that the axes set."""
+    resumed: int = 0
+    """The number of times that the cell went on from a checkpoint: its times are of so many more parts."""
 
 
 def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
@@ -237,10 +239,12 @@ def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path
     return {cell: record for cell, record in records.items() if names is None or record.labels.keys() == names}
 
 
-def make_record(cell: Cell, config: Config, seconds: float = 0.0, command: str = "", commit: str = "") -> Record:
+def make_record(
+    cell: Cell, config: Config, seconds: float = 0.0, command: str = "", commit: str = "", resumed: int = 0
+) -> Record:
     return Record(
         labels=cell.labels, config=dump_config(config), seconds=seconds, command=command, commit=commit,
-        varied=[override.partition("=")[0] for override in cell.overrides],
+        resumed=resumed, varied=[override.partition("=")[0] for override in cell.overrides],
     )
 
 

@@ -41,6 +41,11 @@ def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("--seconds", type=float, default=0.0, help="time for every cell, instead of run.steps")
     sweep.add_argument("--name", help="folder under run.dir (default: <run.name>-sweep)")
     sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command continues")
+    sweep.add_argument(
+        "--parallel", default="1", metavar="N|auto",
+        help="cells at once, each with its part of the GPUs, or without any of the cores; auto: as many as fit",
+    )
+    sweep.add_argument("--dry-run", action="store_true", help="print cells, places, time and disk, start nothing")
 
 
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
@@ -71,8 +76,10 @@ def _sweep(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
     from async_rl.sweeps.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
-    from async_rl.sweeps.sweep import Sweep, run_and_report
+    from async_rl.sweeps.sweep import Sweep, plan_of, run_and_report
 
+    is_number = args.parallel.isdecimal() and int(args.parallel) > 0
+    check(is_number or args.parallel == "auto", "--parallel", args.parallel, "1 or more, or auto")
     check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
     is_name = args.name is None or (Path(args.name).name == args.name and args.name not in ("", ".."))
     check(is_name, "--name", args.name, "the name of a folder in run.dir, without / (set run.dir)")
@@ -84,10 +91,14 @@ def _sweep(args: argparse.Namespace) -> int:
         axes.append(named_axis("correction", args.correction, CORRECTIONS))
     axes += [key_axis(text) for text in args.axis]
     folder = Path(run.dir) / (args.name or f"{run.name}-sweep")
-    return run_and_report(Sweep(
+    sweep = Sweep(
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
-        max_cells=args.max_cells,
-    ))  # fmt: skip
+        max_cells=args.max_cells, parallel=int(args.parallel) if is_number else None,
+    )
+    if args.dry_run:
+        print(plan_of(sweep), end="")
+        return 0
+    return run_and_report(sweep)
 
 
 def _report(args: argparse.Namespace) -> int:

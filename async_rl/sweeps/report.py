@@ -15,7 +15,15 @@ from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
 from async_rl.sweeps.results import Setting, efficiency_unknown, read_results, settings_of
-from async_rl.sweeps.significance import SPEEDS, best_row, bounds_compared, corrections_compared, ended_early, ranked
+from async_rl.sweeps.significance import (
+    SPEEDS,
+    best_row,
+    bounds_compared,
+    corrections_compared,
+    ended_early,
+    ranked,
+    went_on,
+)
 from async_rl.sweeps.tables import Table, tables_in
 from buffer.stored_group import DROP_REASONS
 
@@ -115,7 +123,7 @@ def write_report(folder: Path) -> str:
     tables = [table for table in found if table]
     kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
     tables += kept
-    sentences = [text for text in (best_row(rows), *efficiency_unknown(rows), ended_early(rows)) if text]
+    sentences = [text for text in (best_row(rows), *efficiency_unknown(rows), ended_early(rows), went_on(rows)) if text]
     notes = list(NOTES)
     if kept:
         notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from async_rl.sweeps.cells import read_record
 from async_rl.sweeps.results import Setting, baseline
 from async_rl.sweeps.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
 from async_rl.sweeps.tables import Table
@@ -110,6 +111,15 @@ def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str,
     ]
     header = ("correction", "exact staleness", "difference from none", "p, no difference", "p, Holm's correction")
     return Table(header, lines, f"Corrections: {label}")
+
+
+def went_on(rows: Sequence[Setting]) -> str:
+    """Return one sentence that names the runs that were cut short and went on from a checkpoint, or ""."""
+    records = [(run.folder, read_record(run.folder)) for row in rows for run in row.runs]
+    names = [folder.name for folder, record in records if record and record.resumed]
+    if not names:
+        return ""
+    return f"These runs were cut short and went on from a checkpoint, so their times are of parts: {', '.join(names)}."
 
 
 def ended_early(rows: Sequence[Setting]) -> str:

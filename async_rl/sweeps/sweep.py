@@ -1,7 +1,8 @@
-"""`async-rl sweep`: runs the same training at every combination of settings and seeds, one run at a time.
+"""`async-rl sweep`: runs the same training at every combination of settings and seeds, several at a time if asked.
 
 A cell is `async-rl train` in a process of its own, so a cell that fails does not affect the others. Finished cells are
-kept: the same command continues a sweep that was cut short.
+kept: the same command continues a sweep that was cut short. Several such commands may run at once: each cell is trained
+by one of them.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from async_rl.config import Config
 from async_rl.driver.signals import StopSignals
+from async_rl.storage.checkpoints import lineage_of, list_checkpoints
+from async_rl.storage.free_space import existing_parent, run_bytes
+from async_rl.storage.run_dir import is_locked
+from async_rl.sweeps.cell_process import CellProcesses, claimed
 from async_rl.sweeps.cells import (
     SEED,
     Axis,
@@ -32,10 +38,16 @@ from async_rl.sweeps.cells import (
     write_record,
 )
 from async_rl.sweeps.machine import describe_machine
+from async_rl.sweeps.places import Place, places_here
 from async_rl.sweeps.report import write_report
+from async_rl.sweeps.tables import Table
 
 UNLIMITED_STEPS = 1_000_000
 """The run.steps of a cell whose length is given in seconds."""
+
+
+RunCell = Callable[[Sequence[str], Cell, Place], str]
+"""Trains a cell by a command in a place; returns "" or the error with which it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +62,71 @@ class Sweep:
     """The training time of every cell from its first step on; 0: every cell takes run.steps learner steps."""
     max_cells: int | None = None
     """The number of cells to run in this call; None: all."""
+    parallel: int | None = 1
+    """The number of cells that run at the same time; None: as many as the host holds."""
 
     def base_overrides(self) -> tuple[str, ...]:
         limit = (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
         return ("logging.wandb=disabled", *self.overrides, *limit)
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a cell."""
+
+    cell: Cell
+    seconds: float = 0.0
+    error: str = ""
+    """The error with which it failed."""
+    is_elsewhere: bool = False
+    """Whether another process trains it, so that nothing was done."""
+
+
 @dataclass
 class Progress:
+    """Which cells have ended, and how; several threads say that a cell starts."""
+
     cells: list[Cell]
     seconds: dict[str, float] = field(default_factory=dict)
     """The duration of each finished cell, by cell name."""
     failed: dict[str, str] = field(default_factory=dict)
     """The error of each failed cell, by cell name."""
+    elsewhere: list[str] = field(default_factory=list)
+    """The names of the cells that another process trains."""
+    at_once: int = 1
+    """The number of cells that run at the same time."""
+    _started: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, cells: list[Cell], at_once: int) -> Progress:
+        """Return the state in which the finished cells are those that have a record."""
+        done = {cell.name: record.seconds for cell in cells if (record := read_record(cell.folder))}
+        return cls(cells, done, at_once=at_once)
+
+    def say_start(self, cell: Cell, place: Place, version: int | None) -> None:
+        """Print that a cell starts, or goes on from a version."""
+        self._started.append(cell.name)
+        what = "starts" if version is None else f"goes on from step {version}"
+        where = f" on {place}" if self.at_once > 1 else ""
+        print(f"[{self._number(cell.name)}] {cell.name} {what}{where}; {self.time_left()}", flush=True)
+
+    def add(self, ended: Ended) -> None:
+        """Keep how a cell has ended, and print it."""
+        name = ended.cell.name
+        if ended.is_elsewhere:
+            self.elsewhere.append(name)
+            print(f"{name} is trained by another process, and left alone", flush=True)
+            return
+        if ended.error:
+            self.failed[name] = ended.error
+        else:
+            self.seconds[name] = ended.seconds
+        if name in self._started:
+            print(f"[{self._number(name)}] {name}: {ended.error or f'{ended.seconds:.0f} s'}", flush=True)
+
+    def _number(self, name: str) -> str:
+        before = len({*self.seconds, *self.failed} - {*self._started})
+        return f"{before + self._started.index(name) + 1}/{len(self.cells)}"
 
     @property
     def pending(self) -> list[Cell]:
@@ -82,7 +146,8 @@ class Progress:
             if cell.name in self.seconds:
                 known.setdefault(settings_of(cell), []).append(self.seconds[cell.name])
         everything = list(self.seconds.values())
-        left_s = sum(statistics.mean(known.get(settings_of(cell), everything)) for cell in self.pending)
+        each_s = [statistics.mean(known.get(settings_of(cell), everything)) for cell in self.pending]
+        left_s = max(sum(each_s) / self.at_once, max(each_s))
         return f"about {left_s / 60:.0f} min left"
 
 
@@ -102,37 +167,81 @@ def run_and_report(sweep: Sweep) -> int:
     return 1 if progress.failed else 0
 
 
-def run_sweep(sweep: Sweep, run_cell: Callable[[Sweep, Cell], str] | None = None) -> Progress:
-    """Run the cells that are not finished with `run_cell` (default: run_in_process); return which finished and failed.
+def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
+    """Run the cells that are not finished with `run_cell` (default: in processes); return which finished and failed.
 
     Raises:
-        ConfigError: a combination of settings is not valid, or the folder holds a sweep of another config. No cell has
-            started then.
-        KeyboardInterrupt: the sweep was interrupted; the running cell has ended.
+        ConfigError: a combination of settings is not valid, the folder holds a sweep of another config, or this host
+            has too few GPUs or cores. No cell has started then.
+        KeyboardInterrupt: the sweep was interrupted; the running cells have ended.
     """
+    cells, configs = checked_cells(sweep)
+    places = places_here(configs[cells[0].name], sweep.parallel)
+    progress = Progress.of(cells, len(places))
+    machine = describe_machine()
+    _write_plan(sweep, machine)
+    processes = CellProcesses(sweep.folder / "logs")
+    train = partial(_train, sweep, configs, progress, run_cell or processes.train, machine["commit"])
+    todo, running = iter(progress.pending[: sweep.max_cells]), dict[Future[Ended], Place]()
+    with StopSignals(), ThreadPoolExecutor(len(places)) as pool:
+        try:
+            running |= {pool.submit(train, cell, place): place for place, cell in zip(places, todo, strict=False)}
+            while running:
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    place = running.pop(future)
+                    progress.add(future.result())
+                    if cell := next(todo, None):
+                        running[pool.submit(train, cell, place)] = place
+        except BaseException:
+            processes.stop()
+            raise
+    return progress
+
+
+def _train(
+    sweep: Sweep, configs: Mapping[str, Config], progress: Progress, run_cell: RunCell, commit: str,
+    cell: Cell, place: Place,
+) -> Ended:
+    """Train one cell, from its newest checkpoint if it was cut short, and write its record if it succeeds.
+
+    A cell that has a given time starts anew, because that time is what is compared.
+    """
+    with claimed(cell, sweep.folder) as is_ours:
+        if not is_ours:
+            return Ended(cell, is_elsewhere=True)
+        if done := read_record(cell.folder):  # another sweep has trained it since this one began
+            return Ended(cell, seconds=done.seconds)
+        config, command = configs[cell.name], train_command(sweep, cell)
+        version = resumed_version(sweep, cell, config)
+        if version is None:
+            shutil.rmtree(cell.folder, ignore_errors=True)  # the remains of a run that was cut short
+        else:
+            command += ["--resume", str(cell.folder)]
+        progress.say_start(cell, place, version)
+        start_s = time.monotonic()
+        error = run_cell(command, cell, place)
+        ended = Ended(cell, seconds=time.monotonic() - start_s, error=error)
+        if not error:
+            write_record(cell, make_record(
+                cell, config, ended.seconds, shlex.join(command), commit, lineage_of(cell.folder)
+            ))  # fmt: skip
+        return ended
+
+
+def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
+    """Return the version from which a cell that was cut short goes on, or None if it starts anew."""
+    newest = max(list_checkpoints(cell.folder), default=None)
+    return newest if newest is not None and newest < config.run.steps and not sweep.seconds else None
+
+
+def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
+    """Return the cells of a sweep and their configurations by name; see `run_sweep` for what is refused."""
     cells = all_cells(sweep.axes, sweep.folder)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
     check_comparable([*finished_cells(sweep.folder, (axis.name for axis in sweep.axes)).items(), *planned])
-    progress = Progress(cells, {cell.name: done.seconds for cell in cells if (done := read_record(cell.folder))})
-    machine = describe_machine()
-    _write_plan(sweep, machine)
-    with StopSignals():
-        for cell in progress.pending[: sweep.max_cells]:
-            shutil.rmtree(cell.folder, ignore_errors=True)  # the remains of a run that was cut short
-            number = 1 + len(progress.seconds) + len(progress.failed)
-            print(f"[{number}/{len(cells)}] {cell.name} starts; {progress.time_left()}", flush=True)
-            start_s = time.monotonic()
-            error = (run_cell or run_in_process)(sweep, cell)
-            seconds = time.monotonic() - start_s
-            if error:
-                progress.failed[cell.name] = error
-            else:
-                command = shlex.join(train_command(sweep, cell))
-                write_record(cell, make_record(cell, configs[cell.name], seconds, command, machine["commit"]))
-                progress.seconds[cell.name] = seconds
-            print(f"[{number}/{len(cells)}] {cell.name}: {error or f'{seconds:.0f} s'}", flush=True)
-    return progress
+    return cells, configs
 
 
 def train_command(sweep: Sweep, cell: Cell) -> list[str]:
@@ -140,26 +249,35 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
     return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *place]
 
 
-def run_in_process(sweep: Sweep, cell: Cell) -> str:
-    """Train a cell in a child process; return "" if it succeeds, else its exit code and the first error in its log."""
-    log_file = sweep.folder / "logs" / f"{cell.name}.log"
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "async_rl.cli", *train_command(sweep, cell)[1:]]
-    with log_file.open("w") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        process.wait()
-    except BaseException:
-        process.send_signal(signal.SIGTERM)  # the run then ends its own processes
-        process.wait()
-        raise
-    if process.returncode == 0:
-        return ""
-    lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return f"exit code {process.returncode}, {log_file}: {(errors or lines or ['nothing logged'])[0].strip()[:300]}"
+def plan_of(sweep: Sweep) -> str:
+    """Return what the sweep would do: its cells, how many at once and where, the time and the disk, as text."""
+    cells, configs = checked_cells(sweep)
+    places = places_here(configs[cells[0].name], sweep.parallel)
+    progress = Progress.of(cells, len(places))
+    rows = []
+    for cell in cells:
+        version = resumed_version(sweep, cell, configs[cell.name])
+        state = "starts" if version is None else f"goes on from step {version}"
+        if cell.name in progress.seconds:
+            state = f"finished in {progress.seconds[cell.name]:.0f} s"
+        elif is_locked(cell.folder):
+            state = "is trained by another process"
+        rows.append([cell.name, state])
+    needed = sum(run_bytes(configs[cell.name]) for cell in progress.pending)
+    free = shutil.disk_usage(existing_parent(sweep.folder)).free
+    lines = [
+        f"{len(cells)} cells, {len(progress.pending)} to do, {len(places)} at once: {'; '.join(map(str, places))}",
+        f"time: {_time_text(sweep, progress)}",
+        f"disk: at most {needed / 2**30:.1f} GiB more in {sweep.folder}; {free / 2**30:.1f} GiB are free",
+    ]
+    return Table(("cell", ""), rows, "Cells").markdown() + "\n" + "\n".join(lines) + "\n"
+
+
+def _time_text(sweep: Sweep, progress: Progress) -> str:
+    if progress.seconds or not progress.pending or not sweep.seconds:
+        return progress.time_left()
+    minutes = sweep.seconds * -(-len(progress.pending) // progress.at_once) / 60
+    return f"{minutes:.0f} min of training, and the start of each cell"
 
 
 def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:

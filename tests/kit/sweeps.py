@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from async_rl.config.loading import dump_config
+from async_rl.config.loading import dump_config, load_config
 from async_rl.depth.simulate import Workload, simulate
 from async_rl.sweeps.cells import (
     Bound,
@@ -21,6 +23,8 @@ from async_rl.sweeps.cells import (
     staleness_axis,
     write_record,
 )
+from async_rl.sweeps.places import Place
+from async_rl.sweeps.sweep import Sweep
 from async_rl.telemetry.timeline import STATES
 from buffer.store_state import GroupAccounting
 from buffer.stored_group import Arrival, StoredGroup
@@ -117,3 +121,36 @@ def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
         "utilisation/rollout/wait_weights": 1 - result.rollout - sync,
     }  # fmt: skip
     (cell.folder / "summary.json").write_text(json.dumps(summary))
+
+
+def make(folder: Path, **changes: Any) -> Sweep:
+    axes = (staleness_axis("1,0"), seed_axis(2, 0))
+    arguments = {"config": str(base_yaml(folder)), "axes": axes, "folder": folder / "sweep", **changes}
+    return Sweep(**arguments)
+
+
+class Trainer:
+    """Remembers the cells that it was called for and writes their runs; fails for one of them.
+
+    Args:
+        meets: with so many cells at once; each waits for the others.
+    """
+
+    def __init__(self, fails: str = "", meets: int = 1) -> None:
+        self.fails = fails
+        self.cells: list[str] = []
+        self.places: list[Place] = []
+        self.commands: list[Sequence[str]] = []
+        self.barrier = threading.Barrier(meets)
+
+    def __call__(self, command: Sequence[str], cell: Cell, place: Place) -> str:
+        self.barrier.wait(5)
+        self.cells.append(cell.name)
+        self.places.append(place)
+        self.commands.append(command)
+        if cell.name == self.fails:
+            return "it did not work"
+        write_cell(cell, steps=12)
+        config = load_config(command[2], [word for word in command[3:] if "=" in word])
+        (cell.folder / "config.yaml").write_text(dump_config(config))
+        return ""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import signal
+import sys
+import threading
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from async_rl.cli import main
-from async_rl.config.loading import dump_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
+from async_rl.sweeps.cell_process import CellProcesses
 from async_rl.sweeps.cells import (
     CORRECTIONS,
     MODES,
@@ -27,31 +27,10 @@ from async_rl.sweeps.cells import (
     seed_axis,
     staleness_axis,
 )
-from async_rl.sweeps.sweep import Progress, Sweep, run_in_process, run_sweep
-from tests.kit.sweeps import base_yaml, write_cell
-
-
-def make(folder: Path, **changes: Any) -> Sweep:
-    axes = (staleness_axis("1,0"), seed_axis(2, 0))
-    arguments = {"config": str(base_yaml(folder)), "axes": axes, "folder": folder / "sweep", **changes}
-    return Sweep(**arguments)
-
-
-class Trainer:
-    """Remembers the cells that it was called for and writes their runs; fails for one of them."""
-
-    def __init__(self, fails: str = "") -> None:
-        self.fails = fails
-        self.cells: list[str] = []
-
-    def __call__(self, sweep: Sweep, cell: Cell) -> str:
-        self.cells.append(cell.name)
-        if cell.name == self.fails:
-            return "it did not work"
-        write_cell(cell, steps=12)
-        config = cell_config(sweep.config, sweep.base_overrides(), cell)
-        (cell.folder / "config.yaml").write_text(dump_config(config))
-        return ""
+from async_rl.sweeps.places import Place
+from async_rl.sweeps.sweep import Progress, run_sweep, train_command
+from benchmarks.marked_command import wait_until
+from tests.kit.sweeps import Trainer, base_yaml, make
 
 
 def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path) -> None:
@@ -211,33 +190,38 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     """A real process: the model folder does not exist."""
     sweep = make(tmp_path)
     cell = all_cells(sweep.axes, sweep.folder)[0]
-    error = run_in_process(sweep, cell)
+    error = CellProcesses(sweep.folder / "logs").train(train_command(sweep, cell), cell, Place())
     assert error.startswith("exit code 2")
     assert "model.path" in error
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
 
 
 @pytest.mark.processes
-def test_an_interrupted_sweep_ends_the_run_of_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = make(tmp_path)
-    cell = all_cells(sweep.axes, sweep.folder)[0]
-    wait, calls = subprocess.Popen.wait, iter([True])
+def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path) -> None:
+    processes, cells = CellProcesses(tmp_path / "logs"), all_cells(make(tmp_path).axes, tmp_path)[:2]
+    code = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(130)); print('on'); time.sleep(60)"
+    codes: list[int] = []
 
-    def interrupted_wait(process: subprocess.Popen[str], timeout: float | None = None) -> int:
-        if next(calls, False):
-            raise KeyboardInterrupt
-        return wait(process, timeout)
+    def run(cell: Cell) -> None:
+        with (tmp_path / cell.name).open("w") as log:
+            codes.append(processes._run([sys.executable, "-uc", code], log, Place()))
 
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted_wait)
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(sweep, cell)
-    assert not any(cell.name in " ".join(child.cmdline()) for child in psutil.Process().children())
+    threads = [threading.Thread(target=run, args=[cell]) for cell in cells]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: all((tmp_path / cell.name).read_text() for cell in cells), 20, "both to start")
+    processes.stop()
+    for thread in threads:
+        thread.join(20)
+    assert codes == [130, 130]
+    with (tmp_path / "log").open("w") as log:
+        assert processes._run(["true"], log, Place()) == -signal.SIGTERM, "no other begins"
 
 
 def test_the_command_reports_what_is_finished_and_remembers_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("async_rl.sweeps.sweep.run_in_process", Trainer())
+    monkeypatch.setattr("async_rl.sweeps.cell_process.CellProcesses.train", Trainer())
     monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
     config = str(base_yaml(tmp_path))
     options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]

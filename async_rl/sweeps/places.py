@@ -1,0 +1,75 @@
+"""Divides the GPUs, or without any the cores, of this host among cells of a sweep that run at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from async_rl.config import Config
+from async_rl.config.check import check
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a cell may use of this host: GPUs, as CUDA_VISIBLE_DEVICES names them, and cores. (): all of them."""
+
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the run's processes get."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+
+    def __str__(self) -> str:
+        parts = [f"{name} {','.join(map(str, ids))}" for name, ids in (("GPU", self.gpus), ("core", self.cores)) if ids]
+        return ", ".join(parts) or "the whole host"
+
+
+def cells_at_once(config: Config, num_gpus: int, num_cores: int) -> int:
+    """Return how many cells with this configuration this host holds, so that none shares a GPU with another, or a core.
+
+    On GPUs each learner rank and each server has its own (placement.rollout.tp of them), or a pair of both has one with
+    placement.colocated; a host with fewer GPUs holds one cell, which shares them. Without GPUs each process has a core.
+    """
+    placement = config.placement
+    ranks, servers = placement.learner.ranks, placement.num_servers
+    if num_gpus:
+        apart = 0 if placement.colocated or config.rollout.server_url else servers * placement.rollout.tp
+        return max(1, num_gpus // (ranks + apart))
+    return max(1, num_cores // (ranks + servers))
+
+
+def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Place]:
+    """Return `count` places with equally many GPUs and cores; what is left over stays unused.
+
+    Raises:
+        ConfigError: there are fewer GPUs or cores than places.
+    """
+    if count == 1:
+        return [Place()]
+    check(not gpus or count <= len(gpus), "--parallel", count, f"at most {len(gpus)}, the GPUs of this host")
+    check(count <= len(cores), "--parallel", count, f"at most {len(cores)}, the cores of this host")
+
+    def part(ids: Sequence[str] | Sequence[int], index: int) -> tuple[str | int, ...]:
+        size = len(ids) // count
+        return tuple(ids[index * size : (index + 1) * size])
+
+    return [Place(part(gpus, i), part(cores, i)) for i in range(count)]  # type: ignore[arg-type]
+
+
+def places_here(config: Config, parallel: int | None) -> list[Place]:
+    """Return the places of this host: `parallel` of them, or as many as cells fit if it is None."""
+    if parallel == 1:
+        return [Place()]
+    gpus, cores = _gpus_here(), sorted(os.sched_getaffinity(0))
+    return divide(parallel or cells_at_once(config, len(gpus), len(cores)), gpus, cores)
+
+
+def _gpus_here() -> list[str]:
+    from async_rl.driver.placement import gpus_here
+
+    count = int(gpus_here())
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named or [str(index) for index in range(count)]

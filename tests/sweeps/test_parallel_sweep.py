@@ -1,0 +1,131 @@
+"""Several cells of a sweep at once, several sweeps of the same cells, and cells that were cut short."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.sweeps.cell_process import claimed
+from async_rl.sweeps.cells import all_cells, read_record
+from async_rl.sweeps.places import Place, cells_at_once, divide
+from async_rl.sweeps.sweep import run_sweep
+from tests.kit.configs import make_config
+from tests.kit.sweeps import Trainer, base_yaml, make
+
+
+@contextlib.contextmanager
+def open_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, as a run does in it."""
+    with (run_dir / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_several_cells_run_at_once_each_with_its_part_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.sweeps.places._gpus_here", lambda: ["4", "5", "6", "7"])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    trainer = Trainer(meets=2)
+    progress = run_sweep(make(tmp_path, parallel=None), trainer)
+    assert len(progress.seconds) == 4 and progress.pending == []
+    places = {Place(("4", "5"), (0, 1, 2)), Place(("6", "7"), (3, 4, 5))}
+    assert set(trainer.places) == places and all(trainer.places.count(place) == 2 for place in places)
+    assert places.pop().environment.keys() == {"CUDA_VISIBLE_DEVICES"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "cores", "count"),
+    [
+        ({}, 8, 16, 4),  # a learner rank and a server each
+        ({"learner": {"ranks": 2}, "rollout": {"servers": 1, "tp": 2}}, 8, 16, 2),
+        ({"learner": {"ranks": 2}, "rollout": {"servers": 2}, "colocated": True}, 8, 16, 4),
+        ({"rollout": {"servers": 3}}, 2, 16, 1),  # they share what there is
+        ({}, 0, 16, 8),
+        ({"rollout": {"servers": 3}}, 0, 16, 4),
+        ({}, 0, 1, 1),
+    ],
+)
+def test_as_many_cells_run_at_once_as_the_host_holds(
+    settings: dict[str, Any], gpus: int, cores: int, count: int
+) -> None:
+    assert cells_at_once(make_config(placement=settings), gpus, cores) == count
+
+
+def test_more_cells_at_once_than_gpus_or_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--parallel must be at most 2, the GPUs of this host, got 3"):
+        divide(3, ["0", "1"], range(8))
+    with pytest.raises(ConfigError, match="--parallel must be at most 2, the cores of this host, got 3"):
+        divide(3, [], range(2))
+
+
+def test_a_cell_that_another_process_trains_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = make(tmp_path)
+    first, second, *_ = all_cells(sweep.axes, sweep.folder)
+    second.folder.mkdir(parents=True)
+    (second.folder / "metrics.jsonl").write_text("{")
+    trainer = Trainer()
+    with claimed(first, sweep.folder) as is_ours, open_lock(second.folder):
+        assert is_ours
+        progress = run_sweep(sweep, trainer)
+    assert progress.elsewhere == [first.name, second.name] and len(trainer.cells) == 2
+    assert (second.folder / "metrics.jsonl").read_text() == "{"
+    assert f"{first.name} is trained by another process, and left alone" in capsys.readouterr().out
+    assert run_sweep(sweep, Trainer()).pending == []
+
+
+def test_two_sweeps_at_once_train_each_cell_once(tmp_path: Path) -> None:
+    sweep, trainers = make(tmp_path), [Trainer(), Trainer()]
+    threads = [threading.Thread(target=run_sweep, args=(sweep, trainer)) for trainer in trainers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    run_sweep(sweep, trainers[0])  # what each left to the other
+    trained = [name for trainer in trainers for name in trainer.cells]
+    assert sorted(trained) == sorted(cell.name for cell in all_cells(sweep.axes, sweep.folder))
+
+
+@pytest.mark.parametrize(("seconds", "goes_on"), [(0.0, True), (30.0, False)])
+def test_a_cell_with_a_checkpoint_goes_on_unless_it_has_a_given_time(
+    tmp_path: Path, seconds: float, goes_on: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, trainer = make(tmp_path, seconds=seconds, overrides=("run.steps=12",) if goes_on else ()), Trainer()
+    cell = all_cells(sweep.axes, sweep.folder)[0]
+    folder = checkpoint_folder(cell.folder, 7)
+    folder.mkdir(parents=True)
+    write_training_state(folder, TrainingState(version=7, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}))
+    (cell.folder / "config.lineage_0.yaml").write_text("")
+    run_sweep(sweep, trainer)
+    assert (list(trainer.commands[0][-2:]) == ["--resume", str(cell.folder)]) == goes_on
+    assert folder.exists() == goes_on
+    record = read_record(cell.folder)
+    assert record is not None and record.resumed == goes_on
+    assert (f"{cell.name} goes on from step 7" in capsys.readouterr().out) == goes_on
+    assert main(["report", str(sweep.folder)]) == 0
+    assert (f"so their times are of parts: {cell.name}." in capsys.readouterr().out) == goes_on
+
+
+def test_a_dry_run_says_cells_places_time_and_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("async_rl.sweeps.places._gpus_here", lambda: list("01234567"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
+    options = ["--staleness", "0,1,2,3,4,5,6,7,8,9,10", "--seeds", "3", "--seconds", "600", "--name", "s"]
+    command = ["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path}", *options, "--parallel", "auto", "--dry-run"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "33 cells, 33 to do, 4 at once: GPU 0,1, core 0,1,2,3,4,5,6,7; GPU 2,3, core 8" in text
+    assert "time: 90 min of training" in text and "disk: at most " in text
+    assert text.count("| starts |") == 33 and not (tmp_path / "s").exists()

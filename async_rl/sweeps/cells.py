@@ -207,7 +207,7 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
     prefixes = tuple(f"{key}." for key in varied)  # an axis may vary a whole section
     seen: dict[str, tuple[Any, Path]] = {}
     for cell, record in records:
-        for key, value in _leaves(yaml.safe_load(record.config)).items():
+        for key, value in leaves(yaml.safe_load(record.config)).items():
             other, elsewhere = seen.setdefault(key, (value, cell))
             if value != other and not f"{key}.".startswith(prefixes):
                 raise ConfigError(
@@ -217,14 +217,15 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
                 )
 
 
-def _leaves(tree: dict[str, Any]) -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
+def leaves(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return {dotted key: value} of a configuration."""
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            leaves |= {f"{key}.{inner}": leaf for inner, leaf in _leaves(value).items()}
+            found |= {f"{key}.{inner}": leaf for inner, leaf in leaves(value).items()}
         else:
-            leaves[key] = value
-    return leaves
+            found[key] = value
+    return found
 
 
 def read_record(folder: Path) -> Record | None:

@@ -23,8 +23,11 @@ def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], 
     add_config(sweep)
     _add_sweep_options(sweep)
 
-    sentence = "make table, plots and the page report.html of a sweep or a run"
-    add("report", _report, sentence, "runs/quickstart-sweep").add_argument("folder", type=Path, metavar="RUN_DIR")
+    sentence = "make table, plots and the page report.html of a sweep or a run, or of several runs side by side"
+    report = add("report", _report, sentence, "runs/quickstart-sweep")
+    report.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR")
+    about = "folder for the report of several runs (default: compared, beside the first)"
+    report.add_argument("--out", type=Path, metavar="DIR", help=about)
 
     sentence = "predict utilisation at each staleness bound, and memory, before any run"
     _add_plan_options(add("plan", _plan, sentence, "--train-s 40 --rollout-s 60 --devices 8 --now 4,4"))
@@ -102,9 +105,16 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    folders = [folder.expanduser() for folder in args.folders]
+    if len(folders) > 1:
+        from async_rl.sweeps.comparison import write_comparison
+
+        out = args.out or folders[0].absolute().parent / "compared"
+        print(f"{write_comparison(folders, out)}\n{out}/report.html")
+        return 0
     from async_rl.sweeps.report import write_report
 
-    print(f"{write_report(args.folder)}\n\n{args.folder}/report.html")
+    print(f"{write_report(folders[0])}\n\n{folders[0]}/report.html")
     return 0
 
 

@@ -80,7 +80,8 @@ def series_name(series: Series, others: Sequence[Series] = ()) -> str:
     )
 
 
-def _panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any) -> tuple[Any, list[Axes]]:
+def make_panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any) -> tuple[Any, list[Axes]]:
+    """Return (figure, its panels), three in a line; `options` are those of plt.subplots."""
     import matplotlib.pyplot as plt
 
     columns = min(3, count)
@@ -132,7 +133,7 @@ def _trade_off(rows: Sequence[Setting]) -> Any:
     else:
         worth, speed = ("improvement", f"{what} gained in the run"), f"{what} gained per minute"
     bounded = [row for row in rows if not row.exact]
-    figure, panels = _panels(3 if bounded else 1)
+    figure, panels = make_panels(3 if bounded else 1)
     _against_staleness(panels[0], rows, *worth)
     if bounded:
         _against_staleness(panels[1], bounded, "learner", "learner utilisation, share of time")
@@ -189,7 +190,7 @@ def _curves(
 
     series = by_series(rows)
     bounds = sorted({row.staleness for row in rows})
-    figure, panels = _panels(len(series), width=6.5, height=4.2, sharey=True)
+    figure, panels = make_panels(len(series), width=6.5, height=4.2, sharey=True)
     for axes, (name, of_series) in zip(panels, series.items(), strict=True):
         for row in of_series:
             place = bounds.index(row.staleness)
@@ -219,7 +220,7 @@ def _utilisation(rows: Sequence[Setting], predicted: Mapping[Bound, Result]) -> 
     if not rows:
         return None
     series, rows = next(iter(by_series(rows).items()))
-    figure, panels = _panels(2, width=5.6, height=4.2, sharey=True)
+    figure, panels = make_panels(2, width=5.6, height=4.2, sharey=True)
     places = range(len(rows))
     for axes, kind in zip(panels, ("learner", "rollout"), strict=True):
         bottom = np.zeros(len(rows))
@@ -252,7 +253,7 @@ def _utilisation(rows: Sequence[Setting], predicted: Mapping[Bound, Result]) -> 
 
 
 def _offpolicy(rows: Sequence[Setting]) -> Any:
-    figure, panels = _panels(3)
+    figure, panels = make_panels(3)
     _against_staleness(panels[0], rows, "is_variance", "variance of the IS weights, median step")
     _against_staleness(panels[1], rows, "ess", "effective sample size / tokens")
     _against_staleness(panels[2], rows, "kl", "KL(behaviour || proximal), nats a token")
@@ -274,7 +275,7 @@ def _staleness_histogram(rows: Sequence[Setting]) -> Any:
     rows = [row for row in rows if not row.exact] or rows
     bounds = sorted({row.staleness for row in rows})
     largest = max(bound.max for bound in bounds)
-    figure, panels = _panels(len(bounds), width=3.0, height=2.4, sharey=True)
+    figure, panels = make_panels(len(bounds), width=3.0, height=2.4, sharey=True)
     for axes, bound in zip(panels, bounds, strict=True):
         counts = np.zeros(largest + 1)
         for run in (run for row in rows if row.staleness == bound for run in row.runs):

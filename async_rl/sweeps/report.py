@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import html
 import json
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
+from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
 from async_rl.sweeps.results import Setting, efficiency_unknown, read_results, settings_of
@@ -236,33 +236,12 @@ def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]]
         csv.writer(file).writerows([header, *lines])
 
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 13px }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd }
-th { border-bottom: 2px solid #444; vertical-align: bottom } tr.best { font-weight: 700; background: #fff6d6 }
-.lead { font-size: 17px; background: #eef5fb; padding: .8rem 1rem; border-left: 4px solid #0072b2 }
-figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #555; font-size: 13px }
-"""
-
-
 def _page(
     folder: Path, tables: Sequence[Table], sentences: Sequence[str], notes: Sequence[str], pictures: Sequence[Path]
 ) -> str:
-    name = html.escape(folder.resolve().name)
-    parts = [f"<h1>{name}</h1>", *(f'<p class="lead">{html.escape(text)}</p>' for text in sentences)]
-    parts += [table.html() for table in tables]
-    parts += [f'<p class="note">{html.escape(note)}</p>' for note in notes]
-    for picture in pictures:
-        data = base64.b64encode(picture.read_bytes()).decode()
-        caption = html.escape(CAPTIONS[picture.stem])
-        image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
-        parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
-    parts += ["<h2>How it was made</h2>", _origin(folder)]
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
-    )
+    captioned = {picture: CAPTIONS[picture.stem] for picture in pictures}
+    tail = f"<h2>How it was made</h2>{_origin(folder)}"
+    return html_page(folder.resolve().name, tables, sentences, notes, captioned, tail)
 
 
 def _origin(folder: Path) -> str:

@@ -142,9 +142,9 @@ def read_runs(folder: Path) -> list[Run]:
         plan = folder / "sweep.json"
         found = finished_cells(folder, json.loads(plan.read_text())["axes"] if plan.is_file() else None)
         check_comparable(found.items())
-        runs = [_read_run(cell) for cell in found]
+        runs = [read_run(cell) for cell in found]
     else:
-        runs = [_read_run(folder)] if (folder / "summary.json").is_file() else []
+        runs = [read_run(folder)] if (folder / "summary.json").is_file() else []
     if not runs:
         raise ConfigError(f"{folder} holds no finished run: no summary.json in it, no cell.json in its cells")
     return sorted(runs, key=lambda run: (run.series, run.staleness, run.labels[SEED]))
@@ -179,7 +179,8 @@ def _csv_lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
+    """Return the run of a run directory; one that is going on has the steps so far, and no summary."""
     record = read_record(folder)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     labels = dict(record.labels) if record else {}
@@ -194,7 +195,8 @@ def _read_run(folder: Path) -> Run:
             newest = values.get("eval/newest_version")
             version = newest if newest in at_step else values["step"]
             evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
-    summary = json.loads((folder / "summary.json").read_text())
+    file = folder / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else dict(NO_SUMMARY)
     return Run(labels, summary, steps, evals, folder, config["staleness"]["mode"] == "exact")
 
 

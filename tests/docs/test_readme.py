@@ -59,6 +59,7 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml staleness.max=8 staleness.depth=auto run.name=auto",
     "async-rl sweep configs/quickstart.yaml --staleness 1,8,1.25/8,auto/8 --seeds 3 run.steps=100 --name depths",
     "async-rl report runs/quickstart-sweep",
+    "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 --parallel auto --dry-run",
     "async-rl plan runs/quickstart-sweep",
     "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",
     "python -m benchmarks.episodes configs/quickstart.yaml --rounds 3 --hang",
@@ -69,6 +70,7 @@ NIGHTLY = [
 QUICKSTART_SWEEP = "async-rl sweep configs/quickstart.yaml --name"
 CORRECTIONS = "--staleness 0,8 --mode exact --correction none,coupled,decoupled_tis --seeds 5 rollout.engine=hf"
 ELSEWHERE = {
+    "async-rl report runs/first runs/second": "tests/sweeps/test_comparison.py",
     "async-rl train --resume runs/quickstart run.steps=500": "tests/e2e/test_resume.py",
     "async-rl train configs/quickstart.yaml --resume auto": "tests/e2e/test_resume.py",
     "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/models/test_export.py",

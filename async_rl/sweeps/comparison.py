@@ -1,0 +1,153 @@
+"""`async-rl report RUN RUN ...`: finished and running runs side by side, by step, by time and by tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_rl.errors import ConfigError
+from async_rl.sweeps.cells import PLACE_KEYS, leaves
+from async_rl.sweeps.pages import html_page
+from async_rl.sweeps.plots import DPI, OKABE_ITO, SECONDS, STEP, make_panels
+from async_rl.sweeps.results import Run, read_run
+from async_rl.sweeps.tables import Table
+from async_rl.telemetry.plot_learning_curve import smooth
+
+TOKENS = "tokens trained on"
+REWARD, ACCURACY = "reward, mean of a batch, smoothed", "held-out accuracy"
+CAPTION = "Each run by learner step, by the time since the end of its first step, and by the tokens that it trained on."
+_VALUES: dict[str, tuple[str, str]] = {
+    "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
+    "accuracy_end": ("held-out accuracy, last", "{:.3f}"),
+    "reward_mean": ("reward, mean over the run", "{:.3f}"),
+    "steps_per_minute": ("steps per minute", "{:.1f}"),
+    "tokens_per_s": ("trained tokens per s", "{:,.0f}"),
+    "learner": ("utilisation, learner", "{:.1%}"),
+    "rollout": ("utilisation, rollout", "{:.1%}"),
+    "staleness_mean": ("staleness, mean", "{:.2f}"),
+    "is_variance": ("IS-weight variance", "{:.3g}"),
+    "kl": ("KL, nats per token", "{:.2g}"),
+    "ess": ("ESS / tokens", "{:.3f}"),
+    "entropy_end": ("entropy, last", "{:.3f}"),
+    "grad_norm": ("gradient norm", "{:.3g}"),
+}
+
+
+def write_comparison(folders: Sequence[Path], out: Path) -> str:
+    """Write table.md, compared.png and report.html into `out`; return the text to print.
+
+    Raises:
+        ConfigError: a folder is no run directory, or its run has not trained a step.
+    """
+    runs = dict(zip(_names(folders), map(_opened, folders), strict=True))
+    tables = [_values(runs), _settings(runs)]
+    out.mkdir(parents=True, exist_ok=True)
+    picture = out / "compared.png"
+    _draw(runs, picture)
+    text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
+    (out / "table.md").write_text(text)
+    (out / "report.html").write_text(html_page("Runs side by side", tables, [], [], {picture: CAPTION}))
+    return text
+
+
+def tokens_by_step(run: Run) -> dict[float, float]:
+    """Return {step: tokens that the run has trained on until then}."""
+    steps = [step.get("step") or 0.0 for step in run.steps]
+    return dict(zip(steps, accumulate(step.get("batch/response_tokens") or 0.0 for step in run.steps), strict=True))
+
+
+def _opened(folder: Path) -> Run:
+    if not (folder / "config.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
+        hint = f": it is a sweep, name its cells: {folder}/cells/*" if (folder / "cells").is_dir() else ""
+        raise ConfigError(f"{folder} is no run directory: it has no config.yaml and metrics.jsonl{hint}")
+    run = read_run(folder)
+    if not run.steps:
+        raise ConfigError(f"{folder}: the run has not trained a step yet")
+    return run
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return a name for each folder: its own or, where others have that too, with the folders above it."""
+    paths = [folder.resolve() for folder in folders]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    repeated = next(path for path, count in Counter(paths).items() if count > 1)
+    raise ConfigError(f"each run must be named once, got {repeated} twice")
+
+
+def _values(runs: Mapping[str, Run]) -> Table:
+    found = {name: _all_values(run) for name, run in runs.items()}
+    rows = [
+        ["state", *("running" if not (run.folder / "summary.json").is_file() else "ended" for run in runs.values())],
+        ["steps", *(f"{len(run.steps):,}" for run in runs.values())],
+        ["minutes after the first step", *(f"{_seconds(run) / 60:.1f}" for run in runs.values())],
+        [TOKENS, *(f"{max(tokens_by_step(run).values()):,.0f}" for run in runs.values())],
+    ]
+    for key, (label, form) in _VALUES.items():
+        values = [values[key] for values in found.values()]
+        if not all(map(math.isnan, values)):
+            rows.append([label, *("-" if math.isnan(value) else form.format(value) for value in values)])
+    return Table(["", *runs], rows, "Runs")
+
+
+def _all_values(run: Run) -> dict[str, float]:
+    values = run.values()
+    if (run.folder / "summary.json").is_file():
+        return values
+    lacking = {"learner": "utilisation/learner", "rollout": "utilisation/rollout", "staleness_mean": "staleness/mean"}
+    return values | {name: run.figure(key) for name, key in lacking.items()}
+
+
+def _seconds(run: Run) -> float:
+    return max(step.get("time/since_first_step_s") or 0.0 for step in run.steps)
+
+
+def _settings(runs: Mapping[str, Run]) -> Table:
+    """Return a table of the settings in which the runs differ; `-` where a run's version had no such setting."""
+    configs = [leaves(yaml.safe_load((run.folder / "config.yaml").read_text())) for run in runs.values()]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = []
+    for key in keys:
+        values = [str(config.get(key, "-")) for config in configs]
+        if len(set(values)) > 1 and key not in PLACE_KEYS:
+            rows.append([key, *values])
+    return Table(["setting", *runs], rows or [["none", *("" for _ in runs)]], "Settings that differ")
+
+
+def _draw(runs: Mapping[str, Run], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    axes_of: dict[str, Callable[[Run, float, float], float]] = {
+        STEP: lambda run, step, seconds: step,
+        SECONDS: lambda run, step, seconds: seconds,
+        TOKENS: lambda run, step, seconds: tokens_by_step(run).get(step, 0.0),
+    }
+    figure, grid = make_panels(6, width=5.0, sharey="row")
+    for number, (name, run) in enumerate(runs.items()):
+        style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "label": name}
+        points = run.points("reward/mean")
+        values = smooth([value for _, _, value in points], [1.0] * len(points), max(1, len(points) // 15))
+        for place, of_point in enumerate(axes_of.values()):
+            grid[place].plot([of_point(run, step, seconds) for step, seconds, _ in points], values, **style)
+            xs = [of_point(run, step, seconds) for step, seconds, _ in run.evals]
+            grid[3 + place].plot(xs, [accuracy for *_, accuracy in run.evals], marker="o", **style)
+    for place, label in enumerate(axes_of):
+        grid[place].set_xlabel(label)
+        grid[3 + place].set_xlabel(label)
+    grid[0].set_ylabel(REWARD)
+    grid[3].set_ylabel(ACCURACY)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    figure.savefig(file, dpi=DPI)
+    plt.close(figure)

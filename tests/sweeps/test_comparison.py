@@ -1,0 +1,83 @@
+"""Runs side by side: what they have in common with their files, the settings that differ, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli import main
+from async_rl.sweeps.cells import all_cells, seed_axis, staleness_axis
+from async_rl.sweeps.comparison import tokens_by_step
+from async_rl.sweeps.results import read_run
+from async_rl.sweeps.tables import tables_in
+from async_rl.telemetry.metrics import read_metrics
+from tests.kit.sweeps import write_cell
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two finished runs and one that goes on, in folders of which two have the same name."""
+    folders = []
+    for place, bounds in (("a", "0,2"), ("b", "0")):
+        for cell in all_cells([staleness_axis(bounds), seed_axis(1, 0)], tmp_path / place):
+            write_cell(cell, steps=12)
+            folders.append(cell.folder)
+    (folders[2] / "summary.json").unlink()
+    lines = (folders[2] / "metrics.jsonl").read_text().splitlines()
+    (folders[2] / "metrics.jsonl").write_text("\n".join(lines[:8]) + "\n")
+    return folders
+
+
+def test_runs_stand_side_by_side_with_the_settings_that_differ(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    values, settings = tables_in(capsys.readouterr().out)
+    first, second, third = (f"{place}/cells/staleness-{bound}.seed-0" for place, bound in ("a0", "a2", "b0"))
+    assert list(values.header) == ["", first, second, third]
+    of = {row[0]: row[1:] for row in values.rows}
+    assert of["state"] == ["ended", "ended", "running"]
+    trained = [read_run(run).steps for run in runs]
+    assert of["steps"] == [str(len(steps)) for steps in trained] and 0 < len(trained[2]) < 12
+    tokens = [sum(step["batch/response_tokens"] or 0 for step in steps) for steps in trained]
+    assert of["tokens trained on"] == [f"{count:,.0f}" for count in tokens]
+    evals = [[line["eval/accuracy"] for line in read_metrics(run / "metrics.jsonl") if "eval/accuracy" in line]
+             for run in runs]  # fmt: skip
+    assert of["held-out accuracy, last"] == [f"{accuracies[-1]:.3f}" for accuracies in evals]
+    assert "-" not in of["staleness, mean"], "a run that goes on has it from its steps"
+    assert ["staleness.max", "0", "2", "0"] in [list(row) for row in settings.rows]
+    assert not [row for row in settings.rows if row[0].startswith("run.")]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "data:image/png;base64," in page and "http" not in page
+
+
+def test_tokens_add_up_over_the_steps(runs: list[Path]) -> None:
+    run = read_run(runs[0])
+    tokens = [step["batch/response_tokens"] or 0.0 for step in run.steps]
+    assert tokens_by_step(run) == {step["step"]: sum(tokens[: i + 1]) for i, step in enumerate(run.steps)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda runs: [runs[0], runs[0].parents[1]], "is no run directory: .* it is a sweep, name its cells"),
+        (lambda runs: [runs[0], runs[0]], "each run must be named once, got .* twice"),
+        (lambda runs: [runs[0], runs[0] / "nowhere"], "is no run directory: it has no config.yaml"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    runs: list[Path], change: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    assert callable(change)
+    assert main(["report", *map(str, change(runs))]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_run_without_a_step_is_refused(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (runs[2] / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval/accuracy": 0.1}) + "\n")
+    assert main(["report", str(runs[0]), str(runs[2])]) == 2
+    assert "the run has not trained a step yet" in capsys.readouterr().err

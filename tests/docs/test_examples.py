@@ -26,7 +26,7 @@ def test_a_script_is_valid_shell(script: Path) -> None:
 def test_the_slurm_script_asks_for_the_nodes_and_gpus_that_its_config_places() -> None:
     text = (SCRIPTS / "two_nodes.slurm").read_text()
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", text, re.MULTILINE))
-    (config,) = re.findall(r"async-rl train (\S+)", text)
+    (config,) = re.findall(r"\$\{1:-(\S+)\}", text)
     placement = load_config(ROOT / config, []).placement
     assert int(asked["nodes"]) == placement.num_nodes
     assert int(asked["gpus-per-node"]) == placement.learner.gpus_per_node

@@ -1,0 +1,96 @@
+"""scripts/two_nodes.slurm with stand-ins for SLURM's and Ray's programs, which write down how they are called."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.marked_command import wait_until
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = {
+    "scontrol": '[ "$1" = show ] && printf "a\\nb\\n" || echo "scontrol $*" >> calls',
+    "srun": 'while [[ "$1" == -* ]]; do [ "$1" = -w ] && shift; shift; done; exec "$@"',
+    "hostname": "echo 10.0.0.1 fe80::1",
+    "ray": """
+echo "ray $1 $2" >> calls
+case $1 in
+    start) echo node >> nodes; exec sleep 100;;
+    status)
+        n=$(cat nodes | wc -l); [ "$LATE" ] && n=1
+        echo Active:; for i in $(seq $n); do echo " 1 node_$i"; done; echo Pending:; echo " 1 node_x";;
+esac""",
+    "async-rl": """
+echo "async-rl $*" >> calls
+[ "$1" = train ] || exit 0
+trap 'exit 130' TERM
+for i in $(seq ${TRAINS:-1}); do sleep 0.1; done""",
+    "sleep": '[ "$1" = 3 ] && set -- 0.02; exec /bin/sleep "$@"',
+}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> object:
+    (tmp_path / "bin").mkdir()
+    for name, body in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    (tmp_path / "nodes").touch()
+    jobs: list[subprocess.Popen[str]] = []
+
+    def started(*words: str, **variables: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "ASYNC_RL_ACTIVATE": "/dev/null",
+            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "7", "LATE": "", **variables,
+        }
+        jobs.append(subprocess.Popen(
+            ["bash", str(ROOT / "scripts" / "two_nodes.slurm"), *words], cwd=tmp_path, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        ))  # fmt: skip
+        return jobs[-1]
+
+    yield started
+    for job in jobs:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+
+
+def calls(folder: Path, program: str) -> list[str]:
+    return [line for line in (folder / "calls").read_text().splitlines() if line.startswith(program)]
+
+
+@pytest.mark.processes
+def test_a_job_waits_for_its_nodes_and_starts_the_run_or_goes_on_with_it(tmp_path: Path, start: object) -> None:
+    assert callable(start)
+    job = start("configs/mine.yaml", "run.steps=9")
+    assert job.wait(60) == 0
+    assert calls(tmp_path, "ray start") == ["ray start --head", "ray start --address=10.0.0.1:6379"]
+    assert calls(tmp_path, "async-rl") == [
+        "async-rl doctor configs/mine.yaml", "async-rl train configs/mine.yaml run.steps=9 --resume auto"
+    ]
+    assert calls(tmp_path, "scontrol") == []
+
+
+@pytest.mark.processes
+def test_a_preempted_job_lets_the_run_end_and_goes_back_into_the_queue(tmp_path: Path, start: object) -> None:
+    assert callable(start)
+    job = start(TRAINS="1000")
+    wait_until(lambda: len(calls(tmp_path, "async-rl train")) == 1, 30, "the run to start")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 130
+    assert calls(tmp_path, "async-rl train") == ["async-rl train configs/gsm8k_two_node.yaml --resume auto"]
+    assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"]
+
+
+@pytest.mark.processes
+def test_a_node_that_does_not_join_ends_the_job_with_a_sentence(tmp_path: Path, start: object) -> None:
+    assert callable(start)
+    job = start(LATE="yes")
+    assert job.wait(60) == 1
+    assert "1 of 2 nodes are in the Ray cluster at 10.0.0.1:6379" in job.stdout.read()
+    assert calls(tmp_path, "async-rl") == []

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.storage.row_files import numbered_lines
 from rollout_server.tasks.gsm8k_rows import gsm8k_row
-from rollout_server.tasks.verl_files import numbered_lines
 
 
 def prepare_gsm8k(source: Path, target: Path) -> int:

@@ -7,16 +7,13 @@ and `extra_info`. If `extra_info.answer` is text, supervised fine-tuning learns 
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Container, Iterator
-from pathlib import Path
+from collections.abc import Collection, Container
 from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.storage.hub_data import data_files
-from async_rl.storage.hub_names import find_data
+from async_rl.storage.row_files import read_rows
 from rollout_server.question import Question
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
@@ -61,10 +58,7 @@ class VerlFilesTask(Task):
 
         Rows count from 0, over all files of a data set of the hub.
         """
-        repo = find_data(path, key)
-        parts = [_rows(file) for file in (data_files(repo) if repo else [Path(path)])]
-        found = [row for rows, _ in parts for row in rows]
-        columns = {name for _, names in parts for name in names}
+        found, columns = read_rows(path, key, (*_USED, *COLUMNS), _check_columns)
         if media := [name for name in _MEDIA if name in columns]:
             self.cautions.append(f"{path} has the column {', '.join(media)}, which is not used: models see only text.")
         rows = [_question(_in_schema(row, i, f"{path}, row {i}"), f"{path}, row {i}") for i, row in enumerate(found)]
@@ -79,62 +73,7 @@ class VerlFilesTask(Task):
         return questions
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, text) of each line that is not blank.
-
-    A line ends at a line feed only: str.splitlines would also cut at U+2028, U+0085 and others inside JSON strings.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise ConfigError(
-                        f"{path}, line {number}: must be UTF-8, got {line[error.start : error.start + 8]!r} at byte "
-                        f"{error.start}. Convert the file: iconv -f <its encoding> -t utf-8"
-                    ) from None
-                if text.strip():
-                    yield number, text
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
-
-
-def _rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
-    """Return the rows of a .parquet or .jsonl file as {column: value}, and the names of all its columns."""
-    if not path.is_file():
-        raise ConfigError(f"task.path and task.eval_path must be files, got {path}: there is no such file")
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    if path.suffix != ".jsonl":
-        raise ConfigError(f"task.path and task.eval_path must end in .parquet or .jsonl, got {path}")
-    rows: list[dict[str, Any]] = []
-    for number, line in numbered_lines(path):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: must be a JSON object, got {line[:80]!r}")
-        _check_columns(row, f"{path}, line {number}")
-        rows.append(row)
-    return rows, {name for row in rows for name in row}
-
-
-def _parquet_rows(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        columns = pyarrow.parquet.read_schema(path).names
-        _check_columns(dict.fromkeys(columns), str(path))
-        table = pyarrow.parquet.read_table(path, columns=[name for name in (*_USED, *COLUMNS) if name in columns])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} can't be read as Parquet: {error}") from error
-    return table.to_pylist(), set(columns)
-
-
-def _check_columns(found: dict[str, Any], where: str) -> None:
+def _check_columns(found: Collection[str], where: str) -> None:
     missing = [name for name in _NEEDED if name not in found]
     if missing and not _is_of_gsm8k(found):
         raise ConfigError(

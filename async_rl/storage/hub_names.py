@@ -25,6 +25,8 @@ DATA_KEYS = ("task.path", "task.eval_path")
 """The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
 LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
 """Words with which a path of two begins if it is not the name of a model on the hub."""
+COMPARISON_KEYS = ("reward_training.path", "reward_training.eval_path")
+"""The keys of the data sets of `async-rl reward-model`, like DATA_KEYS."""
 SCHEME = "hf://"
 _ID = r"\w[\w.-]*/\w[\w.-]*"
 _MODEL = re.compile(rf"(?P<id>{_ID})(?:@(?P<revision>[\w./-]+))?")
@@ -109,6 +111,6 @@ def find_data(name: str, key: str) -> HubRepo | None:
 def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
     """Yield the repositories of the hub that the settings `keys` name; raises ConfigError for a name without form."""
     for key in keys:
-        find = find_data if key in DATA_KEYS else find_model
+        find = find_data if key in (*DATA_KEYS, *COMPARISON_KEYS) else find_model
         if repo := find(attrgetter(key)(config), key):
             yield repo

@@ -96,7 +96,7 @@ def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
         ("stalenes.max=2", ["unknown key stalenes ", "command line", "did you mean staleness?"]),
         ("algorithm.clip.hgh=1", ["unknown key algorithm.clip.hgh ", "did you mean algorithm.clip.high?"]),
         ("learner.group_size=4", ["unknown key learner.group_size ", "did you mean rollout.group_size?"]),
-        ("lr=1e-3", ["unknown key lr ", "critic.lr or learner.lr or sft.lr?"]),
+        ("lr=1e-3", ["unknown key lr ", "critic.lr or learner.lr or sft.lr or reward_training.lr?"]),
         ("rollout.zzz=1", ["unknown key rollout.zzz ", "allowed in rollout: engine, python, group_size"]),
         ("staleness.max.x=2", ["staleness.max must be a whole number, got {'x': 2} (dict) (command line)"]),
         ("staleness=2", ["staleness must be a section with some of max", "got 2 (int)"]),

@@ -58,6 +58,9 @@ class TaskConfig:
     eval_path: PathText = ""
     """The held-out prompts, a file or a data set of the hub. A reasoning_gym task makes its own, disjoint from the
     training prompts."""
+    pretrain_path: PathText = ""
+    """Pretraining text that is learned beside RL where algorithm.ptx_coef is set: a Parquet or JSONL file with the
+    column `text`, or a data set of the hub. A text longer than an answer with its prompt may be is cut into rows."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
     arguments of the environment `env`."""

@@ -21,7 +21,7 @@ from async_rl.errors import ConfigError
 
 MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path")
 """The keys of the models of a run: each is a folder, or the name of a model on the hub."""
-DATA_KEYS = ("task.path", "task.eval_path")
+DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
 """The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
 LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
 """Words with which a path of two begins if it is not the name of a model on the hub."""

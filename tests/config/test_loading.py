@@ -69,7 +69,8 @@ def test_a_leading_tilde_in_a_path_is_the_home_directory(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     section, _, name = key.partition(".")
-    fitting = ["algorithm.kl.kind=k2_loss", *(["task.name="] if key == "task.path" else [])]
+    needed = {"task.path": ["task.name="], "task.pretrain_path": ["algorithm.ptx_coef=1.0"]}
+    fitting = ["algorithm.kl.kind=k2_loss", *needed.get(key, [])]
     config = load(tmp_path, MINIMAL, *fitting, f"{key}=~/x")
     assert getattr(getattr(config, section), name) == "/home/somebody/x"
     assert f"{name}: /home/somebody/x\n" in dump_config(config)

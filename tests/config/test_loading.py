@@ -18,7 +18,7 @@ from async_rl.config.schema import RENAMED, _leaves
 from async_rl.errors import ConfigError
 
 MINIMAL = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Config:

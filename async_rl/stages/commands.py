@@ -110,7 +110,12 @@ def reward_data(config: Config) -> RewardData:
     zero = [row for each in compared for row in each.rows] if training.zero_at == "comparisons" else []
     if training.zero_at == "demonstrations":
         task = open_task(config, tokenizer)
-        zero = [rows.row(*pair) for pair in task.sft_pairs(min(task.num_prompts, _MOST_DEMONSTRATIONS))]
+        try:
+            pairs = task.sft_pairs(min(task.num_prompts, _MOST_DEMONSTRATIONS))
+        except ConfigError as error:
+            allowed = "reward_training.zero_at must be comparisons or none with a task without demonstrations"
+            raise ConfigError(f"{allowed}: {error}") from None
+        zero = [rows.row(*pair) for pair in pairs]
     return RewardData(compared, as_rows(test), zero)
 
 

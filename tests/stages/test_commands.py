@@ -72,6 +72,11 @@ def test_what_is_missing_is_named(config_file: Path, tmp_path: Path, capsys: pyt
     for key in ("path", "eval_path"):
         assert main(["reward-model", str(config_file), f"reward_training.{key}={tmp_path}/none.jsonl"]) == 2
         assert f"reward_training.{key} must be a file, got {tmp_path}/none.jsonl" in capsys.readouterr().err
+    row = {"data_source": "x", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": ["a"]}}
+    (tmp_path / "task.jsonl").write_text(json.dumps(row))
+    task = f"task={{path: {tmp_path}/task.jsonl, reward: 'tests.extensions.reward:answer_length'}}"
+    assert main(["reward-model", str(config_file), task]) == 2
+    assert "reward_training.zero_at must be comparisons or none with a task without" in capsys.readouterr().err
     assert not (tmp_path / "rm").exists()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.stages.commands import add_stages
 from async_rl.storage.log_tail import split_tails
 from async_rl.sweeps.commands import add_sweeps
 
@@ -112,9 +113,7 @@ def _add_commands(commands: Any) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
     train.add_argument("--view", action="store_true", help="show the run in the browser while it goes on; see view")
-
-    sft = add("sft", _sft, "make model.path from sft.base by supervised fine-tuning", f"{quickstart} sft.steps=100")
-    _add_config(sft)
+    add_stages(add, _add_config)
 
     about = "convert a data set's original files for task.path"
     prepare = add("prepare", _prepare, about, "gsm8k train.jsonl gsm8k_train.parquet")
@@ -202,38 +201,6 @@ def _train(args: argparse.Namespace) -> int:
         if args.dry_run:
             signals.check()
     print(text, end="")
-    return 0
-
-
-def _sft(args: argparse.Namespace) -> int:
-    from async_rl.config.loading import dump_config, load_config
-    from async_rl.storage.hub import located, pinned
-    from async_rl.storage.hub_names import DATA_KEYS
-    from async_rl.storage.model_folder import SFT_MARKER, check_sft_target, written_whole
-
-    config = pinned(load_config(args.config, args.overrides), ["sft.base", *DATA_KEYS])
-    target = check_sft_target(config.model.path)
-    from learner.sft import Demonstration, answer_demonstration, base_tokenizer, train_sft
-    from rollout_server.episodes.players.demonstrations import Demonstrator, summary_of
-    from rollout_server.tasks.base import Task, open_task
-
-    recorded, config = config, located(config, ["sft.base"])
-    tokenizer = base_tokenizer(config)
-    source: Demonstrator | Task = Demonstrator(config, tokenizer) if config.sft.oracle else open_task(config, tokenizer)
-    count = config.sft.steps * config.sft.batch_size
-    with written_whole(target) as folder:
-        (folder / SFT_MARKER).write_text(dump_config(recorded))
-        if isinstance(source, Demonstrator):
-            episodes = source.play(count)
-            print(summary_of(episodes), flush=True)
-            rows = [row for episode in episodes for row in episode.rows]
-            examples = [Demonstration(row.tokens.tolist(), row.mask.tolist()) for row in rows]
-        else:
-            examples = [answer_demonstration(*pair) for pair in source.sft_pairs(min(source.num_prompts, count))]
-        for report in train_sft(config, examples, folder):
-            values = "  ".join(f"{metric.key} {metric.value:.4g}" for metric in report.metrics)
-            print(f"sft step {report.version}/{config.sft.steps}  {values}", flush=True)
-    print(f"model saved in {target}")
     return 0
 
 

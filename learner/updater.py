@@ -5,7 +5,7 @@
     at_step_start   the networks in models/         proximal logprobs, values, reference logprobs, without gradient
     prepare         algorithms/objective.py         what depends on all tokens of the batch, such as whitening
     for each minibatch:
-        forward, loss, backward   models/, algorithms/objective.py
+        forward, loss, backward   models/, algorithms/objective.py; pretraining.py for text beside the answers
         step                      optimizer.py
     metrics         algorithms/diagnostics.py
 
@@ -44,6 +44,7 @@ from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
 from learner.packing.plan import make_pieces, plan_microbatches, split_minibatches
+from learner.pretraining import PretrainingTerm, ptx_metrics
 from learner.ranks import open_ranks
 
 
@@ -81,6 +82,10 @@ class Updater:
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)
+        self._pretraining = None
+        if config.algorithm.ptx_coef:
+            layout = layout_of([self.policy.lm])
+            self._pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
 
     def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
         """Train on `batch`, and return the metrics of all ranks together. Collective.
@@ -128,6 +133,8 @@ class Updater:
             if self.critic is not None:
                 steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
             if trains_policy:
+                if self._pretraining:
+                    losses["policy"] += self._pretraining.backward(batch.version, len(steps["policy"]), sums)
                 steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
             elif self.critic is None:
                 break
@@ -137,7 +144,7 @@ class Updater:
 
         totals = sums.reduce()
         self._check_weights(totals)
-        metrics += [*batch_metrics(batch), *token_metrics(totals)]
+        metrics += [*batch_metrics(batch), *token_metrics(totals), *ptx_metrics(totals)]
         metrics += self.objective.finish(totals, batch)
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken)]
         if self.critic is not None:

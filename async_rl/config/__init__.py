@@ -27,6 +27,7 @@ from async_rl.config.learning import (
     ModelConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RewardTrainingConfig,
     SftConfig,
 )
 from async_rl.config.section import Section, section
@@ -67,6 +68,7 @@ class Config:
     eval: Section[EvalConfig] = field(default_factory=EvalConfig)
     checkpoint: Section[CheckpointConfig] = field(default_factory=CheckpointConfig)
     sft: Section[SftConfig] = field(default_factory=SftConfig)
+    reward_training: Section[RewardTrainingConfig] = field(default_factory=RewardTrainingConfig)
     logging: Section[LoggingConfig] = field(default_factory=LoggingConfig)
     network: Section[NetworkConfig] = field(default_factory=NetworkConfig)
     timeouts: Section[TimeoutsConfig] = field(default_factory=TimeoutsConfig)

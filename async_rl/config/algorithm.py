@@ -155,6 +155,11 @@ class AlgorithmConfig:
     kl: Section[KlConfig] = field(default_factory=KlConfig)
     entropy_coef: NonNegativeFloat = 0.0
     """The coefficient of the entropy bonus. 0 turns it off."""
+    ptx_coef: NonNegativeFloat = 0.0
+    """The coefficient of the pretraining term (PPO-ptx): each optimizer step of the policy also lowers the mean
+    -log p(token) of some text of task.pretrain_path. 0 turns it off."""
+    ptx_rows: PositiveInt = 1
+    """Rows of that text for each episode of a minibatch. InstructGPT takes 8."""
     epochs: PositiveInt = 1
     """How often the learner goes through a batch."""
     minibatches: PositiveInt = 1

@@ -92,6 +92,11 @@ def _check_algorithm(config: Config) -> None:
         f"empty with algorithm.advantage {advantage}",
         "Its greedy answers, the baseline, are scored in the worker, on another scale. Use rloo or grpo.",
     )
+    ptx_coef, text = config.algorithm.ptx_coef, config.task.pretrain_path
+    check(
+        bool(text) == (ptx_coef > 0), "task.pretrain_path", text,
+        "the text to learn with algorithm.ptx_coef" if ptx_coef else "empty with algorithm.ptx_coef 0",
+    )
     check(
         reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
         "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",

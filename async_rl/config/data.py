@@ -43,6 +43,9 @@ class TaskConfig:
     """A system message before the messages of each question."""
     chat_template_kwargs: Section[dict[str, Any]] = field(default_factory=dict)
     """Arguments of the model's chat template, such as {enable_thinking: false}."""
+    pretrain_path: PathText = ""
+    """Pretraining text that is learned beside RL where algorithm.ptx_coef is set: a Parquet or JSONL file with the
+    column `text`, or a data set of the hub. A text longer than an answer with its prompt may be is cut into rows."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
     arguments of the environment `env`."""

@@ -1,4 +1,4 @@
-"""The sections model, critic, reference, reward_model, learner and sft of the configuration."""
+"""The sections model, critic, reference, reward_model, reward_training, learner and sft of the configuration."""
 
 from __future__ import annotations
 
@@ -85,7 +85,35 @@ class RewardModelConfig:
 
     path: PathText = ""
     """The folder, or the name on the hub, of a sequence-classification model with one output, the reward. Empty: the
-    task's rule."""
+    task's rule. `async-rl reward-model` makes it."""
+
+
+@section("reward_training")
+class RewardTrainingConfig:
+    """The training by which `async-rl reward-model` makes reward_model.path of comparisons between answers."""
+
+    base: PathText = ""
+    """The model to start from, by its folder or its name on the hub. Without a head for rewards it gets one. Empty:
+    model.path."""
+    path: PathText = ""
+    """The comparisons, a Parquet or JSONL file or a data set of the hub: `prompt`, `chosen` and `rejected`, with a
+    `margin` if wanted, or `prompt` and `answers`, the best first, with `ranks` if some are equally good."""
+    eval_path: PathText = ""
+    """The held-out comparisons. Empty: a part of those in `path`."""
+    held_out: Share = 0.1
+    """The share of the comparisons in `path` that is held out where `eval_path` is empty; a prompt is held out with all
+    of its comparisons."""
+    epochs: PositiveInt = 1
+    """How often the model goes through the comparisons. More than one soon learns them by heart."""
+    batch_size: PositiveInt = 64
+    """Comparisons in a step, each of two or more answers."""
+    lr: PositiveFloat = 1e-5
+    """The learning rate at its peak. It rises over the first twentieth of the steps, and falls over the last fifth."""
+    centering: NonNegativeFloat = 0.0
+    """The coefficient of the square of the sum of two compared rewards, which keeps rewards near 0, e.g. 0.01."""
+    zero_at: Literal["demonstrations", "comparisons", "none"] = "demonstrations"
+    """The answers whose mean reward is made 0, by an offset in the model's config.json: those that `async-rl sft` would
+    learn, or all that were compared."""
 
 
 @section("learner")

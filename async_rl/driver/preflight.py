@@ -98,6 +98,9 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     if config.task.has_turns:
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
         checks.append(PreflightCheck("episodes", played, lambda: _check_episodes(config), (MODEL,), everywhere=True))
+    if text := config.task.pretrain_path:
+        reads = partial(_check_pretraining, config)
+        checks.append(PreflightCheck("task.pretrain_path", text, reads, (MODEL,), everywhere=True))
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
     return [
         *checks,
@@ -211,6 +214,12 @@ def _check_episodes(config: Config) -> None:
 
     server_url = "http://127.0.0.1:1"  # only the format of tool calls is chosen; nothing is sent
     MultiTurnPlayer(config, load_tokenizer(config.model.path), generate, server_url, Path(os.devnull))
+
+
+def _check_pretraining(config: Config) -> None:
+    from learner.pretraining import read_texts
+
+    read_texts(config)
 
 
 def _check_reward(config: Config, task: Task) -> list[str]:

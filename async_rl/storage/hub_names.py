@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Literal
 
 from async_rl.config import Config
+from async_rl.config.task_parts import data_of
 from async_rl.errors import ConfigError
 
 MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path")
 """The keys of the models of a run: each is a folder, or the name of a model on the hub."""
-DATA_KEYS = ("task.path", "task.eval_path")
+DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
 """The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
 LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
 """Words with which a path of two begins if it is not the name of a model on the hub."""
+COMPARISON_KEYS = ("reward_training.path", "reward_training.eval_path")
+"""The keys of the data sets of `async-rl reward-model`, like DATA_KEYS."""
 SCHEME = "hf://"
 _ID = r"\w[\w.-]*/\w[\w.-]*"
 _MODEL = re.compile(rf"(?P<id>{_ID})(?:@(?P<revision>[\w./-]+))?")
@@ -108,9 +111,9 @@ def find_data(name: str, key: str) -> HubRepo | None:
 
 def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
     """Yield the repositories of the hub that the settings `keys` name; raises ConfigError for a name without form."""
-    data = {"task.path": config.task.train_data, "task.eval_path": config.task.eval_data}
     for key in keys:
-        find = find_data if key in DATA_KEYS else find_model
-        for name in [each.path for each in data[key]] if key in DATA_KEYS else [attrgetter(key)(config)]:
-            if repo := find(name, key):
+        is_data = key in (*DATA_KEYS, *COMPARISON_KEYS)
+        value = attrgetter(key)(config)
+        for name in [each.path for each in data_of(value)] if is_data else [value]:
+            if repo := (find_data if is_data else find_model)(name, key):
                 yield repo

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,25 @@ ROLES: dict[str, tuple[str, ...]] = {
 """[key] endings of which the architecture's name must have one, for the models besides the policy; (): any name."""
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
-SFT_MARKER = "sft_config.yaml"
-"""The file that only a folder written by `async-rl sft` holds, which the next one may overwrite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A command that makes a model, such as `async-rl sft`."""
+
+    command: str
+    marker: str
+    """The file, a copy of the configuration, that only a folder written by the command holds; the next may overwrite
+    it."""
+    base_key: str
+    """The key of the model that it starts from."""
+
+
+SFT = Maker("async-rl sft", "sft_config.yaml", "sft.base")
+REWARD_MODEL = Maker("async-rl reward-model", "reward_training_config.yaml", "reward_training.base")
+MARKERS = (SFT.marker, REWARD_MODEL.marker)
+_MADE_BY = {"reward_model.path": REWARD_MODEL}
+"""[key] the command that makes the model, if it is another one than `async-rl sft`."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
@@ -128,18 +146,18 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise
 
 
-def check_sft_target(path: str) -> Path:
-    """Return the folder `path`, the value of model.path, into which `async-rl sft` writes its result.
+def check_target(key: str, path: str, maker: Maker) -> Path:
+    """Return the folder `path`, the value of `key`, into which a command writes the model that it makes.
 
     Raises:
         ConfigError: it holds something else than an earlier result, or `path` names a model of the hub.
     """
     target = Path(path)
-    others = target.is_dir() and not (target / SFT_MARKER).is_file() and any(target.iterdir())
+    others = target.is_dir() and not (target / maker.marker).is_file() and any(target.iterdir())
     if others or target.is_file() or path.startswith(SCHEME):
         raise ConfigError(
-            f"model.path {path} exists and was not written by `async-rl sft`; it will not be overwritten. "
-            "Set model.path to a new folder for the result, and sft.base to the model to start from"
+            f"{key} {path} exists and was not written by `{maker.command}`; it will not be overwritten. "
+            f"Set {key} to a new folder for the result, and {maker.base_key} to the model to start from"
         )
     return target
 
@@ -252,11 +270,11 @@ def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> Pret
     from transformers import AutoConfig
 
     if not folder.is_dir():
-        raise ConfigError(f"{key} {folder} is not a folder. {_how_to_get(folder)}")
+        raise ConfigError(f"{key} {folder} is not a folder. {_how_to_get(folder, key)}")
     file = folder / "config.json"
     if not file.is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
-        hint = ". If `async-rl sft` was interrupted, run it again" if (folder / SFT_MARKER).is_file() else ""
+        hint = ". If `async-rl sft` was interrupted, run it again" if (folder / SFT.marker).is_file() else ""
         raise ConfigError(f"{key} {folder} is no Hugging Face model: no config.json. Found: {found}{hint}")
     try:
         model: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -268,13 +286,15 @@ def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> Pret
     return model.get_text_config()
 
 
-def _how_to_get(folder: Path) -> str:
-    """Return what a user may do to get the model in `folder`, which does not exist."""
+def _how_to_get(folder: Path, key: str) -> str:
+    """Return what a user may do to get the model in `folder`, the value of `key`, which does not exist."""
+    maker = _MADE_BY.get(key, SFT)
     if _partial_of(folder).is_dir():
-        return "`async-rl sft` ended before it was whole: run it again"
+        return f"`{maker.command}` ended before it was whole: run it again"
     if folder.parts[:1] == ("models",):
         return f"If it is on the Hugging Face hub, name it as it is named there: OWNER/{folder.name}"
-    return "If the sft section of your config makes it, run first: async-rl sft CONFIG"
+    section = maker.base_key.partition(".")[0]
+    return f"If the {section} section of your config makes it, run first: {maker.command} CONFIG"
 
 
 def _first_lines(error: Exception) -> str:

@@ -14,7 +14,10 @@ from async_rl.errors import ConfigError
 
 _HEADS: dict[str, Any] = {
     "critic.path": AutoModelForTokenClassification, "reward_model.path": AutoModelForSequenceClassification,
+    "reward_training.base": AutoModelForSequenceClassification,
 }
+_MAY_LACK_HEAD = ("critic.path", "reward_training.base")
+"""The keys of models that get a new head if their folder has none."""
 
 
 def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
@@ -38,7 +41,8 @@ def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
             f"{key} {path}: {len(mismatched)} weights do not have the shape that config.json gives them: {name} is "
             f"{list(found)}, expected {list(expected)}. Take config.json and weights of one model"
         )
-    missing = sorted(name for name in loaded["missing_keys"] if key != "critic.path" or not name.startswith("score."))
+    may_lack = ("score.",) if key in _MAY_LACK_HEAD else ()
+    missing = sorted(name for name in loaded["missing_keys"] if not name.startswith(may_lack))
     if missing:
         raise ConfigError(
             f"{key} {path}: the weight files lack {len(missing)} weights of the model that config.json describes: "

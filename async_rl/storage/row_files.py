@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 
 Choose = Callable[[Sequence[str]], Sequence[str]]
 """Returns which of the columns that it gets are to be read."""
+
+
+CheckColumns = Callable[[Collection[str], str], None]
+"""Raises ConfigError, given the columns of a file or of one row and where that is, if some are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,26 @@ def rows_of(path: Path, choose: Choose) -> Rows:
         ConfigError: the file can't be read.
     """
     return _jsonl_rows(path) if path.suffix == ".jsonl" else _table_rows(path, choose)
+
+
+def read_rows(path: str, key: str, columns: Sequence[str], check_columns: CheckColumns) -> list[dict[str, Any]]:
+    """Return the rows of a source, the value of the setting `key`; of files with a schema only these columns are read.
+
+    Raises:
+        ConfigError: there is no such file, it can't be read, or `check_columns` refuses its columns or those of a row.
+    """
+    rows: list[dict[str, Any]] = []
+    for file in files_of(path, key):
+
+        def choose(names: Sequence[str], file: Path = file) -> list[str]:
+            check_columns(names, str(file))
+            return [name for name in columns if name in names]
+
+        found = rows_of(file, choose).rows
+        for number, row in enumerate(found, start=len(rows)):
+            check_columns(row, f"{path}, row {number}")
+        rows += found
+    return rows
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from async_rl.config import LearnerConfig, ModelConfig
-from async_rl.storage.model_folder import SFT_MARKER, check_trainable
+from async_rl.storage.model_folder import MARKERS, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.frozen import freeze
@@ -161,14 +161,14 @@ def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> 
 def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
     """Write a Hugging Face folder: the tensors in the type of the folder `source`, and a copy of its other files.
 
-    `target` gets its name once it is complete. It has no SFT_MARKER, so that `async-rl sft` does not overwrite it.
+    `target` gets its name once it is complete. It has none of MARKERS, so that no command overwrites it.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(named_tensors, partial, _stored_dtype(source), SHARD_BYTES)
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith((*_WEIGHT_FILES, SFT_MARKER)):
+        if file.is_file() and not file.name.endswith((*_WEIGHT_FILES, *MARKERS)):
             shutil.copy(file, partial / file.name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

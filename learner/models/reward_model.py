@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import load_tokenizer
-from async_rl.types import Batch, IntArray, Row
+from async_rl.types import Batch, Row
 from learner.models.loading import open_model
 from learner.models.network import Network
 from learner.models.policy import shard
@@ -25,6 +25,8 @@ from learner.packing.microbatches import PackedTokens
 from learner.packing.plan import Layout, Piece, plan_microbatches
 from learner.ranks import Ranks
 
+OFFSET = "reward_offset"
+"""The key of config.json whose value is subtracted from the output of the model."""
 _PLACEHOLDER = "\x00"
 
 
@@ -34,8 +36,8 @@ class RewardModel:
     With learner.sequence_parallel the rows of a decoder are split like the policy's. Other models, whose attention
     looks both ways, get whole rows, and each rank scores rows of its own.
 
-    A model with the policy's vocabulary gets the policy's tokens. Any other model gets their text, tokenized by its own
-    tokenizer: in its chat template or, if it has none, as a pair of texts.
+    RewardRows says which tokens it reads. `reward_offset` in its config.json, if there is one, is subtracted from all
+    rewards.
 
     Raises:
         ConfigError: the model has more than one output, or another vocabulary in a run whose answers call tools.
@@ -48,11 +50,12 @@ class RewardModel:
             raise ConfigError(
                 f"reward_model.path {path} must have one output, the reward, got {lm.config.num_labels} labels"
             )
-        self._scorer = _Scorer(lm.requires_grad_(False), dtype)
+        self._scorer = Scorer(lm.requires_grad_(False), dtype)
+        self._offset = float(getattr(lm.config, OFFSET, 0.0))
         self._ranks = ranks if self._scorer.reads_last_token else Ranks(ranks.mesh)
         shard(self._scorer, self._ranks, config.learner)
-        self._retokenize = _open_retokenizer(config.model.path, path)
-        if self._retokenize and config.task.has_turns:
+        self._rows = RewardRows(config.model.path, path)
+        if self._rows.reads_text and config.task.has_turns:
             raise ConfigError(
                 f"reward_model.path {path} must have the policy's vocabulary with task.tools, got another one. A model "
                 "with another vocabulary reads a question and an answer as text, and can't read calls of tools"
@@ -73,11 +76,10 @@ class RewardModel:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions.
         """
         sequences = [
-            self._retokenize(group.prompt_tokens, row.tokens) if self._retokenize
-            else [*group.prompt_tokens.tolist(), *row.tokens.tolist()]
+            self._rows.row(group.prompt_tokens.tolist(), row.tokens.tolist())
             for group in batch.groups
             for row in group.rows
-        ]  # fmt: skip
+        ]
         rewards = iter(self._score_sequences(sequences).tolist())
         groups = []
         for group in batch.groups:
@@ -111,10 +113,12 @@ class RewardModel:
             mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
             rewards[indices] = self._scorer(pad_sequence(tokens, batch_first=True), mask)[: len(indices)]
         dist.all_reduce(rewards)
-        return rewards.cpu() / (dist.get_world_size() // ranks.shares)
+        return rewards.cpu() / (dist.get_world_size() // ranks.shares) - self._offset
 
 
-class _Scorer(Network):
+class Scorer(Network):
+    """Computes the output of a sequence classifier for rows of tokens, in training and in use."""
+
     @property
     def reads_last_token(self) -> bool:
         """Whether the model is a decoder, whose hidden state of the last token has seen the whole row."""
@@ -138,33 +142,40 @@ class _Scorer(Network):
         return self.lm.score(states[rows, last])[:, 0].float()
 
 
-def _open_retokenizer(policy_path: str, reward_path: str) -> Callable[[IntArray, IntArray], list[int]] | None:
-    """Return a function that turns a prompt's and an answer's policy tokens into the reward model's tokens of the text.
+class RewardRows:
+    """Makes the rows of tokens that a reward model reads, in training and in use.
 
-    None: the policy's tokens can be used, as the model has the same vocabulary or no tokenizer.
+    A model with the policy's vocabulary, or without a tokenizer, reads the policy's tokens: the prompt with the answer,
+    which ends with its eos token. Any other model reads their text, tokenized by its own tokenizer: in its chat
+    template or, if it has none, as a pair of texts.
     """
-    if not any(Path(reward_path).glob("*token*")) and not any(Path(reward_path).glob("vocab*")):
-        return None
-    policy: Any = load_tokenizer(policy_path)
-    own: Any = load_tokenizer(reward_path)
-    if policy.get_vocab() == own.get_vocab():
-        return None
-    before = after = ""
-    if policy.chat_template:
-        message = [{"role": "user", "content": _PLACEHOLDER}]
-        frame = policy.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        before, _, after = frame.partition(_PLACEHOLDER)
 
-    def retokenize(prompt: IntArray, answer: IntArray) -> list[int]:
-        question = policy.decode(prompt.tolist())
+    def __init__(self, policy_path: str, reward_path: str) -> None:
+        self.reads_text = False
+        if not any(Path(reward_path).glob("*token*")) and not any(Path(reward_path).glob("vocab*")):
+            return
+        policy: Any = load_tokenizer(policy_path)
+        own: Any = load_tokenizer(reward_path)
+        self.reads_text = policy.get_vocab() != own.get_vocab()
+        self._policy, self._own = policy, own
+        self._before = self._after = ""
+        if policy.chat_template:
+            message = [{"role": "user", "content": _PLACEHOLDER}]
+            frame = policy.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            self._before, _, self._after = frame.partition(_PLACEHOLDER)
+
+    def row(self, prompt: list[int], answer: list[int]) -> list[int]:
+        """Return the row of a prompt and an answer, which are given in the policy's tokens."""
+        if not self.reads_text:
+            return [*prompt, *answer]
+        before, after = self._before, self._after
+        question = self._policy.decode(prompt)
         if question.startswith(before) and question.endswith(after):  # the prompt is one user message
             question = question[len(before) : len(question) - len(after)]
-        reply = policy.decode(answer.tolist(), skip_special_tokens=True)
-        if own.chat_template:
+        reply = self._policy.decode(answer, skip_special_tokens=True)
+        if self._own.chat_template:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-            tokens: list[int] = own.apply_chat_template(messages, return_dict=False)
+            tokens: list[int] = self._own.apply_chat_template(messages, return_dict=False)
         else:
-            tokens = own(question, reply)["input_ids"]
+            tokens = self._own(question, reply)["input_ids"]
         return tokens
-
-    return retokenize

@@ -19,6 +19,7 @@ from async_rl.seams import import_object
 from async_rl.types import IntArray, Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.rules import NUMBER_RULES, find_number
+from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
 
 
 class Task(ABC):
@@ -106,8 +107,7 @@ class Task(ABC):
                     f"a question of {question.source} has no right answer that is text (got {answer!r}), so sft "
                     "can't learn from it. Use another task for sft."
                 )
-            tokens = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
-            pairs.append((prompt.tokens.tolist(), [*tokens, self._tokenizer.eos_token_id]))
+            pairs.append((prompt.tokens.tolist(), answer_tokens(self._tokenizer, answer)))
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:
@@ -120,27 +120,12 @@ class Task(ABC):
         return question.with_system_prompt(self._config.system_prompt)
 
     def _text(self, question: Question) -> str:
-        """Return the prompt's text: the messages in the chat template, or without one their contents, one per line."""
-        if not self._tokenizer.chat_template:
-            return "\n".join(message["content"] for message in question.messages)
-        messages = list(question.messages)
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._config.chat_template_kwargs
-            )
-            return str(text)
-        except Exception as error:  # a template is code, which may raise anything
-            roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(
-                f"the chat template of the model's tokenizer can't be applied to a prompt of {question.source} "
-                f"with the roles {roles}: {type(error).__name__}: {error}. Change the prompts, or the model's "
-                "chat_template.jinja (chat_template in tokenizer_config.json)"
-            ) from error
+        return prompt_text(
+            self._tokenizer, question.messages, question.source, self._config.chat_template_kwargs
+        )
 
     def _tokens(self, text: str) -> IntArray:
-        # With a chat template, the text already has the special tokens.
-        special = not self._tokenizer.chat_template
-        return np.asarray(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
+        return np.asarray(prompt_tokens(self._tokenizer, text), dtype=np.int32)
 
     def _place(self, position: int, *, is_held_out: bool) -> tuple[int, str]:
         """Return the `data_row` of question number `position`, and in words where it comes from."""

@@ -18,7 +18,7 @@ from async_rl.config.schema import RENAMED, _leaves
 from async_rl.errors import ConfigError
 
 MINIMAL = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Config:
@@ -69,7 +69,8 @@ def test_a_leading_tilde_in_a_path_is_the_home_directory(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     section, _, name = key.partition(".")
-    fitting = ["algorithm.kl.kind=k2_loss", *(["task.name="] if key == "task.path" else [])]
+    needed = {"task.path": ["task.name="], "task.pretrain_path": ["algorithm.ptx_coef=1.0"]}
+    fitting = ["algorithm.kl.kind=k2_loss", *needed.get(key, [])]
     config = load(tmp_path, MINIMAL, *fitting, f"{key}=~/x")
     assert getattr(getattr(config, section), name) == "/home/somebody/x"
     assert f"{name}: /home/somebody/x\n" in dump_config(config)
@@ -96,7 +97,7 @@ def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
         ("stalenes.max=2", ["unknown key stalenes ", "command line", "did you mean staleness?"]),
         ("algorithm.clip.hgh=1", ["unknown key algorithm.clip.hgh ", "did you mean algorithm.clip.high?"]),
         ("learner.group_size=4", ["unknown key learner.group_size ", "did you mean rollout.group_size?"]),
-        ("lr=1e-3", ["unknown key lr ", "critic.lr or learner.lr or sft.lr?"]),
+        ("lr=1e-3", ["unknown key lr ", "critic.lr or learner.lr or sft.lr or reward_training.lr?"]),
         ("rollout.zzz=1", ["unknown key rollout.zzz ", "allowed in rollout: engine, python, group_size"]),
         ("staleness.max.x=2", ["staleness.max must be a whole number, got {'x': 2} (dict) (command line)"]),
         ("staleness=2", ["staleness must be a section with some of max", "got 2 (int)"]),

@@ -15,7 +15,7 @@ from async_rl.config import Config
 from async_rl.config.schema import json_schema
 
 FOLDER = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(FOLDER.glob("*.yaml"))
+CONFIGS = sorted(FOLDER.rglob("*.yaml"))
 
 
 def errors_of(settings: Any) -> list[str]:
@@ -33,7 +33,8 @@ def test_the_committed_schema_is_the_one_that_the_command_prints(capsys: pytest.
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_every_shipped_config_names_the_schema_and_fits_it(file: Path) -> None:
-    assert file.read_text().startswith("# yaml-language-server: $schema=config.schema.json\n")
+    schema = "config.schema.json" if file.parent == FOLDER else "../config.schema.json"
+    assert file.read_text().startswith(f"# yaml-language-server: $schema={schema}\n")
     assert errors_of(yaml.safe_load(file.read_text())) == []
 
 

@@ -41,6 +41,10 @@ NIGHTLY = [
     "async-rl train configs/guess_cpu.yaml",
     "async-rl sft configs/code_cpu.yaml",
     "async-rl train configs/code_cpu.yaml",
+    "async-rl sft configs/rlhf/sft.yaml",
+    "python configs/rlhf/people.py",
+    "async-rl reward-model configs/rlhf/reward_model.yaml",
+    "async-rl train configs/rlhf/ppo.yaml",
     "python configs/shop/orders.py",
     "async-rl sft configs/shop_agent_cpu.yaml",
     "async-rl train configs/shop_agent_cpu.yaml --dry-run",
@@ -90,6 +94,10 @@ ELSEWHERE = {
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 8 --axis staleness.late=wait,drop,mask --seeds 3 "
     "--name sweep-agent-late": "benchmarks/results, by hand",
     "python -m benchmarks.engines configs/quickstart.yaml --rounds 3 --seconds 20 learner.prompts_per_step=16":
+        "benchmarks/results, by hand",
+    "python -m benchmarks.over_optimisation --seeds 10 --out benchmarks/results/over_optimisation":
+        "benchmarks/results, by hand",
+    "python -m benchmarks.reward_accuracy --seeds 5 --out benchmarks/results/reward_accuracy":
         "benchmarks/results, by hand",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",

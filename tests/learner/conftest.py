@@ -12,6 +12,7 @@ from hypothesis import settings
 from async_rl.types import Batch
 from learner import learner as learner_module
 from learner import pusher as pusher_module
+from learner.models.tiny_model import character_tokenizer
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakeClient, FakePublisher
 from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, run_ranks
@@ -35,6 +36,8 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learner")
     save_bare_reward_model(folder / "reward-model")
     save_bare_model(folder / "untied", is_tied=False)
+    (folder / "texts.jsonl").write_text('{"text": "3141592"}\n{"text": "2718281828459045"}\n{"text": "17"}\n')
+    character_tokenizer().save_pretrained(folder / "model")  # digits are in the vocabulary of the model
     return save_bare_model(folder / "model")
 
 

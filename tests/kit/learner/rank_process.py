@@ -46,6 +46,7 @@ ALGORITHMS = {
         correction=CorrectionConfig(kind="sequence_tis", batch_normalised=True, masks=MasksConfig(m2po=0.5, opsm=0.5)),
         entropy_coef=0.01,
     ),
+    "text": AlgorithmConfig(ptx_coef=0.7),
 }
 
 
@@ -115,9 +116,10 @@ def learner_of(case: Case, **changes: Any) -> LearnerConfig:
 def measure(model: Path, case: Case) -> dict[str, Any]:
     """Loss and gradients on a batch, trained tokens [rank][micro-batch], metrics of an update."""
     algorithm, model = case.algorithm, case.model(model.parent)
+    settings = {**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm]
     config = learner_config(
-        model, algorithm={**ALGORITHMS, **EPISODE_ALGORITHMS}[algorithm], learner=learner_of(case, lr=1e-3),
-        placement=placed(case),
+        model, algorithm=settings, learner=learner_of(case, lr=1e-3), placement=placed(case),
+        task={"pretrain_path": model.parent / "texts.jsonl"} if settings.ptx_coef else {},
     )
     updater = Updater(config, torch.device("cpu"))
     networks = {"policy": updater.policy.lm}

@@ -1,0 +1,169 @@
+"""Reads comparisons between answers from Parquet or JSONL files, for `async-rl reward-model`.
+
+    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 0.5}     a pair, as TRL has it; the margin may be missing
+    {"chosen": [...], "rejected": [...]}                               the same; both are whole conversations
+    {"prompt": ..., "answers": [...], "ranks": [1, 2, 2]}              a ranking, best first; equal ranks are a tie
+
+A prompt is text, which is a message of the user, or chat messages. An answer is text, or chat messages of which the
+last is the assistant's; if the first is not, they are the whole conversation, and the prompt is not read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.storage.row_files import read_rows
+from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
+
+_COLUMNS = ("prompt", "chosen", "rejected", "margin", "answers", "ranks")
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedAnswers:
+    """Two or more answers to a prompt in the policy's tokens, and the pairs of them of which one was preferred."""
+
+    prompt: str
+    """The text of the prompt of the first answer."""
+    answers: Sequence[tuple[list[int], list[int]]]
+    """(tokens of the prompt, tokens of the answer) of each."""
+    pairs: Sequence[tuple[int, int, float]]
+    """(number of the preferred answer, number of the other, margin)."""
+
+
+@dataclass(slots=True)
+class ComparisonFile:
+    """The comparisons of a file, and how many of its rows are left out."""
+
+    comparisons: list[ComparedAnswers] = field(default_factory=list)
+    too_long: int = 0
+    """Rows with a prompt or an answer that is longer than a run allows."""
+    all_tied: int = 0
+    """Rows of which no answer is better than another."""
+
+    @property
+    def summary(self) -> str:
+        pairs = sum(len(each.pairs) for each in self.comparisons)
+        text = f"{len(self.comparisons)} comparisons with {pairs} pairs"
+        left_out = {"longer than task.max_prompt_tokens or rollout.max_response_tokens": self.too_long,
+                    "without a better answer": self.all_tied}
+        return text + "".join(f"; {count} left out, {why}" for why, count in left_out.items() if count)
+
+
+def read_comparisons(config: Config, path: str, key: str, tokenizer: Any) -> ComparisonFile:
+    """Read the comparisons of `path`, the value of `key`; `tokenizer` is the policy's.
+
+    Raises:
+        ConfigError: the file can't be read, a row has another form, or no row can be used.
+    """
+    rows = read_rows(path, key, _COLUMNS, _check_columns)
+    found, settings = ComparisonFile(), config.task.chat_template_kwargs
+    for number, row in enumerate(rows):
+        where = f"{path}, row {number}"
+        conversations, pairs = _compared({name: value for name, value in row.items() if value is not None}, where)
+        if not pairs:
+            found.all_tied += 1
+            continue
+        texts = [prompt_text(tokenizer, messages[:-1], where, settings) for messages in conversations]
+        answers = [
+            (prompt_tokens(tokenizer, text), answer_tokens(tokenizer, messages[-1]["content"]))
+            for text, messages in zip(texts, conversations, strict=True)
+        ]
+        if any(_is_too_long(config, *answer) for answer in answers):
+            found.too_long += 1
+        else:
+            found.comparisons.append(ComparedAnswers(texts[0], answers, pairs))
+    if not found.comparisons:
+        raise ConfigError(f"{key} {path} must have a comparison that can be used, got {found.summary}")
+    return found
+
+
+def split_by_prompt(
+    comparisons: Sequence[ComparedAnswers], share: float, seed: int
+) -> tuple[list[ComparedAnswers], list[ComparedAnswers]]:
+    """Return the comparisons for training and those that are held out, about a `share`, with other prompts.
+
+    Raises:
+        ConfigError: they have too few prompts to be split so.
+    """
+    prompts = sorted({each.prompt for each in comparisons})
+    count = round(share * len(prompts))
+    if share and not 0 < count < len(prompts):
+        raise ConfigError(
+            f"reward_training.held_out must be 0 or leave prompts on both sides, got {share:g} of {len(prompts)} "
+            "different prompts. Set reward_training.eval_path to a file of held-out comparisons"
+        )
+    held_out = set(random.Random(seed).sample(prompts, count))
+    return (
+        [each for each in comparisons if each.prompt not in held_out],
+        [each for each in comparisons if each.prompt in held_out],
+    )
+
+
+def _check_columns(found: Collection[str], where: str) -> None:
+    if not {"chosen", "rejected"} <= set(found) and not {"prompt", "answers"} <= set(found):
+        raise ConfigError(
+            f"{where}: needs the columns chosen and rejected, or prompt and answers; found: "
+            f"{', '.join(found) or 'none'}"
+        )
+
+
+def _compared(row: dict[str, Any], where: str) -> tuple[list[Messages], list[tuple[int, int, float]]]:
+    """Return the conversations of a row, each with an answer at its end, and the pairs of which one is better."""
+    answers: Any
+    if "chosen" in row:
+        margin = row.get("margin", 0.0)
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+            raise ConfigError(f"{where}: margin must be a number, got {margin!r:.80}")
+        answers, pairs = [row["chosen"], row.get("rejected")], [(0, 1, float(margin))]
+        names = ["chosen", "rejected"]
+    else:
+        answers = row.get("answers")
+        if not isinstance(answers, list) or len(answers) < 2:
+            raise ConfigError(f"{where}: answers must be a list of two or more, got {answers!r:.80}")
+        ranks = row.get("ranks") or list(range(len(answers)))
+        if not isinstance(ranks, list) or len(ranks) != len(answers) or not all(type(rank) is int for rank in ranks):
+            raise ConfigError(
+                f"{where}: ranks must be a list of whole numbers, one for each of {len(answers)} answers, got "
+                f"{ranks!r:.80}"
+            )
+        order = itertools.permutations(range(len(answers)), 2)
+        pairs = [(i, j, 0.0) for i, j in order if ranks[i] < ranks[j]]
+        names = [f"answers[{i}]" for i in range(len(answers))]
+    prompt, named = row.get("prompt"), zip(names, answers, strict=True)
+    return [_conversation(prompt, answer, f"{where}: {name}") for name, answer in named], pairs
+
+
+def _conversation(prompt: Any, answer: Any, where: str) -> Messages:
+    """Return the messages of a prompt and an answer, of which the last is the assistant's."""
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if not isinstance(answer, list) or not answer or not all(map(_is_message, answer)):
+        raise ConfigError(f"{where} must be text or {{role, content}} messages, got {answer!r:.120}")
+    if answer[0]["role"] == "assistant":
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+            raise ConfigError(
+                f"{where} is an answer only, so there must be a prompt, text or {{role, content}} messages, got "
+                f"{prompt!r:.120}"
+            )
+        answer = [*prompt, *answer]
+    if answer[-1]["role"] != "assistant":
+        raise ConfigError(f"{where} must end with a message of the assistant, got one of {answer[-1]['role']!r:.40}")
+    return [{"role": message["role"], "content": message["content"]} for message in answer]
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _is_too_long(config: Config, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    return len(prompt) > config.task.max_prompt_tokens or len(answer) > config.rollout.max_response_tokens

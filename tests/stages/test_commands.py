@@ -1,0 +1,89 @@
+"""The command `async-rl reward-model`; tests/test_cli.py has those of `async-rl sft`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+from async_rl.cli import main
+from async_rl.storage.model_folder import load_tokenizer
+from tests.kit.models import save_tiny_model
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """Answers that spell the word backward are better, in 20 comparisons."""
+    save_tiny_model("tiny-qwen2", tmp_path / "policy", seed=0)
+    words = ["abc", "bcd", "cde", "def", "efg"]
+    rows = [{"prompt": f"{word} {n}", "chosen": word[::-1], "rejected": word} for word in words for n in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({
+        "model": {"path": str(tmp_path / "policy")},
+        "task": {"name": "reasoning_gym/spell_backward", "params": {"min_word_len": 3, "max_word_len": 3}},
+        "reward_model": {"path": str(tmp_path / "rm")},
+        "reward_training": {"path": str(tmp_path / "pairs.jsonl"), "batch_size": 8},
+    }))  # fmt: skip
+    return file
+
+
+def test_a_reward_model_is_made_and_may_be_made_again(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config_file), "--dry-run"]) == 2
+    assert f"reward_model.path {tmp_path}/rm is not a folder. If the reward_training section" in capsys.readouterr().err
+    assert main(["reward-model", str(config_file)]) == 0
+    said = capsys.readouterr().out
+    assert "pairs.jsonl: 20 comparisons with 20 pairs\n" in said and f"reward model saved in {tmp_path}/rm\n" in said
+    assert re.search(r"reward-model step 3  reward_model/loss \S+ .* reward_model/held_out_calibration_error ", said)
+    assert main(["train", str(config_file), "--dry-run"]) == 0
+    assert main(["reward-model", str(config_file), "reward_training.zero_at=none"]) == 0
+
+
+def test_demonstrations_or_comparisons_get_the_mean_reward_0(config_file: Path, tmp_path: Path) -> None:
+    def mean(texts: list[str]) -> float:
+        lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
+        tokenizer = load_tokenizer(tmp_path / "rm")
+        outputs = [lm(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
+        return sum(outputs) / len(outputs) - lm.config.reward_offset
+
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    compared = [f"{row['prompt']}<sep>{row[name]}<eos>" for row in rows for name in ("chosen", "rejected")]
+    options = ["reward_training.zero_at=comparisons", "reward_training.held_out=0.0"]
+    assert main(["reward-model", str(config_file), *options]) == 0
+    assert mean(compared) == pytest.approx(0, abs=1e-5)
+    assert main(["reward-model", str(config_file), "task.size=1"]) == 0  # one demonstration
+    assert mean(compared) != pytest.approx(0, abs=1e-3)
+
+
+def test_what_is_missing_is_named(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key, message in {
+        "reward_model.path": "reward_model.path must be the folder for the result",
+        "reward_training.path": "reward_training.path must be a file of comparisons",
+    }.items():
+        assert main(["reward-model", str(config_file), f"{key}="]) == 2
+        assert message in capsys.readouterr().err
+    for key in ("path", "eval_path"):
+        assert main(["reward-model", str(config_file), f"reward_training.{key}={tmp_path}/none.jsonl"]) == 2
+        assert f"reward_training.{key} must be a file, got {tmp_path}/none.jsonl" in capsys.readouterr().err
+    row = {"data_source": "x", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": ["a"]}}
+    (tmp_path / "task.jsonl").write_text(json.dumps(row))
+    task = f"task={{path: {tmp_path}/task.jsonl, reward: 'tests.extensions.reward:answer_length'}}"
+    assert main(["reward-model", str(config_file), task]) == 2
+    assert "reward_training.zero_at must be comparisons or none with a task without" in capsys.readouterr().err
+    assert not (tmp_path / "rm").exists()
+
+
+def test_another_model_is_not_overwritten(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reward-model", str(config_file), f"reward_model.path={tmp_path}/policy"]) == 2
+    error = capsys.readouterr().err
+    assert f"reward_model.path {tmp_path}/policy exists and was not written by `async-rl reward-model`" in error
+    assert "reward_training.base to the model to start from" in error

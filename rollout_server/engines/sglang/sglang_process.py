@@ -78,6 +78,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         flags |= dict.fromkeys(
             ("enable-priority-scheduling", "schedule-low-priority-values-first", "disable-priority-preemption"), True
         )
+        flags["default-priority-value"] = 0  # without one, SGLang's scheduler fails at the end of its own warm-up
     return flags | user
 
 

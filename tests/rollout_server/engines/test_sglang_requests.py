@@ -109,6 +109,7 @@ def test_requests_wait_by_their_priority_where_sglang_can_and_none_is_preempted(
     chosen = flags(config(server_args={"schedule_policy": policy} if policy else {}))
     ordering = {"enable-priority-scheduling", "schedule-low-priority-values-first", "disable-priority-preemption"}
     assert {name for name in ordering if chosen.get(name)} == (ordering if has_priorities else set())
+    assert chosen.get("default-priority-value") == (0 if has_priorities else None)
 
 
 def test_baselines_queue_with_their_groups_and_evaluations_behind_all(tmp_path: Path) -> None:

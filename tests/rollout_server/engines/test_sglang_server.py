@@ -27,6 +27,13 @@ def test_a_run_that_attaches_gets_its_own_model_at_version_0(sglang_server: SGLa
     assert largest_error(load_model(model_folder), [request], [replies]) < TOLERANCE
 
 
+def test_a_request_without_a_priority_leaves_the_server_alive(sglang_server: SGLangServer) -> None:
+    """SGLang's own warm-up is such a request, which it leaves out on a CPU."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+    for _ in range(2):
+        sglang_server.admin.ask("POST", "/generate", body)
+
+
 @pytest.mark.parametrize("on_update", ["retract", "drain", "abort"])
 def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     sglang_server: SGLangServer, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -203,7 +203,8 @@ def _check_eval_servers(config: Config) -> None:
 def _check_updates(config: Config) -> None:
     """Check that weight_sync.on_update goes with staleness.late, with the time limits and with rollout.server_args.
 
-    With SGLang's overlap schedule on, a token that is being sampled during a pause in place gets a wrong version.
+    With SGLang's overlap schedule and speculative decoding, tokens that are being sampled during a pause in place would
+    get a wrong version.
     """
     late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
     timeouts = config.timeouts
@@ -221,8 +222,10 @@ def _check_updates(config: Config) -> None:
     )
     flags = {name.replace("_", "-"): value for name, value in server_args.items()}
     check(
-        flags.get("disable-overlap-schedule", True) is True or on_update != "in_place", "rollout.server_args",
-        server_args, "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place",
+        flags.get("disable-overlap-schedule", True) is True or on_update != "in_place"
+        or "speculative-algorithm" not in flags, "rollout.server_args",
+        server_args, "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place with "
+        "speculative-algorithm",
         "Else tokens are tagged with versions that did not sample them. Or set weight_sync.on_update: retract.",
     )
 

@@ -98,9 +98,9 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "placement.rollout.tp must be at most 1 with rollout.engine hf, got 2 (command line). It can't split",
         ),
         (
-            ["rollout.server_args={disable_overlap_schedule: false}"],
-            "with true, for weight_sync.on_update in_place, got {'disable_overlap_schedule': False} "
-            "(command line). Else tokens are",
+            ["rollout.server_args={disable_overlap_schedule: false, speculative_algorithm: EAGLE}"],
+            "with true, for weight_sync.on_update in_place with speculative-algorithm, got "
+            "{'disable_overlap_schedule': False, 'speculative_algorithm': 'EAGLE'} (command line). Else tokens are",
         ),
         (["staleness.mode=exact"], "weight_sync.on_update must be drain with staleness.mode exact, got 'in_place'."),
         (["staleness.mode=exact", "staleness.late=drop"], "staleness.late must be wait with staleness.mode exact"),

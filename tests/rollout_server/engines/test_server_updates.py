@@ -31,10 +31,12 @@ WAYS = [
     *(("sglang", on_update, "disk", False) for on_update in UPDATE_POLICIES),
     ("sglang", "in_place", "cuda_ipc", False),
     ("sglang", "in_place", "cuda_ipc", True),
+    ("overlapping", "in_place", "disk", False),
+    ("overlapping", "retract", "disk", False),
     *(vllm(on_update, "gloo", False) for on_update in UPDATE_POLICIES),
     vllm("in_place", "disk", False),
 ]
-"""Engine, weight_sync.on_update, weight_sync.transport, placement.colocated."""
+"""Server, weight_sync.on_update, weight_sync.transport, placement.colocated."""
 
 
 @pytest.mark.parametrize(("server", "on_update", "transport", "colocated"), WAYS, indirect=["server"])

@@ -275,10 +275,13 @@ def _check_transport(config: Config) -> None:
         _engines_with(lambda other: entry.delivers in other.receives),
     )
     anywhere = [other for other in carried if not TRANSPORTS[other].needs_one_device]
-    one_device = placement.num_nodes == 1 and placement.learner.gpus_per_node <= 1 and placement.rollout.tp == 1
+    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
+    one_device = placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank
     check(
         not entry.needs_one_device or (one_device and config.network.is_on_loopback), "weight_sync.transport", name,
-        f"{_either(['auto', *anywhere])} but for one server on one GPU of one host, with network.host on loopback",
+        f"{_either(['auto', *anywhere])} but for servers of one GPU each on one host, which they share with a learner "
+        "rank, with network.host on loopback",
+        "With several GPUs set placement.colocated: true, and no more servers than learner ranks.",
     )
 
 

@@ -44,7 +44,7 @@ class WeightSyncConfig(OnePart):
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
     """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
-    a server and one learner rank share one, else disk."""
+    each server shares a GPU with a learner rank of the same host, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
     """The way in which running requests take new weights. in_place: they pause, keep their KV cache and continue.
     retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
@@ -173,6 +173,21 @@ class PlacementConfig:
     def num_servers(self) -> int:
         """The number of rollout and evaluation servers of the whole run."""
         return self.rollout.servers + self.eval.servers
+
+    @property
+    def ranks_of_servers(self) -> dict[str, int]:
+        """The learner rank on the GPU of each rollout server, by the server's name; {} without `colocated`.
+
+        On each node the first rank is on the GPU of the first server, and so on. Servers without a rank are left out.
+        """
+        if not self.colocated:
+            return {}
+        nodes = self.learner.nodes
+        ranks, servers = self.learner.ranks // nodes, self.rollout.servers // nodes
+        return {
+            f"rollout/{node * servers + gpu}": node * ranks + gpu
+            for node in range(nodes) for gpu in range(min(ranks, servers))
+        }
 
     @property
     def processes_per_node(self) -> int:

@@ -83,7 +83,7 @@ class TransportEntry:
     devices: tuple[str, ...]
     """Types of the devices on which the learner's weights may be: cpu, cuda."""
     needs_one_device: bool = False
-    """Learner and servers must be on one GPU, or on one host without GPUs, with network.host on loopback."""
+    """Each server must share its GPU with a learner rank, or all one host without GPUs; network.host is on loopback."""
     needs_own_gpus: bool = False
     """Each learner rank and each server must have a GPU that no other uses."""
     settings: Code | None = None
@@ -157,7 +157,8 @@ def choose_transport(
 
     Args:
         device_type: type of the device that holds the learner's weights, cpu or cuda.
-        one_device: learner and servers are on one GPU, or on one host without GPUs, and network.host is on loopback.
+        one_device: each server shares its GPU with a learner rank, or all share one host without GPUs, and network.host
+            is on loopback.
         own_gpus: each learner rank and each server has a GPU that no other uses.
     """
     return next(

@@ -119,6 +119,15 @@ class WeightPublisher(ABC):
         with the new version after it.
         """
 
+    def help(  # noqa: B027 - in most transports only rank 0 sends
+        self, named_tensors: Iterator[tuple[str, Tensor]], version: int
+    ) -> None:
+        """Take part in a push on another rank than 0. What this does not gather of the tensors, `push` gathers."""
+
+    def end_push(self) -> None:  # noqa: B027 - in most transports only rank 0 sends
+        """Release other ranks that still wait in `help`. `push` calls this on rank 0 at its end, also after an error.
+        """
+
     def admin(self, name: str) -> ServerAdmin:
         """Return the ServerAdmin, of the engine's class, that pauses, updates and resumes the server `name`."""
         key = (name, self.servers[name])
@@ -158,18 +167,26 @@ class WeightPublisher(ABC):
             torch.cuda.empty_cache()  # the servers need the memory that torch keeps cached here
         try:
             if self.rank == 0:
-                self.connect()
-                start_s = time.monotonic()
-                staged = self.stage(tensors, version)
-                paused_s = time.monotonic()
-                self._begin_update(erases)
-                num_bytes = self.send(staged, version)
-                self._end_update(erases)
-                end_s = time.monotonic()
-                return PushReport(
-                    seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
-                    spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
-                )
+                return self._push(tensors, version, erases)
+            self.help(tensors, version)
+            return PushReport()
+        finally:
+            if self.rank == 0:
+                self.end_push()
+            for _ in tensors:  # the other ranks still gather, which needs every rank
+                pass
+
+    def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
+        """Do the work of `push` on rank 0, but for gathering what is left after an error."""
+        try:
+            self.connect()
+            start_s = time.monotonic()
+            staged = self.stage(tensors, version)
+            paused_s = time.monotonic()
+            self._begin_update(erases)
+            num_bytes = self.send(staged, version)
+            self._end_update(erases)
+            end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
             lost = self._find_lost()
             if not lost:
@@ -178,10 +195,10 @@ class WeightPublisher(ABC):
             hanging = self.give_up()
             self._remove(hanging)
             return PushReport(lost=(*lost, *hanging), cause=str(error))
-        finally:
-            for _ in tensors:  # the other ranks still gather, which needs every rank
-                pass
-        return PushReport()
+        return PushReport(
+            seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
+            spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
+        )
 
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this before a step.

@@ -14,7 +14,8 @@ _IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
 _OF_VERIFICATION = ("erase_weights", "unloaded_weights", "score_tokens")
 _FOR_BROADCASTS = ("join_group", "receive_bucket", "leave_group")
 _OF_A_WAY = {
-    "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket",), "folder": ("load_folder",),
+    "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket", "note_mapped"),
+    "folder": ("load_folder",),
 }
 """The calls that deliver weights in each way that an engine may declare in `receives`."""
 
@@ -27,10 +28,10 @@ class ServerAdmin(Protocol):
     timeouts.push_s.
 
     New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
-    `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket`;
-    folder uses `load_folder`. An engine needs only the calls of the ways that it `receives`. The call with the last
-    weights also gets their policy version, all others get None. If the last call never comes, the push has failed, and
-    the server is not resumed before another push has sent all weights.
+    `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket` and,
+    on several GPUs, `note_mapped`; folder uses `load_folder`. An engine needs only the calls of the ways that it
+    `receives`. The call with the last weights also gets their policy version, all others get None. If the last call
+    never comes, the push has failed, and the server is not resumed before another push has sent all weights.
     """
 
     def is_ready(self) -> bool:
@@ -67,6 +68,9 @@ class ServerAdmin(Protocol):
 
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         """Have the server load weights from the memory of `bucket`, which is on the server's own device or host."""
+
+    def note_mapped(self, version: int) -> None:
+        """Note that `map_bucket` was called in another process, a learner rank of the server's GPU, up to `version`."""
 
     def load_folder(self, folder: Path, version: int | None) -> None:
         """Have the server load the safetensors files of a model folder."""

@@ -121,7 +121,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         *(
             (
                 ["weight_sync.transport=cuda_ipc", elsewhere],
-                "weight_sync.transport must be auto, nccl, gloo or disk but for one server on one GPU of one host",
+                "weight_sync.transport must be auto, nccl, gloo or disk but for servers of one GPU each on one host",
             )
             for elsewhere in (
                 "placement.rollout.nodes=1", "placement.rollout.tp=2", "placement.learner.gpus_per_node=2",

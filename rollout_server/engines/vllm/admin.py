@@ -107,6 +107,9 @@ class VLLMAdmin:
         part = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
         self._receive(part | {"memory": share_bucket(bucket)}, version)
 
+    def note_mapped(self, version: int) -> None:
+        self._version = version
+
     def release_memory(self) -> None:
         raise NotImplementedError("a vLLM server can't release memory: its entry in ENGINES has no releases_memory")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.config.check import check
+from async_rl.config.staging import check_staging
 from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def check_cross_section(config: Config) -> None:
     else:
         _check_engine(config)
         _check_transport(config)
+        check_staging(config)
     if config.staleness.mode == "exact":
         _check_exact(config)
 

@@ -53,6 +53,10 @@ class WeightSyncConfig(OnePart):
     """Learner steps between two pushes."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at once."""
+    staging: Literal["none", "device", "host"] = "none"
+    """Where servers keep new weights until they are complete, while they go on sampling with the old ones. The pause is
+    then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
+    transports nccl and gloo. none: servers stand still while weights travel."""
     verify: bool = True
     """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
     server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""

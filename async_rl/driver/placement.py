@@ -17,6 +17,7 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.config.check import check
+from async_rl.config.staging import check_staging_transport
 from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError, WaitTimeoutError
@@ -120,6 +121,7 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
             own_gpus=is_known and min(shares) >= 1,
         )
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
+        check_staging_transport(config)
     check_ipc(config, parts)
     return config
 

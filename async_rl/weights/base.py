@@ -115,8 +115,8 @@ class WeightPublisher(ABC):
     def send(self, staged: Any, version: int) -> int:
         """Move the weights into every server, and return the number of bytes moved.
 
-        `push` calls this on rank 0 with the result of `stage`. It has paused every server before, and resumes them
-        with the new version after it.
+        `push` calls this on rank 0 with the result of `stage`. It has paused every server before, or with
+        weight_sync.staging it pauses them after it, and resumes them with the new version.
         """
 
     def help(  # noqa: B027 - in most transports only rank 0 sends
@@ -148,6 +148,8 @@ class WeightPublisher(ABC):
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False
     ) -> PushReport:
         """Pause every server, send the weights, resume, and return when all servers serve `version`.
+
+        With weight_sync.staging servers are paused only when they have all weights beside those in use.
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
@@ -181,10 +183,15 @@ class WeightPublisher(ABC):
         try:
             self.connect()
             start_s = time.monotonic()
-            staged = self.stage(tensors, version)
+            staged, beside = self.stage(tensors, version), self.config.weight_sync.staging != "none"
+            if beside:  # the servers sample meanwhile, with the old weights
+                self._begin_update()
+                num_bytes = self.send(staged, version)
             paused_s = time.monotonic()
-            self._begin_update(erases)
-            num_bytes = self.send(staged, version)
+            self._pause(erases)
+            if not beside:
+                self._begin_update()
+                num_bytes = self.send(staged, version)
             self._end_update(erases)
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
@@ -290,14 +297,16 @@ class WeightPublisher(ABC):
                     "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
                 )
 
-    def _begin_update(self, erases: bool) -> None:
-        """Pause each server and begin the update there, after allocating its weights again if they were released."""
+    def _pause(self, erases: bool) -> None:
+        """Pause each server, and allocate its weights again if they were released."""
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.shares_gpus:
             self._call_all(lambda admin: admin.resume_memory("weights"))
         if erases:
             self.call_servers(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
+
+    def _begin_update(self) -> None:
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def _end_update(self, was_erased: bool) -> None:

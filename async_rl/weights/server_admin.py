@@ -32,6 +32,10 @@ class ServerAdmin(Protocol):
     on several GPUs, `note_mapped`; folder uses `load_folder`. An engine needs only the calls of the ways that it
     `receives`. The call with the last weights also gets their policy version, all others get None. If the last call
     never comes, the push has failed, and the server is not resumed before another push has sent all weights.
+
+    With weight_sync.staging, whose values the engine's entry declares, `begin_update` and the calls that bring weights
+    come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and `end_update`. If
+    that push fails before the pause, the server goes on with the old weights.
     """
 
     def is_ready(self) -> bool:
@@ -82,7 +86,7 @@ class ServerAdmin(Protocol):
         """Allocate the memory of weights or KV cache again, with undefined contents; nothing if it was not released."""
 
     def erase_weights(self) -> None:
-        """Fill all weights with NaN, while the server is paused and before `begin_update`: the first push is verified.
+        """Fill the weights in use with NaN, while the server is paused and before `end_update`: a push is verified.
 
         A weight that the push does not bring, or that the server does not load, then stays NaN.
         """

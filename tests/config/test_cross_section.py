@@ -225,6 +225,29 @@ def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path:
     assert not load(tmp_path, "algorithm.advantage=gae").drops_zero_variance
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.engine=hf", "weight_sync.staging=host"], "must be none, device with rollout.engine hf, got 'host'"),
+        (["weight_sync.on_update=drain"], "must be none with weight_sync.on_update drain, got 'device'"),
+        (["placement.colocated=true"], "must be none with placement.colocated and staleness.max 0, got 'device'"),
+        (["rollout.server_url=http://there"], "must be none with rollout.server_url, got 'device'"),
+        (["weight_sync.transport=disk"], "must be none with weight_sync.transport disk, got 'device'"),
+        (["weight_sync.transport=cuda_ipc"], "loaded within the pause. Others: nccl or gloo."),
+        (
+            ["placement.rollout={servers: 2, engines: [hf, sglang]}", "weight_sync.staging=host"],
+            "must be none, device with rollout.engine hf, got 'host'",
+        ),
+    ],
+)
+def test_weights_are_staged_only_where_that_saves_a_pause(tmp_path: Path, overrides: list[str], message: str) -> None:
+    for fits in (["rollout.engine=hf"], ["weight_sync.staging=host", "weight_sync.transport=gloo"]):
+        load(tmp_path, "weight_sync.staging=device", *fits)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "weight_sync.staging=device", *overrides)
+    assert message in str(caught.value)
+
+
 SMALL_ENGINE = EngineEntry(
     open="no_module:engine", open_admin="no_module:admin", update_policies=("drain", "abort"), receives=("folder",),
     max_tensor_parallel=4,

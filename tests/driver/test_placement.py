@@ -211,6 +211,15 @@ def test_pairs_that_share_gpus_map_memory_and_the_servers_ranks_are_those_of_the
     assert resolved.weight_sync.transport == ("cuda_ipc" if nodes == 1 else "disk")
 
 
+def test_staging_is_refused_where_auto_gives_a_transport_without_a_network() -> None:
+    staged = dataclasses.replace(placed_on(), weight_sync=WeightSyncConfig(staging="device"))
+    for gpus, transport in ((0, "gloo"), (2, "nccl")):
+        reservation = Reservation(None, host_demands(staged, gpus), ["127.0.0.1"])
+        assert resolve_placement(staged, reservation).weight_sync.transport == transport
+    with pytest.raises(ConfigError, match=r"must be none with weight_sync\.transport cuda_ipc, got 'device'"):
+        resolve_placement(staged, Reservation(None, host_demands(staged, 1), ["127.0.0.1"]))
+
+
 def test_a_server_at_a_url_gets_no_gpu_and_its_weights_through_files() -> None:
     asked = placed_on(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
     asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))

@@ -19,6 +19,7 @@ from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_to
 from rollout_server.engines.server_process import ServerProcess, command_line
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
+from rollout_server.engines.sglang.staging_admin import SWAP
 
 _RESERVED_TOKENS = 8
 """The number of positions of a context that SGLang keeps for itself."""
@@ -53,6 +54,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "sampling-defaults": "openai",  # not the model's generation_config: it narrows the support
         "load-snapshot-publish-interval": 1,  # in decode steps; /v1/loads reports it, and occupancy comes from that
         "log-level": "warning",
+        "custom-weight-loader": [SWAP],
         # With speculative decoding overlap_pause.py does not know how many tokens of a forward count.
         "disable-overlap-schedule": not on_gpu or (config.weight_sync.on_update == "in_place" and _speculates(config)),
     }

@@ -184,18 +184,19 @@ def _steps(run_dir: Path) -> int:
 
 def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
     header = (
-        "killed", "engine", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
+        "killed", "engine", "staging", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
         "counts add up", "bound kept", "orphans",
     )  # fmt: skip
     lines = []
-    for kind, engine in itertools.product(KINDS, dict.fromkeys(o["engine"] for o in outcomes)):
-        rows = [o for o in outcomes if (o["kind"], o["engine"]) == (kind, engine)]
+    setups = dict.fromkeys((o["engine"], o["staging"]) for o in outcomes)
+    for kind, (engine, staging) in itertools.product(KINDS, setups):
+        rows = [o for o in outcomes if (o["kind"], o["engine"], o["staging"]) == (kind, engine, staging)]
         if rows:
             what = {"learner": "one error, then resumed", "driver": "all ends, then resumed"}.get(kind, "went on")
             expected = {"learner": 1, "driver": -signal.SIGKILL}.get(kind, 130)
             good = sum(o["exit_code"] == expected and (kind != "learner" or o["names_all"]) for o in rows)
             cells = [
-                kind, engine, rows[-1]["placement"], len(rows), f"{what}: {good} of {len(rows)}",
+                kind, engine, staging, rows[-1]["placement"], len(rows), f"{what}: {good} of {len(rows)}",
                 _range([o["recovered_s"] for o in rows]),
                 _range([o["ended_s"] for o in rows]) if kind in FATAL else "-",
                 sum(o["counts_add_up"] for o in rows), sum(o["staleness_max"] <= o["bound"] for o in rows),
@@ -225,7 +226,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             outcome = kill_once(arguments.config, kind, arguments.overrides, rng, Path(folder))
         outcomes.append(asdict(outcome) | {
-            "engine": config.rollout.engine, "bound": config.staleness.max, "load": round(os.getloadavg()[0], 1),
+            "engine": config.rollout.engine, "staging": config.weight_sync.staging, "bound": config.staleness.max,
+            "load": round(os.getloadavg()[0], 1),
             "placement": f"{config.placement.rollout.servers}, {config.placement.learner.ranks}",
             "commit": describe_machine()["commit"],
         })  # fmt: skip

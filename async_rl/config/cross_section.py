@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.config.check import check
+from async_rl.config.staging import check_staging
 from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def check_cross_section(config: Config) -> None:
     else:
         _check_engine(config)
         _check_transport(config)
+        check_staging(config)
     if config.staleness.mode == "exact":
         _check_exact(config)
 
@@ -209,7 +211,8 @@ def _check_eval_servers(config: Config) -> None:
 def _check_updates(config: Config) -> None:
     """Check that weight_sync.on_update goes with staleness.late, with the time limits and with rollout.server_args.
 
-    With SGLang's overlap schedule on, a token that is being sampled during a pause in place gets a wrong version.
+    With SGLang's overlap schedule and speculative decoding, tokens that are being sampled during a pause in place would
+    get a wrong version.
     """
     late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
     timeouts = config.timeouts
@@ -227,8 +230,10 @@ def _check_updates(config: Config) -> None:
     )
     flags = {name.replace("_", "-"): value for name, value in server_args.items()}
     check(
-        flags.get("disable-overlap-schedule", True) is True or on_update != "in_place", "rollout.server_args",
-        server_args, "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place",
+        flags.get("disable-overlap-schedule", True) is True or on_update != "in_place"
+        or "speculative-algorithm" not in flags, "rollout.server_args",
+        server_args, "without disable-overlap-schedule, or with true, for weight_sync.on_update in_place with "
+        "speculative-algorithm",
         "Else tokens are tagged with versions that did not sample them. Or set weight_sync.on_update: retract.",
     )
 
@@ -278,10 +283,13 @@ def _check_transport(config: Config) -> None:
         _engines_with(lambda other: entry.delivers in other.receives),
     )
     anywhere = [other for other in carried if not TRANSPORTS[other].needs_one_device]
-    one_device = placement.num_nodes == 1 and placement.learner.gpus_per_node <= 1 and placement.rollout.tp == 1
+    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
+    one_device = placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank
     check(
         not entry.needs_one_device or (one_device and config.network.is_on_loopback), "weight_sync.transport", name,
-        f"{_either(['auto', *anywhere])} but for one server on one GPU of one host, with network.host on loopback",
+        f"{_either(['auto', *anywhere])} but for servers of one GPU each on one host, which they share with a learner "
+        "rank, with network.host on loopback",
+        "With several GPUs set placement.colocated: true, and no more servers than learner ranks.",
     )
 
 

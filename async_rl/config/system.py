@@ -44,7 +44,7 @@ class WeightSyncConfig(OnePart):
 
     transport: Annotated[str, Named(TRANSPORTS, "weight_sync.transport", also=("auto",))] = "auto"
     """How weights travel. auto: gloo on CPU, nccl where learner and servers have GPUs of their own, cuda_ipc where
-    a server and one learner rank share one, else disk."""
+    each server shares a GPU with a learner rank of the same host, else disk."""
     on_update: Literal["in_place", "retract", "drain", "abort"] = "in_place"
     """The way in which running requests take new weights. in_place: they pause, keep their KV cache and continue.
     retract: their KV cache is computed again. drain: they finish first. abort: they are submitted again with the tokens
@@ -53,6 +53,10 @@ class WeightSyncConfig(OnePart):
     """Learner steps between two pushes."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at once."""
+    staging: Literal["none", "device", "host"] = "none"
+    """Where servers keep new weights until they are complete, while they go on sampling with the old ones. The pause is
+    then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
+    transports nccl and gloo. none: servers stand still while weights travel."""
     verify: bool = True
     """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
     server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""
@@ -173,6 +177,21 @@ class PlacementConfig:
     def num_servers(self) -> int:
         """The number of rollout and evaluation servers of the whole run."""
         return self.rollout.servers + self.eval.servers
+
+    @property
+    def ranks_of_servers(self) -> dict[str, int]:
+        """The learner rank on the GPU of each rollout server, by the server's name; {} without `colocated`.
+
+        On each node the first rank is on the GPU of the first server, and so on. Servers without a rank are left out.
+        """
+        if not self.colocated:
+            return {}
+        nodes = self.learner.nodes
+        ranks, servers = self.learner.ranks // nodes, self.rollout.servers // nodes
+        return {
+            f"rollout/{node * servers + gpu}": node * ranks + gpu
+            for node in range(nodes) for gpu in range(min(ranks, servers))
+        }
 
     @property
     def processes_per_node(self) -> int:

@@ -145,9 +145,15 @@ class MemoryPlan:
         lines += [
             f"each of {servers} server(s):",
             f"  {'weights':<32} {_size(server.weights):>11}",
+            *([f"  {'staged weights':<32} {_size(self._staged_bytes):>11}"] if self._staged_bytes else []),
             f"  {'KV cache':<32} {_size(kv * server.token):>11}  {kv} tokens; answers in flight have {server.tokens}",
         ]
         return lines
+
+    @property
+    def _staged_bytes(self) -> int:
+        """The bytes of a server's device that hold its next weights while they arrive."""
+        return self.server.weights if self.config.weight_sync.staging == "device" else 0
 
     @property
     def _fewest_tokens(self) -> int:
@@ -160,6 +166,13 @@ class MemoryPlan:
 
     def _check_server(self) -> None:
         rollout, server = self.config.rollout, self.server
+        left = self.room.total - self.room.server
+        if self.room.device == "cuda" and self._staged_bytes and left < self._staged_bytes + SERVER_EXTRA_BYTES:
+            raise ConfigError(
+                f"weight_sync.staging device needs {_size(self._staged_bytes)} of a server's GPU once more, beside "
+                f"{_size(SERVER_EXTRA_BYTES)} for activations; rollout.mem_fraction {rollout.mem_fraction} leaves "
+                f"{_size(left)} of {_size(self.room.total)}. Lower it, or set weight_sync.staging: host"
+            )
         if self.room.device != "cuda" or rollout.server_url or self._kv_tokens() >= self.config.longest_tokens:
             return
         wanted = server.weights + self.config.longest_tokens * server.token

@@ -17,6 +17,7 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.config.check import check
+from async_rl.config.staging import check_staging_transport
 from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError, WaitTimeoutError
@@ -116,10 +117,11 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
         transport = choose_transport(
             config.engine_entries.values(), "cpu" if shares == {0.0} else "cuda",
-            one_device=is_known and config.network.is_on_loopback and _on_one_gpu(config, parts),
+            one_device=is_known and config.network.is_on_loopback and _servers_have_ranks(config, parts),
             own_gpus=is_known and min(shares) >= 1,
         )
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
+        check_staging_transport(config)
     check_ipc(config, parts)
     return config
 
@@ -132,18 +134,25 @@ def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
 
 
 def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
-    """Raise ConfigError if the weight transport requires that learner and servers share a GPU, and they will not."""
+    """Raise ConfigError if the weight transport requires that each server shares its GPU with a learner rank, and one
+    will not.
+    """
     asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
     needs_one_device = entry is not None and entry.needs_one_device
     check(
-        not needs_one_device or gpus == 0 or _on_one_gpu(config, parts), "weight_sync.transport", asked,
-        f"auto, nccl or disk where learner and servers are not on one GPU, but on {gpus:g}",
-        "Or set placement.colocated: true with one learner rank and one server.",
+        not needs_one_device or gpus == 0 or _servers_have_ranks(config, parts), "weight_sync.transport", asked,
+        f"auto, nccl or disk where servers are on GPUs without a learner rank; these are on {gpus:g} GPUs",
+        "Or set placement.colocated: true, on one host, with no more servers than learner ranks.",
     )
 
 
-def _on_one_gpu(config: Config, parts: Sequence[HostDemand]) -> bool:
-    return len(parts) == 1 and parts[0].gpus <= 1 and config.placement.learner.ranks == 1
+def _servers_have_ranks(config: Config, parts: Sequence[HostDemand]) -> bool:
+    """Whether each server shares its GPU, or a host without GPUs, with a learner rank, which can give it weights there.
+    """
+    placement = config.placement
+    if placement.colocated:
+        return placement.num_nodes == 1 and len(placement.ranks_of_servers) == placement.rollout.servers
+    return len(parts) == 1 and parts[0].gpus <= 1 and placement.learner.ranks == 1
 
 
 def ray_hosts() -> list[Host]:

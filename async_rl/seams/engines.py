@@ -31,6 +31,8 @@ class EngineEntry:
 
     nccl, gloo: broadcast of buckets in a process group. shared_memory: buckets to map. folder: a model folder.
     """
+    staging: tuple[str, ...] = ()
+    """The values of weight_sync.staging, besides none, with which a server takes new weights while it samples."""
     releases_memory: bool = False
     """A server can free the memory of weights and KV cache while the learner uses the GPU that they share."""
     max_tensor_parallel: int = 1
@@ -83,12 +85,14 @@ class TransportEntry:
     devices: tuple[str, ...]
     """Types of the devices on which the learner's weights may be: cpu, cuda."""
     needs_one_device: bool = False
-    """Learner and servers must be on one GPU, or on one host without GPUs, with network.host on loopback."""
+    """Each server must share its GPU with a learner rank, or all one host without GPUs; network.host is on loopback."""
     needs_own_gpus: bool = False
     """Each learner rank and each server must have a GPU that no other uses."""
     settings: Code | None = None
     """A class with the decorator `section("weight_sync.params")` of async_rl.config.section. Its fields are settings
     under weight_sync.params, and the publisher has an instance of it as `settings`. None: there are none."""
+    stages: bool = False
+    """The weights travel through a network, so that servers that can stage them need not stand still meanwhile."""
     writes_files: bool = False
     """The weights are written to two model folders in the run directory."""
 
@@ -99,13 +103,16 @@ class TransportEntry:
 ENGINES: dict[str, EngineEntry] = {
     "sglang": EngineEntry(
         open="rollout_server.engines.sglang.engine:SGLangEngine",
-        open_admin="rollout_server.engines.sglang.admin:SGLangAdmin",
+        open_admin="rollout_server.engines.sglang.staging_admin:StagingSGLangAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
+        staging=("device", "host"),
         releases_memory=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
-        sets_flags=("model-path", "host", "port", "weight-version", "served-model-name", "tp-size"),
+        sets_flags=(
+            "model-path", "host", "port", "weight-version", "served-model-name", "tp-size", "custom-weight-loader",
+        ),
         parses_tool_calls=True,
         packages=("sglang",),
         refuses_model="rollout_server.engines.sglang.supported_models:why_refused",
@@ -115,6 +122,7 @@ ENGINES: dict[str, EngineEntry] = {
         open_admin="rollout_server.engines.vllm.admin:VLLMAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
+        staging=("device", "host"),
         max_tensor_parallel=0,
         sets_flags=(
             "model", "host", "port", "served-model-name", "tensor-parallel-size", "tokens-only", "generation-config",
@@ -130,15 +138,19 @@ ENGINES: dict[str, EngineEntry] = {
         open_admin="rollout_server.engines.sglang.admin:SGLangAdmin",
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "folder"),
+        staging=("device",),
         computes_in_worker=True,
     ),
 }
 
 TRANSPORTS: dict[str, TransportEntry] = {
     "nccl": TransportEntry(
-        open="async_rl.weights.broadcast:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True
+        open="async_rl.weights.broadcast:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True,
+        stages=True,
     ),
-    "gloo": TransportEntry(open="async_rl.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",)),
+    "gloo": TransportEntry(
+        open="async_rl.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",), stages=True
+    ),
     "cuda_ipc": TransportEntry(
         open="async_rl.weights.cuda_ipc:CudaIpcPublisher", delivers="shared_memory", devices=("cpu", "cuda"),
         needs_one_device=True,
@@ -157,7 +169,8 @@ def choose_transport(
 
     Args:
         device_type: type of the device that holds the learner's weights, cpu or cuda.
-        one_device: learner and servers are on one GPU, or on one host without GPUs, and network.host is on loopback.
+        one_device: each server shares its GPU with a learner rank, or all share one host without GPUs, and network.host
+            is on loopback.
         own_gpus: each learner rank and each server has a GPU that no other uses.
     """
     return next(

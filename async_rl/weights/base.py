@@ -115,8 +115,17 @@ class WeightPublisher(ABC):
     def send(self, staged: Any, version: int) -> int:
         """Move the weights into every server, and return the number of bytes moved.
 
-        `push` calls this on rank 0 with the result of `stage`. It has paused every server before, and resumes them
-        with the new version after it.
+        `push` calls this on rank 0 with the result of `stage`. It has paused every server before, or with
+        weight_sync.staging it pauses them after it, and resumes them with the new version.
+        """
+
+    def help(  # noqa: B027 - in most transports only rank 0 sends
+        self, named_tensors: Iterator[tuple[str, Tensor]], version: int
+    ) -> None:
+        """Take part in a push on another rank than 0. What this does not gather of the tensors, `push` gathers."""
+
+    def end_push(self) -> None:  # noqa: B027 - in most transports only rank 0 sends
+        """Release other ranks that still wait in `help`. `push` calls this on rank 0 at its end, also after an error.
         """
 
     def admin(self, name: str) -> ServerAdmin:
@@ -140,6 +149,8 @@ class WeightPublisher(ABC):
     ) -> PushReport:
         """Pause every server, send the weights, resume, and return when all servers serve `version`.
 
+        With weight_sync.staging servers are paused only when they have all weights beside those in use.
+
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
         The tensors have the names of model folders, and may be gathered from all ranks one by one.
@@ -158,18 +169,31 @@ class WeightPublisher(ABC):
             torch.cuda.empty_cache()  # the servers need the memory that torch keeps cached here
         try:
             if self.rank == 0:
-                self.connect()
-                start_s = time.monotonic()
-                staged = self.stage(tensors, version)
-                paused_s = time.monotonic()
-                self._begin_update(erases)
+                return self._push(tensors, version, erases)
+            self.help(tensors, version)
+            return PushReport()
+        finally:
+            if self.rank == 0:
+                self.end_push()
+            for _ in tensors:  # the other ranks still gather, which needs every rank
+                pass
+
+    def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
+        """Do the work of `push` on rank 0, but for gathering what is left after an error."""
+        try:
+            self.connect()
+            start_s = time.monotonic()
+            staged, beside = self.stage(tensors, version), self.config.weight_sync.staging != "none"
+            if beside:  # the servers sample meanwhile, with the old weights
+                self._begin_update()
                 num_bytes = self.send(staged, version)
-                self._end_update(erases)
-                end_s = time.monotonic()
-                return PushReport(
-                    seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
-                    spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
-                )
+            paused_s = time.monotonic()
+            self._pause(erases)
+            if not beside:
+                self._begin_update()
+                num_bytes = self.send(staged, version)
+            self._end_update(erases)
+            end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
             lost = self._find_lost()
             if not lost:
@@ -178,10 +202,10 @@ class WeightPublisher(ABC):
             hanging = self.give_up()
             self._remove(hanging)
             return PushReport(lost=(*lost, *hanging), cause=str(error))
-        finally:
-            for _ in tensors:  # the other ranks still gather, which needs every rank
-                pass
-        return PushReport()
+        return PushReport(
+            seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
+            spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
+        )
 
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this before a step.
@@ -273,14 +297,16 @@ class WeightPublisher(ABC):
                     "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
                 )
 
-    def _begin_update(self, erases: bool) -> None:
-        """Pause each server and begin the update there, after allocating its weights again if they were released."""
+    def _pause(self, erases: bool) -> None:
+        """Pause each server, and allocate its weights again if they were released."""
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.shares_gpus:
             self._call_all(lambda admin: admin.resume_memory("weights"))
         if erases:
             self.call_servers(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
+
+    def _begin_update(self) -> None:
         self.call_servers(lambda admin: admin.begin_update(), "begin of a weight push")
 
     def _end_update(self, was_erased: bool) -> None:

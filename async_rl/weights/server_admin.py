@@ -14,7 +14,8 @@ _IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
 _OF_VERIFICATION = ("erase_weights", "unloaded_weights", "score_tokens")
 _FOR_BROADCASTS = ("join_group", "receive_bucket", "leave_group")
 _OF_A_WAY = {
-    "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket",), "folder": ("load_folder",),
+    "nccl": _FOR_BROADCASTS, "gloo": _FOR_BROADCASTS, "shared_memory": ("map_bucket", "note_mapped"),
+    "folder": ("load_folder",),
 }
 """The calls that deliver weights in each way that an engine may declare in `receives`."""
 
@@ -27,10 +28,14 @@ class ServerAdmin(Protocol):
     timeouts.push_s.
 
     New weights arrive between `begin_update` and `end_update`, in the way that the transport's entry names in
-    `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket`;
-    folder uses `load_folder`. An engine needs only the calls of the ways that it `receives`. The call with the last
-    weights also gets their policy version, all others get None. If the last call never comes, the push has failed, and
-    the server is not resumed before another push has sent all weights.
+    `delivers`: nccl and gloo use `join_group`, `receive_bucket` and `leave_group`; shared_memory uses `map_bucket` and,
+    on several GPUs, `note_mapped`; folder uses `load_folder`. An engine needs only the calls of the ways that it
+    `receives`. The call with the last weights also gets their policy version, all others get None. If the last call
+    never comes, the push has failed, and the server is not resumed before another push has sent all weights.
+
+    With weight_sync.staging, whose values the engine's entry declares, `begin_update` and the calls that bring weights
+    come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and `end_update`. If
+    that push fails before the pause, the server goes on with the old weights.
     """
 
     def is_ready(self) -> bool:
@@ -68,6 +73,9 @@ class ServerAdmin(Protocol):
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         """Have the server load weights from the memory of `bucket`, which is on the server's own device or host."""
 
+    def note_mapped(self, version: int) -> None:
+        """Note that `map_bucket` was called in another process, a learner rank of the server's GPU, up to `version`."""
+
     def load_folder(self, folder: Path, version: int | None) -> None:
         """Have the server load the safetensors files of a model folder."""
 
@@ -78,7 +86,7 @@ class ServerAdmin(Protocol):
         """Allocate the memory of weights or KV cache again, with undefined contents; nothing if it was not released."""
 
     def erase_weights(self) -> None:
-        """Fill all weights with NaN, while the server is paused and before `begin_update`: the first push is verified.
+        """Fill the weights in use with NaN, while the server is paused and before `end_update`: a push is verified.
 
         A weight that the push does not bring, or that the server does not load, then stays NaN.
         """

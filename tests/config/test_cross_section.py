@@ -98,9 +98,9 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "placement.rollout.tp must be at most 1 with rollout.engine hf, got 2 (command line). It can't split",
         ),
         (
-            ["rollout.server_args={disable_overlap_schedule: false}"],
-            "with true, for weight_sync.on_update in_place, got {'disable_overlap_schedule': False} "
-            "(command line). Else tokens are",
+            ["rollout.server_args={disable_overlap_schedule: false, speculative_algorithm: EAGLE}"],
+            "with true, for weight_sync.on_update in_place with speculative-algorithm, got "
+            "{'disable_overlap_schedule': False, 'speculative_algorithm': 'EAGLE'} (command line). Else tokens are",
         ),
         (["staleness.mode=exact"], "weight_sync.on_update must be drain with staleness.mode exact, got 'in_place'."),
         (["staleness.mode=exact", "staleness.late=drop"], "staleness.late must be wait with staleness.mode exact"),
@@ -121,7 +121,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         *(
             (
                 ["weight_sync.transport=cuda_ipc", elsewhere],
-                "weight_sync.transport must be auto, nccl, gloo or disk but for one server on one GPU of one host",
+                "weight_sync.transport must be auto, nccl, gloo or disk but for servers of one GPU each on one host",
             )
             for elsewhere in (
                 "placement.rollout.nodes=1", "placement.rollout.tp=2", "placement.learner.gpus_per_node=2",
@@ -223,6 +223,29 @@ def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path:
     assert load(tmp_path).drops_zero_variance
     assert not load(tmp_path, "algorithm.filter_zero_variance=false").drops_zero_variance
     assert not load(tmp_path, "algorithm.advantage=gae").drops_zero_variance
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.engine=hf", "weight_sync.staging=host"], "must be none, device with rollout.engine hf, got 'host'"),
+        (["weight_sync.on_update=drain"], "must be none with weight_sync.on_update drain, got 'device'"),
+        (["placement.colocated=true"], "must be none with placement.colocated and staleness.max 0, got 'device'"),
+        (["rollout.server_url=http://there"], "must be none with rollout.server_url, got 'device'"),
+        (["weight_sync.transport=disk"], "must be none with weight_sync.transport disk, got 'device'"),
+        (["weight_sync.transport=cuda_ipc"], "loaded within the pause. Others: nccl or gloo."),
+        (
+            ["placement.rollout={servers: 2, engines: [hf, sglang]}", "weight_sync.staging=host"],
+            "must be none, device with rollout.engine hf, got 'host'",
+        ),
+    ],
+)
+def test_weights_are_staged_only_where_that_saves_a_pause(tmp_path: Path, overrides: list[str], message: str) -> None:
+    for fits in (["rollout.engine=hf"], ["weight_sync.staging=host", "weight_sync.transport=gloo"]):
+        load(tmp_path, "weight_sync.staging=device", *fits)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "weight_sync.staging=device", *overrides)
+    assert message in str(caught.value)
 
 
 SMALL_ENGINE = EngineEntry(

@@ -112,6 +112,18 @@ def test_a_model_that_no_setting_makes_fit_is_refused(folder: Path) -> None:
         plan(folder, 2, 4 * 10**9).check()
 
 
+def test_weights_that_are_staged_on_the_gpu_need_what_the_servers_share_leaves(folder: Path) -> None:
+    def staged(staging: str, mem_fraction: float) -> MemoryPlan:
+        return plan(folder, 2, rollout={"mem_fraction": mem_fraction}, weight_sync={"staging": staging})
+
+    assert staged("device", 0.6).check() == staged("host", 0.97).check() == []
+    weights = staged("device", 0.6).server.weights
+    lines = [line.split() for line in staged("device", 0.6).table() if "staged weights" in line]
+    assert lines == [["staged", "weights", *memory._size(weights).split()]]
+    with pytest.raises(ConfigError, match=r"mem_fraction 0\.97 leaves .*Lower it, or set weight_sync\.staging: host"):
+        staged("device", 0.97).check()
+
+
 def test_at_once_on_one_gpu_the_servers_share_is_lowered_or_moments_are_offloaded(folder: Path) -> None:
     config: dict[str, Any] = {"staleness": {"max": 2}, "rollout": {"mem_fraction": 0.8}}
     shared = plan(folder, 1, 24 * 10**9, **config)

@@ -128,13 +128,13 @@ def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(placement: Any, 
 @pytest.mark.parametrize(
     ("gpus", "colocated", "fits"), [(0, False, True), (1, False, True), (2, False, False), (2, True, True)]
 )
-def test_memory_is_mapped_on_one_gpu_only(gpus: int, colocated: bool, fits: bool) -> None:
+def test_memory_is_mapped_where_servers_share_gpus_with_ranks(gpus: int, colocated: bool, fits: bool) -> None:
     asked = dataclasses.replace(placed_on(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
     reservation = Reservation(None, host_demands(asked, gpus), ["127.0.0.1"])
     if fits:
         assert resolve_placement(asked, reservation).weight_sync.transport == "cuda_ipc"
         return
-    with pytest.raises(ConfigError, match=f"learner and servers are not on one GPU, but on {gpus}, got 'cuda_ipc'"):
+    with pytest.raises(ConfigError, match=f"without a learner rank; these are on {gpus} GPUs, got 'cuda_ipc'"):
         resolve_placement(asked, reservation)
 
 
@@ -186,12 +186,38 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) 
     assert resolve_placement(placed_on(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
 
 
-def test_a_shared_gpu_uses_files_unless_for_one_sglang_server_and_one_rank() -> None:
-    two_pairs = placed_on(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True)
+def test_a_shared_gpu_uses_files_where_the_engine_maps_no_memory_or_a_server_has_no_rank() -> None:
+    alone = placed_on(LearnerPlacement(ranks=1), RolloutPlacement(servers=2), colocated=True)
+    nodes = placed_on(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
     hf = dataclasses.replace(placed_on(), rollout=RolloutConfig(engine="hf"))
-    for asked, gpus in ((two_pairs, 2), (hf, 1)):
-        resolved = resolve_placement(asked, Reservation(None, host_demands(asked, gpus), ["127.0.0.1"]))
+    for asked, gpus in ((alone, 2), (nodes, 4), (hf, 1)):
+        resolved = resolve_placement(asked, Reservation(None, host_demands(asked, gpus), ["127.0.0.1"] * 2))
         assert resolved.weight_sync.transport == "disk"
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "servers"), [(1, 2, 2), (1, 4, 2), (2, 4, 4), (2, 8, 4), (2, 4, 8)])
+def test_pairs_that_share_gpus_map_memory_and_the_servers_ranks_are_those_of_their_gpus(
+    nodes: int, ranks: int, servers: int
+) -> None:
+    learner = LearnerPlacement(nodes=nodes, gpus_per_node=ranks // nodes)
+    asked = placed_on(learner, RolloutPlacement(servers=servers), colocated=True)
+    wanted = host_demands(asked)
+    pairs = [sorted(part.gpus_of.keys() - {"buffer"}) for demand in wanted for part in demand.per_gpu()]
+    assert asked.placement.ranks_of_servers == {
+        pair[1]: int(pair[0].removeprefix("learner/")) for pair in pairs if len(pair) == 2
+    }
+    parts = [part for demand in wanted for part in demand.per_gpu()]
+    resolved = resolve_placement(asked, Reservation(None, parts, ["127.0.0.1"] * len(parts)))
+    assert resolved.weight_sync.transport == ("cuda_ipc" if nodes == 1 else "disk")
+
+
+def test_staging_is_refused_where_auto_gives_a_transport_without_a_network() -> None:
+    staged = dataclasses.replace(placed_on(), weight_sync=WeightSyncConfig(staging="device"))
+    for gpus, transport in ((0, "gloo"), (2, "nccl")):
+        reservation = Reservation(None, host_demands(staged, gpus), ["127.0.0.1"])
+        assert resolve_placement(staged, reservation).weight_sync.transport == transport
+    with pytest.raises(ConfigError, match=r"must be none with weight_sync\.transport cuda_ipc, got 'device'"):
+        resolve_placement(staged, Reservation(None, host_demands(staged, 1), ["127.0.0.1"]))
 
 
 def test_a_server_at_a_url_gets_no_gpu_and_its_weights_through_files() -> None:

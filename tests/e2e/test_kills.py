@@ -66,6 +66,19 @@ def test_a_run_that_loses_a_rank_or_its_driver_ends_in_a_minute_and_resumes(
     check(outcome)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [("worker", "hf"), ("silent", "hf"), ("server", "sglang"), ("learner", "sglang"), ("driver", "sglang")],
+)
+def test_a_process_that_dies_where_pushes_are_staged_is_replaced_or_ends_the_run(
+    smoke_yaml: Path, tmp_path: Path, kind: str, engine: str
+) -> None:
+    staged = [*options(kind, engine, 1), "weight_sync.staging=device", "weight_sync.bucket_bytes=65536"]
+    check(kill_once(str(smoke_yaml), kind, staged, random.Random(1), tmp_path))
+
+
 def check(outcome: KillResult) -> None:
     assert outcome.counts_add_up
     assert outcome.staleness_max <= 2

@@ -25,12 +25,15 @@ LORA_AND_REFERENCE = ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind
 
 IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc", "weight_sync.bucket_bytes=65536"]
 """Settings of a run on one GPU. Here host memory takes the place of the GPU's, and none of it is released."""
+TWO_PAIRS = ["placement.learner.ranks=2", "placement.rollout.servers=2"]
+"""With the above, each of two ranks gives its weights to the server of its own GPU."""
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "bound"),
     [
         ("grpo-in-turns", [*IN_TURNS, "eval.every_steps=2"], 0),
+        pytest.param("grpo-two-in-turns", [*IN_TURNS, *TWO_PAIRS], 0, marks=pytest.mark.nightly),
         pytest.param("grpo-async", TWO_RANKS, 2, marks=pytest.mark.nightly),
         ("ppo-async", [*TWO_RANKS, *PPO, *LORA_AND_REFERENCE], 2),
     ],
@@ -53,7 +56,7 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
         assert record.get("mismatch/mean_abs", 0.0) < 1e-4  # absent where no token is of the learner's version
         assert record["push/bytes"] > 0
     pools = summary["pools"]
-    assert set(pools) == {*(f"learner/{r}" for r in range(config.placement.learner.ranks)), "rollout/0"}
+    assert set(pools) == {*(f"learner/{r}" for r in range(config.placement.learner.ranks)), *config.server_names}
     for shares in pools.values():
         assert sum(shares.values()) == pytest.approx(1.0, abs=0.01)
         assert shares["busy"] > 0

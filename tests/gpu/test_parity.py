@@ -142,9 +142,9 @@ def test_every_token_has_the_version_that_sampled_it_across_a_push(
     config: Config, device: torch.device, one_rank: None, model_path: Path, tmp_path: Path, on_update: str,
     own_gpu: bool,
 ) -> None:
-    """Computed in float32, where versions differ visibly. SGLang's overlap schedule is on where it is allowed."""
+    """Computed in float32, where versions differ visibly. SGLang's overlap schedule is on."""
     config = placed(config, own_gpu)
-    server_args = config.rollout.server_args | {"disable-overlap-schedule": on_update == "in_place"}
+    server_args = config.rollout.server_args | {"disable-overlap-schedule": False}
     config = dataclasses.replace(
         changed(config, model={"dtype": "float32"}), weight_sync=WeightSyncConfig(on_update=on_update),  # type: ignore[arg-type]
         rollout=dataclasses.replace(config.rollout, max_response_tokens=800, server_args=server_args),

@@ -8,21 +8,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import (
-    NetworkConfig,
-    RolloutConfig,
-    TimeoutsConfig,
-)
+from async_rl.config import NetworkConfig, RolloutConfig
 from async_rl.errors import WeightSyncError
 from async_rl.network import authorization
 from async_rl.weights import base as publisher_module
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
+from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
 
 
@@ -93,8 +91,10 @@ def test_a_server_that_outlives_the_run_is_told_to_leave_the_group() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> None:
-    config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=200.0))  # the loss is noticed, not waited out
+@pytest.mark.parametrize("staging", ["none", "device"])
+def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it(staging: Any) -> None:
+    # The loss is noticed, not waited out.
+    config = changed(CONFIG, timeouts={"push_s": 200.0}, rollout={"engine": "hf"}, weight_sync={"staging": staging})
     receivers = [ReceiverProcess(num_tensors=8, config=config) for _ in range(2)]
     publisher = BroadcastPublisher(config, [r.url for r in receivers], 0, CPU, backend="gloo")
     tensors = {name: torch.full((512, 512), float(number)) for number, name in enumerate(receivers[0].names)}
@@ -108,6 +108,7 @@ def test_a_push_is_repeated_without_a_receiver_that_was_killed_during_it() -> No
     try:
         publisher.push(tensors.items(), 1)
         assert publisher.push(killing(), 2).lost == ("rollout/1",)
+        assert receivers[0].version() == 1
         report = publisher.push(tensors.items(), 2)
         assert report.lost == ()
         assert report.num_bytes == 8 * 2**20

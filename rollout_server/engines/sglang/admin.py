@@ -111,7 +111,7 @@ class SGLangAdmin:
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
         layout = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group_name}
-        body = {"load_format": "flattened_bucket", **_update(version)}
+        body = {"load_format": "flattened_bucket", **update_fields(version)}
         self.ask("POST", "/update_weights_from_distributed", layout | body)
 
     def leave_group(self, name: str) -> None:
@@ -121,11 +121,14 @@ class SGLangAdmin:
         from rollout_server.engines.sglang.share_bucket import share_bucket
 
         tensors = [share_bucket(bucket)]  # shared anew for each server, because torch counts who maps the memory
-        body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **_update(version)}
+        body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **update_fields(version)}
         self.ask("POST", "/update_weights_from_tensor", body)
 
+    def note_mapped(self, version: int) -> None:
+        """Do nothing: the server itself knows the version that came with the last weights."""
+
     def load_folder(self, folder: Path, version: int | None) -> None:
-        self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder), **_update(version)})
+        self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder), **update_fields(version)})
 
     def release_memory(self) -> None:
         self.ask("POST", "/pause_generation", {"mode": "retract"})
@@ -166,6 +169,6 @@ class SGLangAdmin:
         return reply
 
 
-def _update(version: int | None) -> dict[str, Any]:
+def update_fields(version: int | None) -> dict[str, Any]:
     """Return the fields that each request with weights has: do not flush the cache and, if given, the new version."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": str(version)})

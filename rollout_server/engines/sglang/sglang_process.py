@@ -19,6 +19,7 @@ from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_to
 from rollout_server.engines.server_process import ServerProcess, command_line
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
+from rollout_server.engines.sglang.staging_admin import SWAP
 
 _RESERVED_TOKENS = 8
 """The number of positions of a context that SGLang keeps for itself."""
@@ -53,9 +54,9 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "sampling-defaults": "openai",  # not the model's generation_config: it narrows the support
         "load-snapshot-publish-interval": 1,  # in decode steps; /v1/loads reports it, and occupancy comes from that
         "log-level": "warning",
-        # With overlap a forward runs while the tokens of the one before are read. A pause in place leaves the tokens of
-        # that forward unread, and later tags these tokens of the old weights with the new version. Other pauses do not.
-        "disable-overlap-schedule": not on_gpu or config.weight_sync.on_update == "in_place",
+        "custom-weight-loader": [SWAP],
+        # With speculative decoding overlap_pause.py does not know how many tokens of a forward count.
+        "disable-overlap-schedule": not on_gpu or (config.weight_sync.on_update == "in_place" and _speculates(config)),
     }
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
@@ -72,7 +73,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
                 config, kv_token_bytes(model, dtype), config.longest_tokens + _RESERVED_TOKENS, free_memory_bytes
             ),
         }
-    user = {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
+    user = _user_flags(config)
     if user.get("schedule-policy", "fcfs") in _POLICIES_WITH_PRIORITY:
         # Requests wait by their priority, but none is preempted: its KV would be computed again with newer weights.
         flags |= dict.fromkeys(
@@ -80,6 +81,14 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         )
         flags["default-priority-value"] = 0  # without one, SGLang's scheduler fails at the end of its own warm-up
     return flags | user
+
+
+def _user_flags(config: Config) -> Flags:
+    return {key.replace("_", "-"): value for key, value in config.rollout.server_args.items()}
+
+
+def _speculates(config: Config) -> bool:
+    return "speculative-algorithm" in _user_flags(config)
 
 
 def cuda_runtime_folders() -> list[str]:

@@ -16,6 +16,13 @@ def why_refused(config: Config) -> str:
     """Return why SGLang can't serve the model in model.path, as a part of a sentence, or "" if it may serve it."""
     import transformers
 
+    flags = {key.replace("_", "-") for key in config.rollout.server_args}
+    packed = flags & {"quantization", "speculative-algorithm", "dp-size"}
+    if config.weight_sync.staging != "none" and packed:
+        return (
+            f"it can't stage weights (weight_sync.staging) with {', '.join(sorted(packed))} in rollout.server_args: "
+            "only one model with unpacked weights has a second set of them"
+        )
     sglang = importlib.util.find_spec("sglang")
     model = transformers.AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     if sglang is None or not sglang.submodule_search_locations or not model.architectures:
@@ -27,6 +34,8 @@ def why_refused(config: Config) -> str:
         substitute = getattr(transformers, name, None)  # which SGLang runs instead, if it can
         if substitute is None or not substitute.is_backend_compatible():
             return f"it has no implementation of {name}, and can't run that of transformers. Set rollout.engine: hf"
+    if config.weight_sync.staging != "none" and getattr(model, "quantization_config", None):
+        return "its weights are quantised, and those can't be staged. Set weight_sync.staging: none"
     key = _READ_FROM_CONFIG.get(name, "")
     if key and not hasattr(model, key):
         return f"its {name} needs the key {key} in config.json. Add the key, or set rollout.engine: hf"

@@ -1,13 +1,16 @@
-"""Two changes to SGLang's weight updates: they show which weights were not loaded, and free a server that hangs.
+"""Changes to SGLang's weight updates: they show which weights were not loaded, free a server that hangs, and take
+weights while the server generates.
 
 SGLang's loaders skip tensors whose names they don't know, and the request for the update still succeeds. So the first
 push of a run begins with NaN in all weights, and what still holds a NaN after it was not loaded. And a server whose
-scheduler hangs in a broadcast with a dead peer can't be asked to leave the group, so a thread does it.
+scheduler hangs in a broadcast with a dead peer can't be asked to leave the group, so a thread does it. Another thread
+receives what a push with weight_sync.staging announces, while the scheduler goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from torch import nn
 
 from async_rl.weights.group_abort import abort_when_told
+from async_rl.weights.staged_buckets import receive_announced
+from rollout_server.engines.sglang import staged_weights
 from rollout_server.engines.sglang.admin import ERASE, UNLOADED
 
 _handle: Callable[..., Any] = WeightChecker.handle
@@ -23,7 +28,7 @@ _join: Callable[..., tuple[bool, str]] = WeightUpdater.init_weights_update_group
 
 
 def install() -> None:
-    """Make both changes. Call this in the process of SGLang's scheduler before the scheduler starts."""
+    """Make the changes. Call this in the process of SGLang's scheduler before the scheduler starts."""
     WeightChecker.handle = _erase_or_handle
     WeightUpdater.init_weights_update_group = _join_and_listen
 
@@ -36,7 +41,12 @@ def _join_and_listen(
         updater, master_address, master_port, rank_offset, world_size, group_name, backend
     )
     if has_joined:
-        abort_when_told(updater._model_update_group[group_name], group_name, master_address, master_port)
+        group = updater._model_update_group[group_name]
+        abort_when_told(group, group_name, master_address, master_port)
+        receive_announced(
+            group, group_name, master_address, master_port, rank_offset + updater.tp_rank, rank_offset,
+            partial(staged_weights.load, updater.get_model()), torch.device(updater.device, updater.gpu_id),
+        )
     return has_joined, message
 
 

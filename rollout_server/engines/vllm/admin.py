@@ -35,6 +35,7 @@ class VLLMAdmin:
         self.url = url.rstrip("/")
         self._headers = authorization(config.network)
         self._timeouts = config.timeouts
+        self._staging = config.weight_sync.staging
         self._version: int | None = None
         """The version of the weights that the server received in this update; None: the last of them are missing."""
 
@@ -91,7 +92,8 @@ class VLLMAdmin:
         self.ask("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
-        self._receive({"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}, version)
+        part = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+        self._receive(part | {"staging": self._staging}, version)
 
     def load_folder(self, folder: Path, version: int | None) -> None:
         self._receive({"folder": str(folder)}, version)
@@ -106,6 +108,9 @@ class VLLMAdmin:
     def map_bucket(self, bucket: Bucket, version: int | None) -> None:
         part = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
         self._receive(part | {"memory": share_bucket(bucket)}, version)
+
+    def note_mapped(self, version: int) -> None:
+        self._version = version
 
     def release_memory(self) -> None:
         raise NotImplementedError("a vLLM server can't release memory: its entry in ENGINES has no releases_memory")

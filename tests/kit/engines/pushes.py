@@ -22,9 +22,11 @@ MODELS: dict[int, PreTrainedModel] = {}
 """The weights that servers were given, by version."""
 
 
-def pushing(server: EngineInThread, folder: Path, on_update: str, transport: str, **sections: Any) -> Config:
+def pushing(
+    server: EngineInThread, folder: Path, on_update: str, transport: str, staging: str = "none", **sections: Any
+) -> Config:
     """The configuration of pushes in several buckets."""
-    sync = WeightSyncConfig(on_update=on_update, transport=transport, bucket_bytes=300_000)
+    sync = WeightSyncConfig(on_update=on_update, transport=transport, bucket_bytes=300_000, staging=staging)
     return changed(server.config, run={"dir": folder}, weight_sync=sync, **sections)
 
 

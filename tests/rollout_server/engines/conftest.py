@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tests.kit.configs import server_config, with_keys
 from tests.kit.engines.pushes import MODELS, push, pushing
-from tests.kit.engines.servers import Server, VLLMServer
+from tests.kit.engines.servers import Server, SGLangServer, VLLMServer
 from tests.kit.engines.vllm import START_S, needs_vllm
 from tests.kit.models import save_sharp_model
 
@@ -32,6 +32,17 @@ def vllm_server(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     server.close()
 
 
+@pytest.fixture(scope="session")
+def overlapping_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """An SGLang server with its overlap schedule, as on GPUs. Serves `model_folder`, later what tests pushed last."""
+    folder = tmp_path_factory.mktemp("overlapping-logs")
+    config = server_config("sglang", model_folder, server_args={"disable-overlap-schedule": False})
+    server = SGLangServer(with_keys(config, folder / "keys"), folder)
+    server.run(server.engine.start())
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> str:
     """The name of an engine, whose servers the test starts itself."""
@@ -42,7 +53,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Server:
-    """The running server of the engine that is the fixture's parameter; see `on_both`."""
+    """The running server that the parameter names: an engine's, see `on_both`, or `overlapping`."""
     running: Server = request.getfixturevalue(f"{request.param}_server")
     return running
 

@@ -26,9 +26,13 @@ TOKENS = list(range(5, 60))
 EXACT = Tolerance(1e-5, 1e-4)
 
 
-def pushing(config: Config, transport: str, run_dir: Path, on_update: str = "in_place") -> Config:
+def pushing(
+    config: Config, transport: str, run_dir: Path, on_update: str = "in_place", staging: str = "none"
+) -> Config:
     run_dir.mkdir(exist_ok=True)
-    sync = WeightSyncConfig(transport=transport, bucket_bytes=50_000, on_update=on_update)  # type: ignore[arg-type]
+    sync = WeightSyncConfig(
+        transport=transport, bucket_bytes=50_000, on_update=on_update, staging=staging  # type: ignore[arg-type]
+    )
     return dataclasses.replace(config, run=RunConfig(dir=str(run_dir)), weight_sync=sync)
 
 
@@ -52,12 +56,14 @@ def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThr
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("transport", ["gloo", "cuda_ipc", "disk"])
+@pytest.mark.parametrize(
+    ("transport", "staging"), [("gloo", "none"), ("gloo", "device"), ("cuda_ipc", "none"), ("disk", "none")]
+)
 def test_sglang_serves_the_learners_experts_after_each_push(
-    moe_server: EngineInThread, transport: str, tmp_path: Path
+    moe_server: EngineInThread, transport: str, staging: str, tmp_path: Path
 ) -> None:
     on_update = "in_place" if transport == "gloo" else "retract"
-    config = pushing(moe_server.config, transport, tmp_path / "run", on_update)
+    config = pushing(moe_server.config, transport, tmp_path / "run", on_update, staging)
     publisher = open_publisher(config, [moe_server.engine.url], 0, torch.device("cpu"))
     for seed in (11, 12):
         push_and_verify(publisher, seed, version=seed)

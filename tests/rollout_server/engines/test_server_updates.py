@@ -28,25 +28,35 @@ pytestmark = pytest.mark.e2e
 TEMPERATURE = 0.3
 """Low, so that replies rarely end early."""
 WAYS = [
-    *(("sglang", on_update, "disk", False) for on_update in UPDATE_POLICIES),
-    ("sglang", "in_place", "cuda_ipc", False),
-    ("sglang", "in_place", "cuda_ipc", True),
-    *(vllm(on_update, "gloo", False) for on_update in UPDATE_POLICIES),
-    vllm("in_place", "disk", False),
+    *(("sglang", on_update, "disk", False, "none") for on_update in UPDATE_POLICIES),
+    ("sglang", "in_place", "cuda_ipc", False, "none"),
+    ("sglang", "in_place", "cuda_ipc", True, "none"),
+    ("sglang", "in_place", "gloo", False, "device"),
+    ("sglang", "retract", "gloo", False, "host"),
+    ("sglang", "abort", "gloo", False, "device"),
+    ("overlapping", "in_place", "disk", False, "none"),
+    ("overlapping", "retract", "disk", False, "none"),
+    ("overlapping", "in_place", "gloo", False, "host"),
+    *(vllm(on_update, "gloo", False, "none") for on_update in UPDATE_POLICIES),
+    vllm("in_place", "disk", False, "none"),
+    vllm("in_place", "gloo", False, "host"),
+    vllm("retract", "gloo", False, "device"),
+    vllm("abort", "gloo", False, "device"),
 ]
-"""Engine, weight_sync.on_update, weight_sync.transport, placement.colocated."""
+"""Server, weight_sync.on_update, weight_sync.transport, placement.colocated, weight_sync.staging."""
 
 
-@pytest.mark.parametrize(("server", "on_update", "transport", "colocated"), WAYS, indirect=["server"])
+@pytest.mark.parametrize(("server", "on_update", "transport", "colocated", "staging"), WAYS, indirect=["server"])
 def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
-    server: Server, on_update: str, transport: str, colocated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, on_update: str, transport: str, colocated: bool, staging: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With `drain` only replies of an evaluation can be running while weights change.
 
     cuda_ipc has the code path of GPUs, with host memory. An SGLang server that takes turns with the learner releases no
     memory on a CPU, but checks that nothing runs then.
     """
-    config = pushing(server, tmp_path, on_update, transport, placement=PlacementConfig(colocated=colocated))
+    config = pushing(server, tmp_path, on_update, transport, staging, placement=PlacementConfig(colocated=colocated))
     assert config.shares_gpus == colocated
     url = server.engine.url
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")

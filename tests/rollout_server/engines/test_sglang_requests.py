@@ -95,11 +95,13 @@ def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bo
     assert flags(shared, on_gpu=True).get("enable-memory-saver", False) == in_turns
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("on_update", ["in_place", "retract", "drain", "abort"])
-def test_overlap_scheduling_is_off_for_pauses_in_place_and_on_cpus(on_update: str, on_gpu: bool) -> None:
+@pytest.mark.parametrize("on_update", ["in_place", "retract"])
+def test_overlap_scheduling_is_off_on_cpus_and_for_speculative_decoding_with_pauses_in_place(on_update: str) -> None:
     pausing = dataclasses.replace(config(), weight_sync=WeightSyncConfig(on_update=on_update))  # type: ignore[arg-type]
-    assert flags(pausing, on_gpu=on_gpu)["disable-overlap-schedule"] == (on_update == "in_place" or not on_gpu)
+    speculating = dataclasses.replace(pausing, rollout=RolloutConfig(server_args={"speculative_algorithm": "EAGLE"}))
+    assert flags(pausing)["disable-overlap-schedule"]
+    assert not flags(pausing, on_gpu=True)["disable-overlap-schedule"]
+    assert flags(speculating, on_gpu=True)["disable-overlap-schedule"] == (on_update == "in_place")
 
 
 @pytest.mark.parametrize(("policy", "has_priorities"), [("", True), ("lof", True), ("lpm", False)])

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from async_rl.config import Config, RolloutConfig
 from async_rl.driver.preflight import check_model
 from async_rl.errors import ConfigError
-from tests.kit.configs import make_config
+from tests.kit.configs import changed, make_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 
@@ -60,3 +60,15 @@ def test_a_gemma2_model_with_the_key_that_sglang_reads_is_accepted(tmp_path: Pat
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "gelu_pytorch_tanh"}))
     check_model(config)
+
+
+def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path) -> None:
+    config = changed(config_with(tmp_path, "qwen2", "Qwen2ForCausalLM"), weight_sync={"staging": "device"})
+    check_model(config)
+    drafting = changed(config, rollout={"server_args": {"speculative_algorithm": "EAGLE", "quantization": "fp8"}})
+    with pytest.raises(ConfigError, match=r"can't stage weights .* with quantization, speculative-algor"):
+        check_model(drafting)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match="its weights are quantised, and those can't be staged"):
+        check_model(config)

@@ -4,11 +4,13 @@ vLLM imports the module of its worker extension in each worker before it makes t
 what is registered and replaced when this module is imported holds for the whole server.
 
 An update is received beside the running model. Nothing is loaded before its end: one that breaks off, lacks a tensor
-or brings one of a wrong shape changes nothing. This needs memory for a second copy of the weights during a push.
+or brings one of a wrong shape changes nothing. This needs memory for a second copy of the weights during a push. With
+weight_sync.staging a thread receives it, so the model goes on sampling until the update is loaded.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +60,9 @@ class PartInfo(WeightTransferUpdateInfo):
     folder: str = ""
     memory: dict[str, list[Any]] = field(default_factory=dict)
     """The result of the learner's share_bucket."""
+    staging: str = "none"
+    """device, host: a broadcast is received in a thread while the model samples, and kept there. none: it is waited
+    for."""
 
 
 class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
@@ -66,9 +71,13 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
     init_info_cls = GroupInfo
     update_info_cls = PartInfo
     _group: dist.ProcessGroup | None = None
+    _thread: ThreadPoolExecutor | None = None
+    """Receives the parts that are staged, one after the other as they are broadcast; one for each group, as a thread
+    may hang in a group whose learner has died."""
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
         self.shutdown()
+        self._thread, self._timeout_s = ThreadPoolExecutor(1, "weight receiver"), info.timeout_s
         timeout = timedelta(seconds=info.timeout_s)
         rank = info.first_rank + self.parallel_config.rank
         store = dist.TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
@@ -86,10 +95,25 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
     def drop_update(self) -> None:
         """Forget the parts received so far; nothing of them is loaded."""
         self._tensors: dict[str, Tensor] = {}
+        self._staged: list[Future[dict[str, Tensor]]] = []
+        """The parts that are received beside generation."""
 
     def receive_weights(self, info: PartInfo) -> None:
-        """Receive one part. It is checked only at the end of the update: a refusal here could make the sender hang."""
-        self._tensors |= self._read_folder(info) if info.folder else self._receive_bucket(info)
+        """Receive one part, or begin to. It is checked only at the end of the update: a refusal could make the sender
+        hang.
+        """
+        if info.staging != "none" and self._thread is not None:
+            self._staged.append(self._thread.submit(self._receive_beside, info))
+        else:
+            self._tensors |= self._read_folder(info) if info.folder else self._receive_bucket(info)
+
+    def _receive_beside(self, info: PartInfo) -> dict[str, Tensor]:
+        if self.device.type == "cpu":
+            return self._receive_bucket(info)
+        torch.cuda.set_device(self.device)  # of this thread
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            tensors = self._receive_bucket(info)
+        return {name: t.cpu() for name, t in tensors.items()} if info.staging == "host" else tensors
 
     def _receive_bucket(self, info: PartInfo) -> dict[str, Tensor]:
         types = [getattr(torch, name) for name in info.dtypes]
@@ -100,7 +124,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         else:
             dist.broadcast(data, group=self._group, group_src=0)
         if data.is_cuda:
-            torch.cuda.synchronize(data.device)
+            torch.cuda.current_stream(data.device).synchronize()
         parts = zip(info.names, types, info.shapes, data.split(sizes), strict=True)
         return {name: part.view(dtype).view(torch.Size(shape)) for name, dtype, shape, part in parts}
 
@@ -110,6 +134,8 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
 
     def finish_weight_update(self) -> None:
         """Load the tensors received. ValueError: one is missing, unknown or has a wrong shape; nothing is loaded."""
+        for part in self._staged:  # the learner has sent them all
+            self._tensors |= part.result(self._timeout_s)
         check_tensors(self._tensors, checkpoint_shapes(Path(self.model_config.model)), self._is_tied)
         # vLLM's linear layers may compute from a packed copy of their weights, which load_weights alone does not renew
         initialize_layerwise_reload(self.model)
@@ -129,6 +155,9 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
 
 
 class WorkerExtension:

@@ -1,0 +1,48 @@
+"""The checks of weight_sync.staging: who can take weights beside generation, and where it would be of no use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from async_rl.config.check import check
+from async_rl.seams import ENGINES, TRANSPORTS
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
+
+KEY = "weight_sync.staging"
+
+
+def check_staging(config: Config) -> None:
+    """Check that the engine can stage weights, that the transport sends what can be staged, and that a pause is saved.
+
+    Raises:
+        SettingsError: one of these is not so. The message gives the reason and the alternative.
+    """
+    sync, engine = config.weight_sync, config.rollout.engine_entry
+    if sync.staging == "none":
+        return
+    able = [name for name, entry in ENGINES.items() if sync.staging in entry.staging]
+    check(
+        sync.staging in engine.staging, KEY, sync.staging,
+        f"{', '.join(('none', *engine.staging))} with rollout.engine {config.rollout.engine}",
+        f"Or set rollout.engine: {' or '.join(able)}.",
+    )
+    for unfit, setting, reason in (
+        (sync.on_update == "drain", "weight_sync.on_update drain", "Nothing is sampled while such a push travels."),
+        (config.shares_gpus, "placement.colocated and staleness.max 0", "Learner and servers take turns there."),
+        (bool(config.rollout.server_url), "rollout.server_url", "Only servers that the run starts can stage weights."),
+    ):
+        check(not unfit, KEY, sync.staging, f"none with {setting}", reason)
+    check_staging_transport(config)
+
+
+def check_staging_transport(config: Config) -> None:
+    """Check that the transport, unless it is auto, sends what servers can stage."""
+    sync, entry = config.weight_sync, config.weight_sync.transport_entry
+    able = [name for name, transport in TRANSPORTS.items() if transport.stages]
+    check(
+        sync.staging == "none" or entry is None or entry.stages, KEY, sync.staging,
+        f"none with weight_sync.transport {sync.transport}",
+        f"Weights that do not travel through a network are loaded within the pause. Others: {' or '.join(able)}.",
+    )

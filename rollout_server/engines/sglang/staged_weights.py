@@ -1,0 +1,122 @@
+"""Weights that an SGLang server receives while it generates, and their swap for those in use, which needs a pause.
+
+SGLang's model loads them itself, into a copy of its tree of modules that has parameters of its own: names, fused layers
+and the parts of a tensor-parallel rank are those of every other update. `swap` is a custom weight loader of SGLang, its
+public hook for code in the process that owns the model.
+
+The parameters of the copy are NaN before each push. What holds a NaN after it was not loaded and is not swapped, so the
+weights in use stay as they are there, as in an update without staging.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from async_rl.weights.staged_buckets import Announcement
+
+
+class StagedWeights:
+    """A second set of the weights of one model, in which a push is loaded part by part."""
+
+    def __init__(self) -> None:
+        self._copy: nn.Module | None = None
+        self._place = ""
+        self._loaded: list[tuple[Tensor, Tensor]] = []
+        """(parameter in use, its staged value) of all that a complete push has loaded; [] before its last part."""
+
+    def load(self, model: nn.Module, named_tensors: list[tuple[str, Tensor]], announced: Announcement) -> None:
+        """Load a part of a push. The model that is in use is not changed."""
+        if announced.is_first:
+            self._loaded = []
+            if self._copy is None or self._place != announced.place:
+                self._copy = None  # its memory is needed for the new one
+                self._copy, self._place = copy_of(model, announced.place), announced.place
+            for parameter in self._copy.parameters():
+                _erase(parameter)
+        assert self._copy is not None
+        self._copy.load_weights(named_tensors)  # type: ignore[operator]
+        if announced.is_last:
+            pairs = zip(model.named_parameters(), self._copy.parameters(), strict=True)
+            self._loaded = [(used.data, staged.data) for (_, used), staged in pairs if _is_loaded(staged)]
+
+    def swap(self, model: nn.Module) -> None:
+        """Copy the staged weights to where the model has its own: captured CUDA graphs hold those addresses.
+
+        Raises:
+            ValueError: no complete push was staged since the last swap, or the model's weights have another layout.
+        """
+        loaded, self._loaded = self._loaded, []
+        if not loaded:
+            raise ValueError("no complete set of weights was staged")
+        for used, staged in loaded:
+            if used.shape != staged.shape or used.dtype != staged.dtype:
+                raise ValueError(f"a weight has the shape {tuple(used.shape)}, its staged value {tuple(staged.shape)}")
+            used.copy_(staged, non_blocking=True)
+        if loaded[0][0].is_cuda:
+            torch.cuda.current_stream().synchronize()  # the next push overwrites what is copied from
+        if hasattr(model, "post_load_weights"):  # computes what the model derives of its weights; SGLang asks likewise
+            model.post_load_weights()
+
+
+_staged = StagedWeights()
+"""The staged weights of this process, which has one model."""
+
+
+def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]], announced: Announcement) -> None:
+    """Load a part of a push beside the weights in use; see StagedWeights.load."""
+    _staged.load(model, named_tensors, announced)
+
+
+def swap(model: nn.Module, named_tensors: list[Any]) -> None:
+    """Put the staged weights in use. SGLang calls this, while it is paused, with an empty list."""
+    _staged.swap(model)
+
+
+def copy_of(model: nn.Module, place: str) -> nn.Module:
+    """Return a tree of the same modules with parameters of their own, tied where the model's are.
+
+    A stand-in with the same `named_parameters` is not enough: SGLang's `load_weights` goes through the submodules, and
+    what is not copied there would be written into the weights in use.
+
+    Args:
+        place: device, the model's own, or host.
+    """
+    memo: dict[int, Any] = {}
+
+    def of_module(module: nn.Module) -> nn.Module:
+        if id(module) not in memo:
+            memo[id(module)] = copy = object.__new__(type(module))
+            copy.__dict__ = dict(module.__dict__)
+            copy.__dict__["_parameters"] = {
+                name: None if p is None else of_parameter(p) for name, p in module._parameters.items()
+            }
+            copy.__dict__["_modules"] = {
+                name: None if m is None else of_module(m) for name, m in module._modules.items()
+            }
+        return memo[id(module)]
+
+    def of_parameter(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in memo:
+            data = torch.empty_like(
+                parameter.data, device=None if place == "device" else "cpu",
+                pin_memory=place == "host" and parameter.is_cuda,
+            )
+            memo[id(parameter)] = copy = nn.Parameter(data, requires_grad=False)
+            copy.__class__ = parameter.__class__
+            copy.__dict__.update(parameter.__dict__)  # its loader among them, which takes the parameter to load
+        return memo[id(parameter)]
+
+    return of_module(model)
+
+
+def _erase(parameter: nn.Parameter) -> None:
+    if parameter.is_floating_point():
+        parameter.data.fill_(torch.nan)
+
+
+def _is_loaded(parameter: nn.Parameter) -> bool:
+    floats = parameter.is_floating_point() and parameter.numel() > 0
+    return floats and not bool(parameter.data.amax().isnan())

@@ -1,0 +1,80 @@
+"""The `ServerAdmin` of an SGLang server that may receive weights while it generates (weight_sync.staging).
+
+SGLang's endpoints for weights wait until no request runs, unless the server is paused. So buckets are announced through
+the store of the push's group, to threads of the server's ranks, and only the swap is a request.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import TYPE_CHECKING
+
+from async_rl.config import Config
+from rollout_server.engines.sglang.admin import SGLangAdmin, update_fields
+
+if TYPE_CHECKING:
+    from async_rl.weights.bucket import Bucket
+    from async_rl.weights.staged_buckets import BucketAnnouncer
+
+SWAP = "rollout_server.engines.sglang.staged_weights.swap"
+"""The custom weight loader of the server that puts staged weights in use."""
+_NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
+"""The form in which SGLang takes tensors, here none."""
+
+
+class StagingSGLangAdmin(SGLangAdmin):
+    """An SGLangAdmin that, with weight_sync.staging, sends buckets beside generation and swaps in the pause."""
+
+    def __init__(self, config: Config, url: str) -> None:
+        super().__init__(config, url)
+        self._place = config.weight_sync.staging
+        self._tp = config.placement.rollout.tp
+        self._announcer: BucketAnnouncer | None = None
+        self._is_first = True
+        self._staged_version: int | None = None
+        """The version that the server holds beside the one in use; None: its last bucket is missing."""
+        self._in_session = False
+
+    @property
+    def _stages(self) -> bool:
+        return self._place != "none"
+
+    def join_group(
+        self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
+    ) -> None:
+        super().join_group(
+            name=name, host=host, port=port, first_rank=first_rank, world_size=world_size, backend=backend
+        )
+        if self._stages:
+            from async_rl.weights.staged_buckets import BucketAnnouncer
+
+            self._announcer = BucketAnnouncer(host, port, name, range(first_rank, first_rank + self._tp))
+
+    def begin_update(self) -> None:
+        if not self._stages:
+            super().begin_update()
+        self._is_first, self._staged_version = True, None
+
+    def receive_bucket(self, bucket: Bucket, version: int | None, group_name: str) -> None:
+        if not self._stages:
+            super().receive_bucket(bucket, version, group_name)
+            return
+        assert self._announcer is not None
+        self._announcer.announce(bucket, self._place, self._is_first, self._push_limit, self.is_ready)
+        self._is_first, self._staged_version = False, version
+
+    def end_update(self) -> None:
+        """Swap the weights. If the last of them have not come, the push has failed: those in use stay."""
+        if not self._stages:
+            super().end_update()
+            return
+        version, self._staged_version = self._staged_version, None
+        if version is not None:
+            super().begin_update()
+            self._in_session = True
+            tensors = {"serialized_named_tensors": [_NO_TENSORS] * self._tp, "load_format": SWAP}
+            self.ask("POST", "/update_weights_from_tensor", tensors | update_fields(version))
+        if self._in_session:  # otherwise the request would wait until the server is idle
+            super().end_update()
+            self._in_session = False

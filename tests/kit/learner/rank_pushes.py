@@ -1,0 +1,56 @@
+"""Learner ranks, each in a process of its own, that push a sharded policy to servers of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from async_rl.config import LearnerPlacement, PlacementConfig, RolloutPlacement
+from learner.models.policy import full_parameters
+from learner.pusher import open_pushers
+from learner.updater import Updater
+from tests.kit.configs import learner_config
+from tests.kit.learner.batches import make_batch
+
+
+def rank_main(rank: int, ranks: int, servers: int, model: str, urls: list[str], out: str) -> None:
+    """Push versions 1, 2 and 3, the last to a server in place of rollout/1 too; write what the rank saw to `out`.
+
+    `urls` has one more than `servers`, which is the one that comes back.
+    """
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(f"{out}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    placement = PlacementConfig(
+        learner=LearnerPlacement(ranks=ranks), rollout=RolloutPlacement(servers=servers), colocated=True
+    )
+    config = learner_config(
+        Path(model), placement=placement, rollout={"engine": "vllm"}, timeouts={"push_s": 30.0},
+        weight_sync={"transport": "cuda_ipc", "bucket_bytes": 40_000},
+    )
+    updater = Updater(config, torch.device("cpu"))
+    pusher = open_pushers(config, updater, urls[:servers], rank)["rollout"]
+    found: dict[str, Any] = {"pid": os.getpid(), "lost": [], "bytes": [], "weights": []}
+    for version in (1, 2, 3):
+        updater.update(make_batch(version, version))
+        if version == 3 and rank == 0:
+            pusher.membership.add("rollout/1", urls[servers])
+        report, lost = pusher.push(version)
+        found["lost"].append([name for each in lost for name, _ in each.servers])
+        found["bytes"].append(report.num_bytes)
+        gathered = full_parameters(updater.policy, torch.float32)
+        found["weights"].append({name: tensor.clone() for name, tensor in gathered})
+    torch.save(found, f"{out}/rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_pushes(ranks: int, servers: int, model: Path, urls: list[str], out: Path) -> list[dict[str, Any]]:
+    """What `rank_main` found on each rank."""
+    mp.start_processes(rank_main, (ranks, servers, str(model), urls, str(out)), nprocs=ranks, start_method="spawn")
+    return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(ranks)]

@@ -1,0 +1,102 @@
+"""The order of the calls in a staged push, and the words by which a server receives buckets while it samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from async_rl.config import Limit
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.weights import staged_buckets
+from async_rl.weights.bucket import Bucket
+from async_rl.weights.staged_buckets import BucketAnnouncer
+from tests.kit.configs import make_config
+from tests.kit.publishers import CPU, PausingPublisher
+
+LIMIT = Limit(5.0, "timeouts.push_s")
+BUCKET = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], data=torch.zeros(4, dtype=torch.uint8), is_last=True)
+
+
+class RecordingAdmin:
+    """Notes the calls that it gets; the server has loaded all that was erased."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append(name)
+
+    def unloaded_weights(self) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize("erases", [False, True])
+@pytest.mark.parametrize("staging", ["none", "device"])
+def test_a_staged_push_pauses_servers_only_to_swap(
+    staging: str, erases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(rollout={"engine": "hf"}, weight_sync={"staging": staging})
+    publisher = PausingPublisher(config, ["http://127.0.0.1:9"], 0, CPU)
+    calls: list[str] = []
+    monkeypatch.setattr(publisher, "admin", lambda name: RecordingAdmin(calls))
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        calls.append("send")
+        yield "w", torch.zeros(1)
+
+    publisher.push(named(), 1, erases=erases)
+    pause = ["pause", *(["erase_weights"] if erases else [])]
+    begin = ["begin_update", "send"]
+    assert calls == [*(pause + begin if staging == "none" else begin + pause), "end_update", "resume"]
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def answer(store: TCPStore, ranks: range, why: str) -> None:
+    """Give the receipts of the first two buckets as the ranks of a server would."""
+    group = PrefixStore("g", store)
+
+    def work() -> None:
+        for number in range(2):
+            group.wait([f"bucket/{ranks.start}/{number}"], timedelta(seconds=5))
+            for rank in ranks:
+                group.set(f"receipt/{rank}/{number}", why if rank == ranks.stop - 1 else "")
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def announce(store: TCPStore, *, is_alive: bool = True, limit: Limit = LIMIT, times: int = 1) -> None:
+    announcer = BucketAnnouncer("127.0.0.1", store.port, "g", range(1, 3))
+    for number in range(times):
+        announcer.announce(BUCKET, "host", number == 0, limit, lambda: is_alive)
+
+
+def test_a_bucket_is_received_by_every_rank_and_leaves_nothing_in_the_store(store: TCPStore) -> None:
+    before = store.num_keys()
+    answer(store, range(1, 3), "")
+    announce(store, times=2)
+    assert store.num_keys() == before
+
+
+def test_a_server_that_can_not_receive_says_why(store: TCPStore) -> None:
+    answer(store, range(1, 3), "OutOfMemoryError: 16 GB")
+    with pytest.raises(WeightSyncError, match="beside its weights: OutOfMemoryError: 16 GB"):
+        announce(store)
+
+
+def test_a_server_that_dies_or_is_silent_is_not_waited_for(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_buckets, "PROBE_S", 0.02)
+    with pytest.raises(WeightSyncError, match="has died while it received"):
+        announce(store, is_alive=False)
+    with pytest.raises(WaitTimeoutError, match=r"the learner waited 0 s \(timeouts.push_s\) for a server to receive"):
+        announce(store, limit=Limit(0.1, "timeouts.push_s"))

@@ -70,6 +70,7 @@ def test_a_leading_tilde_in_a_path_is_the_home_directory(
     monkeypatch.setenv("HOME", "/home/somebody")
     section, _, name = key.partition(".")
     fitting = ["algorithm.kl.kind=k2_loss", *(["task.name="] if key == "task.path" else [])]
+    fitting += ["placement.judge.servers=1"] if key == "judge.path" else []
     config = load(tmp_path, MINIMAL, *fitting, f"{key}=~/x")
     assert getattr(getattr(config, section), name) == "/home/somebody/x"
     assert f"{name}: /home/somebody/x\n" in dump_config(config)

@@ -16,6 +16,7 @@
     supervise         async_rl/driver/supervisor.py  reports         any process              a report, a crash
 
 The servers eval/i (placement.eval.servers), which only answer held-out prompts, get the versions that they evaluate.
+The servers judge/i (placement.judge.servers) get none: rewards ask them what an answer is worth.
 async_rl/driver/actors.py says what each process is, async_rl/driver/placement.py where it runs.
 `staleness.max` is the only difference between strict synchrony (0) and overlap (1..N): it sets how many slots the
 buffer grants ahead. No code below depends on it, except that at 0 a server and the learner may take turns on one GPU.
@@ -123,12 +124,13 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         processes = ActorGroup(run_dir, reservation, signals)
         supervisor = Supervisor(config, processes, log)
         try:
-            buffer_address = _start(config, processes, log, one_by_one=servers_per_gpu(reservation.bundles) > 1)
+            one_by_one = servers_per_gpu(reservation.bundles) > 1
+            buffer_address, judges = _start(config, processes, log, one_by_one=one_by_one)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume and not config.placement.eval.servers:  # these do it beside training
                 _evaluate(config, processes, log, "rollout/0", version=0)
             control.connect(processes.actors["learner/0"])
-            supervisor.train(buffer_address, revive_buffer, signals)
+            supervisor.train(buffer_address, revive_buffer, signals, judges)
             servers = supervisor.end_restarts()
             if not signals.requested:
                 _evaluate_trained(config, processes, log, servers)
@@ -145,43 +147,54 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
     return summary
 
 
-def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bool) -> str:
-    """Start the buffer, every server and every learner rank, and connect them; returns the buffer's address.
+def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bool) -> tuple[str, dict[str, str]]:
+    """Start the buffer, every server and every learner rank, and connect them.
+
+    Returns:
+        The buffer's address, and {name: address} of the judge's servers.
 
     Args:
         one_by_one: start each server when the one before it is up: they share a GPU, and each measures what is free.
     """
     from async_rl.driver.actors import BufferActor, LearnerActor, learner_threads, server_class
+    from async_rl.driver.judge_actor import JudgeActor
 
     limit = config.timeouts.limit("startup_s")
     placement, engines = config.placement, ", ".join(config.engine_entries)
     ranks, apart = placement.learner.ranks, placement.eval.servers
     servers = f"{placement.rollout.servers} rollout server(s) ({engines})"
     servers += f", {apart} evaluation server(s)" if apart else ""
+    servers += f", {placement.judge.servers} judge server(s)" if placement.judge.servers else ""
     log.logger.note(f"starting buffer, {servers}, {ranks} learner rank(s)")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
     servers_by_name = {
         name: processes.start(name, server_class(name), config, index) for index, name in enumerate(config.server_names)
     }
+    judges = {
+        name: processes.start(name, JudgeActor, config, index) for index, name in enumerate(config.judge_names)
+    }
     learners = {
         f"learner/{r}": processes.start(f"learner/{r}", LearnerActor, config, r, threads=learner_threads(config))
         for r in range(ranks)
     }
+    starting = {**servers_by_name, **judges}
     if not runs_here(config) and (repos := list(hub_repos(config))):  # else check_inputs has fetched them here
         log.logger.note(f"every host fetches {', '.join(repo.name for repo in repos)}, unless it has it: see its logs")
-        fetching = {name: each.fetch.remote() for name, each in {**servers_by_name, **learners}.items()}
+        fetching = {name: each.fetch.remote() for name, each in {**starting, **learners}.items()}
         processes.gather(fetching, config.timeouts.limit("work_s"), "the files of the hub")
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
     urls: dict[str, Any] = {}
-    for names in [[name] for name in servers_by_name] if one_by_one else [list(servers_by_name)]:
-        urls |= processes.gather({name: servers_by_name[name].start.remote() for name in names}, limit, "the start")
+    for names in [[name] for name in starting] if one_by_one else [list(starting)]:
+        urls |= processes.gather({name: starting[name].start.remote() for name in names}, limit, "the start")
+    judge_urls = {name: str(urls[name]) for name in judges}
     listening = processes.gather({"learner/0": learners["learner/0"].listen.remote()}, limit, "the address")
-    connecting = {name: each.connect.remote(address) for name, each in servers_by_name.items()}
+    judged_at = list(judge_urls.values())
+    connecting = {name: each.connect.remote(address, judged_at) for name, each in servers_by_name.items()}
     processes.gather(connecting, limit, "connecting")
     arguments = (listening["learner/0"], address, [urls[name] for name in servers_by_name])
     processes.gather({name: each.start.remote(*arguments) for name, each in learners.items()}, limit, "the start")
-    return str(address)
+    return str(address), judge_urls
 
 
 def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, version: int) -> None:

@@ -7,6 +7,7 @@ Importing this package imports neither torch, ray nor sglang.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from async_rl.config.data import (
     TaskConfig,
     slots_at,
 )
+from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (
     CriticConfig,
     LearnerConfig,
@@ -34,6 +36,7 @@ from async_rl.config.section import Section, section
 from async_rl.config.system import (
     CheckpointConfig,
     EvalPlacement,
+    JudgePlacement,
     LearnerPlacement,
     Limit,
     LoggingConfig,
@@ -62,6 +65,7 @@ class Config:
     critic: Section[CriticConfig] = field(default_factory=CriticConfig)
     reference: Section[ReferenceConfig] = field(default_factory=ReferenceConfig)
     reward_model: Section[RewardModelConfig] = field(default_factory=RewardModelConfig)
+    judge: Section[JudgeConfig] = field(default_factory=JudgeConfig)
     learner: Section[LearnerConfig] = field(default_factory=LearnerConfig)
     weight_sync: Section[WeightSyncConfig] = field(default_factory=WeightSyncConfig)
     placement: Section[PlacementConfig] = field(default_factory=PlacementConfig)
@@ -157,13 +161,22 @@ class Config:
 
     @property
     def server_names(self) -> tuple[str, ...]:
-        """The names of all servers, which are also those of their pools: rollout/0, rollout/1, ..., eval/0, ..."""
+        """The names of the servers that serve the policy, and of their pools: rollout/0, rollout/1, ..., eval/0, ..."""
         counts = {"rollout": self.placement.rollout.servers, "eval": self.placement.eval.servers}
         return tuple(f"{pool}/{number}" for pool, count in counts.items() for number in range(count))
 
     @property
+    def judge_names(self) -> tuple[str, ...]:
+        """The names of the servers of the judge, to which no weights are pushed: judge/0, judge/1, ..."""
+        return tuple(f"judge/{number}" for number in range(self.placement.judge.servers))
+
+    def with_judge_at(self, urls: Sequence[str]) -> Config:
+        """Return the configuration with the addresses of the judge's servers, which have started; none: unchanged."""
+        return replace(self, judge=replace(self.judge, urls=tuple(urls))) if urls else self
+
+    @property
     def engines(self) -> tuple[str, ...]:
-        """The names of the engines of all servers, one for each server, in the order of `server_names`."""
+        """The names of the engines of `server_names`, one for each, in the same order."""
         placement, engine = self.placement, self.rollout.engine
         of_rollout = placement.rollout.engines or (engine,) * placement.rollout.servers
         return of_rollout + (engine,) * placement.eval.servers

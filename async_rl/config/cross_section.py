@@ -28,6 +28,7 @@ def check_cross_section(config: Config) -> None:
     _check_replay(config)
     _check_best(config)
     _check_eval_servers(config)
+    _check_judge(config)
     _check_updates(config)
     if config.placement.rollout.engines:
         for name in config.engine_entries:
@@ -206,6 +207,14 @@ def _check_eval_servers(config: Config) -> None:
         (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),
     ):
         check(not (servers and unfit), "placement.eval.servers", servers, f"0 with {key}", hint)
+
+
+def _check_judge(config: Config) -> None:
+    servers, path = config.placement.judge.servers, config.judge.path
+    check(
+        bool(servers) == bool(path), "placement.judge.servers", servers,
+        "1 or more with judge.path" if path else "0 without judge.path", "They serve the model that judges.",
+    )
 
 
 def _check_updates(config: Config) -> None:

@@ -140,6 +140,16 @@ class EvalPlacement:
     the work from training."""
 
 
+@section("placement.judge")
+class JudgePlacement:
+    """The servers of the judge (judge.path), which no weights are pushed to."""
+
+    servers: NonNegativeInt = 0
+    """Servers of judge.path, on the nodes of the rollout servers, between which its requests are shared."""
+    tp: PositiveInt = 1
+    """GPUs of each of them (tensor parallelism)."""
+
+
 @section("placement")
 class PlacementConfig:
     """The nodes, GPUs and cores that learner ranks and servers get, and whether they share GPUs."""
@@ -147,6 +157,7 @@ class PlacementConfig:
     learner: Section[LearnerPlacement] = field(default_factory=LearnerPlacement)
     rollout: Section[RolloutPlacement] = field(default_factory=RolloutPlacement)
     eval: Section[EvalPlacement] = field(default_factory=EvalPlacement)
+    judge: Section[JudgePlacement] = field(default_factory=JudgePlacement)
     colocated: bool = False
     """Learner ranks and servers share GPUs, one of each on a GPU; rollout.mem_fraction splits the memory."""
     pin_cpus: bool = False
@@ -166,6 +177,10 @@ class PlacementConfig:
             not (self.colocated and self.eval.servers), "placement.eval.servers", self.eval.servers,
             "0 with placement.colocated", "Evaluation servers want GPUs that no learner rank uses.",
         )
+        check(
+            not (self.colocated and self.judge.servers), "placement.judge.servers", self.judge.servers,
+            "0 with placement.colocated", "The judge wants GPUs that no learner rank uses. Or set judge.urls.",
+        )
         check(not (self.pin_cpus and self.num_nodes > 1), "placement.pin_cpus", True, "false on several nodes")
 
     @property
@@ -175,8 +190,8 @@ class PlacementConfig:
 
     @property
     def num_servers(self) -> int:
-        """The number of rollout and evaluation servers of the whole run."""
-        return self.rollout.servers + self.eval.servers
+        """The number of servers of the whole run: for rollouts, for evaluations and of the judge."""
+        return self.rollout.servers + self.eval.servers + self.judge.servers
 
     @property
     def ranks_of_servers(self) -> dict[str, int]:
@@ -201,7 +216,7 @@ class PlacementConfig:
 
     @property
     def servers_per_node(self) -> int:
-        """The largest number of rollout and evaluation servers that are on one node."""
+        """The largest number of servers that are on one node."""
         return math.ceil(self.num_servers / (self.rollout.nodes or self.learner.nodes))
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import ray
@@ -116,8 +116,9 @@ class RolloutActor:
         self._task = open_task(self._config, self._tokenizer)
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
 
-    async def connect(self, buffer_address: str) -> None:
+    async def connect(self, buffer_address: str, judge_urls: Sequence[str]) -> None:
         """Open rewards and worker, which requests slots from the buffer at this address once `run` is called."""
+        self._config = self._config.with_judge_at(judge_urls)
         self._doing, self._since_s = "opens its rewards, environment and tools", time.monotonic()
         self._worker = await asyncio.to_thread(self._open_worker, buffer_address)  # it may import much, as `start` does
 

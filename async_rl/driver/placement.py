@@ -129,7 +129,8 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
 def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
     """Return how many of the servers that the run starts share a GPU; 1: none does."""
     shared = [part.gpus_of for part in parts if part.gpus <= 1]
-    counts = [sum(n.startswith(("rollout", "eval")) and gpus > 0 for n, gpus in gpus_of.items()) for gpus_of in shared]
+    pools = ("rollout", "eval", "judge")
+    counts = [sum(n.startswith(pools) and gpus > 0 for n, gpus in gpus_of.items()) for gpus_of in shared]
     return max(counts, default=1) or 1
 
 

@@ -79,6 +79,9 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
+    if judge := config.judge.path:
+        judges = partial(_check_judge, config)
+        checks.append(PreflightCheck("judge.path", judge, judges, everywhere=True))
     checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         checks.append(PreflightCheck("network.host", host, partial(_check_host, host)))
@@ -119,6 +122,8 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
     processes = f"{placement.learner.ranks} learner rank(s), {placement.rollout.servers} rollout server(s)"
     if placement.eval.servers:
         processes += f", {placement.eval.servers} evaluation server(s)"
+    if placement.judge.servers:
+        processes += f", {placement.judge.servers} judge server(s)"
     checks = [
         PreflightCheck("placement", processes, lambda: _check_placement(config)),
         PreflightCheck("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config)),
@@ -232,10 +237,17 @@ def _check_reward(config: Config, task: Task) -> list[str]:
     return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
 
 
+def _check_judge(config: Config) -> list[str]:
+    """Check the model of the judge's servers; returns a caution if it has no chat template."""
+    judge = config.judge
+    check(not judge.urls, "judge.urls", list(judge.urls), "empty with judge.path", "The run fills them in.")
+    return check_model_folder(judge.path, key="judge.path")
+
+
 def _check_placement(config: Config) -> list[str]:
     check_gpu_driver()
     learner, rollout, gpus = config.placement.learner, config.placement.rollout, gpus_here()
-    wanted = learner.ranks + config.placement.num_servers * rollout.tp
+    wanted = learner.ranks + len(config.server_names) * rollout.tp
     check(
         rollout.tp == 1 or gpus >= wanted or bool(config.rollout.server_url), "placement.rollout.tp", rollout.tp,
         f"1 on a host with {gpus:g} GPUs, fewer than learner ranks + servers * tp = {wanted}",
@@ -248,8 +260,8 @@ def _check_placement(config: Config) -> list[str]:
         return []
     return [
         f"placement: {processes} learner ranks and servers share {cores} cores, so they take turns, and the start may "
-        "take longer than timeouts.startup_s. Lower placement.learner.ranks, placement.rollout.servers or "
-        "placement.eval.servers."
+        "take longer than timeouts.startup_s. Lower placement.learner.ranks, placement.rollout.servers, "
+        "placement.eval.servers or placement.judge.servers."
     ]
 
 

@@ -81,11 +81,14 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
     with_learner, per_rank = rollout.nodes == 0, _gpus_per_rank(config, gpus_there)
-    of_server = per_rank * _gpus_of_servers(config) / placement.num_servers
-    counts = {"rollout": rollout.servers, "eval": placement.eval.servers}
+    of_policy = 0.0 if config.rollout.server_url else per_rank * rollout.tp
+    pools = {
+        "rollout": (rollout.servers, of_policy), "eval": (placement.eval.servers, of_policy),
+        "judge": (placement.judge.servers, per_rank * placement.judge.tp),
+    }
 
     def servers(nodes: int, node: int) -> dict[str, float]:
-        return {f"{pool}/{i}": of_server for pool, count in counts.items() for i in _part(count, nodes, node)}
+        return {f"{pool}/{i}": gpus for pool, (count, gpus) in pools.items() for i in _part(count, nodes, node)}
 
     result = []
     for node in range(learner.nodes):
@@ -115,25 +118,28 @@ def _gpus_per_rank(config: Config, gpus_there: float) -> float:
     if gpus_there == 0:
         return 0.0
     check(
-        gpus_there == learner.ranks == rollout.tp == placement.num_nodes == 1, "placement",
+        gpus_there == learner.ranks == rollout.tp == placement.judge.tp == placement.num_nodes == 1, "placement",
         f"{learner.ranks} learner rank(s) and {placement.num_servers} server(s) of {rollout.tp} GPU(s)",
         f"what {gpus_there:g} GPU(s) have room for",
         "The GPU of a single host may be shared by one rank and all servers, several only by pairs: set "
-        "placement.colocated: true. Or lower placement.learner.ranks, placement.rollout.servers or tp, or "
-        "placement.eval.servers; "
+        "placement.colocated: true. Or lower placement.learner.ranks, placement.rollout.servers or tp, "
+        "placement.eval.servers or placement.judge.servers; "
         "CUDA_VISIBLE_DEVICES= runs all on the CPU.",
     )
     return int(100 / wanted) / 100
 
 
 def _gpus_of_servers(config: Config) -> int:
-    """Return the number of GPUs of the servers that the run starts; 0 if rollout.server_url names a running one."""
-    return 0 if config.rollout.server_url else config.placement.num_servers * config.placement.rollout.tp
+    """Return the number of GPUs of the servers that the run starts: not of one that rollout.server_url names."""
+    placement = config.placement
+    of_policy = 0 if config.rollout.server_url else len(config.server_names) * placement.rollout.tp
+    return of_policy + placement.judge.servers * placement.judge.tp
 
 
 def _demand(gpus_of: Mapping[str, float], resource: str, colocated: bool) -> HostDemand:
     parts = []
-    for kind, noun in (("learner", "learner rank"), ("rollout", "server"), ("eval", "evaluation server")):
+    nouns = {"learner": "learner rank", "rollout": "server", "eval": "evaluation server", "judge": "judge server"}
+    for kind, noun in nouns.items():
         of_kind = [gpus for name, gpus in gpus_of.items() if name.startswith(kind)]
         if of_kind:
             parts.append(f"{len(of_kind)} {noun}{'s' if len(of_kind) != 1 else ''} x {of_kind[0]:g}")

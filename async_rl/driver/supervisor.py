@@ -2,6 +2,7 @@
 
     event                                       the driver's action
     a server or its worker dies                 restarts both, see Supervisor._restart
+    a judge's server dies                       starts it again at its address; verdicts wait for it
     a weight push drops a server                restarts the server and its worker
     the buffer's process dies                   starts a new one from the journal; without a journal the run ends
     a learner rank fails or dies                ends the run with one error that names it, its host and its last log
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import server_class
 from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.driver.evaluations import RunningEvaluations
+from async_rl.driver.judges import Judges
 from async_rl.driver.restart_limit import RestartLimit
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.server_memory import ServerMemory
@@ -51,6 +53,7 @@ class Supervisor:
         self._config = config
         self._processes = processes
         self._log = log
+        self._servers = {*config.server_names, *config.judge_names}
         self._lives: dict[str, asyncio.Task[None]] = {}
         """The driver's work with each process, which lasts until the process ends or is declared lost."""
         self._reasons: dict[str, AsyncRLError] = {}
@@ -67,9 +70,12 @@ class Supervisor:
         self.watchdog = Watchdog(config, processes)
         self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
 
-    def train(self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals) -> None:
+    def train(
+        self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]
+    ) -> None:
         """Supervise connected processes until all ranks have ended and all steps are logged; raises the fatal error."""
         self._buffer_address, self._revive_buffer = buffer_address, revive_buffer
+        self._judges = Judges(self._config, self._processes, self.watchdog, judge_urls)
         try:
             asyncio.run(self._train(signals))
         except BaseExceptionGroup as group:
@@ -84,7 +90,7 @@ class Supervisor:
 
     async def _train(self, signals: StopSignals) -> None:
         names = list(self._processes.actors)
-        servers = [name for name in names if name in self._config.server_names]
+        servers = [name for name in names if name in self._servers]
         self._learning = {name for name in names if name.startswith("learner")}
         self._buffer: ActorHandle | None = self._processes.actors["buffer"]
         self._changed = asyncio.Condition()
@@ -130,8 +136,16 @@ class Supervisor:
             self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
             self._remove_server(name)
             await self._notify()
-            self._processes.actors["learner/0"].leave_server.remote(name)
-            life = self._restart(name)
+            gets_weights = name in self._config.server_names
+            if gets_weights:
+                self._processes.actors["learner/0"].leave_server.remote(name)
+            life = self._restart(name) if gets_weights else self._restart_judge(name)
+
+    async def _restart_judge(self, name: str) -> None:
+        starting, limit = self._judges.start_again(name), self._config.timeouts.limit("startup_s")
+        await self._call_server(name, starting, limit, "the start")
+        self._log.logger.note(f"{name} is back")
+        await self._serve(name)
 
     async def _restart(self, name: str) -> None:
         """Restart a lost server, wait for a push of the learner's weights to a rollout server, and log its reports.
@@ -155,7 +169,7 @@ class Supervisor:
             )
         if has_groups:
             await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
-        connecting = actor.connect.remote(self._buffer_address)
+        connecting = actor.connect.remote(self._buffer_address, self._judges.urls)
         await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
         self._log.restarted(name, await self._join(name, url) if has_groups else None)
         if not has_groups:  # it gets the version that is evaluated next, and no push is made for it
@@ -263,7 +277,7 @@ class Supervisor:
         except asyncio.CancelledError:
             if (reason := self._reasons.pop(name, None)) is None:
                 raise
-            raise ServerLostError(reason) if name in self._config.server_names else reason from None
+            raise ServerLostError(reason) if name in self._servers else reason from None
 
     def _declare_lost(self, name: str, error: AsyncRLError) -> None:
         """Treat a process as dead though no call to it failed: cancel its `life`; `_until_lost` then raises `error`."""
@@ -323,8 +337,7 @@ class Supervisor:
 
     def end_restarts(self) -> list[str]:
         """After training, kill the servers that are still being restarted; returns the rollout servers that work."""
-        names = self._config.server_names
-        for name in [n for n in self._processes.actors if n in names and n not in self._running]:
+        for name in [n for n in self._processes.actors if n in self._servers and n not in self._running]:
             self._remove_server(name)
         return self._rollouts
 

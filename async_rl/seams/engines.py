@@ -50,6 +50,9 @@ class EngineEntry:
     python: str = ""
     """The Python that runs the engine's servers and has `packages`, if they need an environment of their own; relative
     to the project's folder."""
+    open_chat: Code | None = None
+    """(config, name, file for its log, port or 0 for a free one) -> a `ServerProcess` of judge.path, not started yet,
+    that answers chats in OpenAI's protocol below /v1. None: the engine's servers don't."""
     settings: Code | None = None
     """A class with the decorator `section("rollout.params")` of async_rl.config.section. Its fields are settings under
     rollout.params, and `config.rollout.settings` is an instance of it. None: there are none."""
@@ -61,6 +64,11 @@ class EngineEntry:
 
     def load_admin(self) -> Callable[..., Any]:
         return implementation(self.open_admin, "rollout.engine")
+
+    def load_chat(self) -> Callable[..., Any]:
+        if self.open_chat is None:
+            raise ValueError("the servers of this engine don't answer chats")
+        return implementation(self.open_chat, "judge.engine")
 
     def server_python(self, chosen: str) -> str:
         """Return the path of the Python that runs the engine's servers: `chosen` (rollout.python), or else `python`.
@@ -115,6 +123,7 @@ ENGINES: dict[str, EngineEntry] = {
         ),
         parses_tool_calls=True,
         packages=("sglang",),
+        open_chat="rollout_server.engines.sglang.chat_server:open_chat_server",
         refuses_model="rollout_server.engines.sglang.supported_models:why_refused",
     ),
     "vllm": EngineEntry(

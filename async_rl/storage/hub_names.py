@@ -20,7 +20,7 @@ from async_rl.config import Config
 from async_rl.config.task_parts import data_of
 from async_rl.errors import ConfigError
 
-MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path")
+MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path", "judge.path")
 """The keys of the models of a run: each is a folder, or the name of a model on the hub."""
 DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
 """The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""

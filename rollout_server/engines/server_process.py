@@ -62,12 +62,13 @@ class ServerProcess:
         is_ready: (base URL) -> whether the server that listens there is ours and ready. It may block.
         hints: words in the log, and the advice to give for each; the first that matches is used.
         shared_files: patterns of the names of files in shared memory that the server leaves when it is killed.
+        port: the port that it listens on; 0: a free one.
     """
 
     def __init__(
         self, name: str, log_file: Path, config: Config, *, command: Callable[[int], Sequence[str]],
         environment: Mapping[str, str], is_ready: Callable[[str], bool], hints: Sequence[tuple[str, str]],
-        shared_files: Sequence[str] = (),
+        shared_files: Sequence[str] = (), port: int = 0,
     ) -> None:
         self.name = name
         self.url = ""
@@ -78,6 +79,7 @@ class ServerProcess:
         self._is_ready = is_ready
         self._hints = hints
         self._shared_files = shared_files
+        self._port = port
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
 
@@ -91,7 +93,7 @@ class ServerProcess:
         await asyncio.to_thread(sweep)
         host = self._config.network.host
         for attempt in range(1, _START_ATTEMPTS + 1):
-            port = free_port(host)
+            port = self._port or free_port(host)
             self.url = f"http://{host}:{port}"
             self._process = self._spawn(self._command(port))
             try:

@@ -21,7 +21,8 @@ from async_rl.seams import find_entry
 from async_rl.seams.lookup import import_object
 from rollout_server.question import Question
 from rollout_server.rewards.code.checker import CODE
-from rollout_server.rewards.contract import Reward, Score
+from rollout_server.rewards.contract import CallLimits, Reward, Score
+from rollout_server.rewards.judge.rewards import JUDGE, JUDGE_LISTWISE, JUDGE_PAIRWISE
 from rollout_server.rewards.math_checker import num_children
 from rollout_server.rewards.reward_tasks import MAX_TASKS
 from rollout_server.rewards.reward_threads import MAX_THREADS
@@ -32,6 +33,9 @@ from rollout_server.rewards.verdict_cache import identity
 REWARDS: dict[str, Reward] = {
     **{name: Reward(function=rule, concurrency=num_children()) for name, rule in RULES.items()},
     "code": CODE,
+    "judge": JUDGE,
+    "judge_pairwise": JUDGE_PAIRWISE,
+    "judge_listwise": JUDGE_LISTWISE,
 }
 """The rewards that are built in, by their name in the configuration."""
 
@@ -88,14 +92,17 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
             each.reward, f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
             "Its greedy answer, the baseline, has no others beside it.",
         )
-        timeout_s = each.timeout_s or config.timeouts.reward_s
+        own = CallLimits(config.timeouts.reward_s, reward.concurrency)
+        own = reward.limits(config, settings) if reward.limits else own
+        timeout_s = each.timeout_s or own.timeout_s
         if reward.check:
             reward.check(config, settings, timeout_s, key)
         about = reward.describe(config, settings) if reward.describe else ""
         found.append(NamedReward(
             name=each.name, weight=each.weight, reward=reward, settings=settings, timeout_s=timeout_s,
-            limit=f"{key}.timeout_s" if each.timeout_s else "timeouts.reward_s",
-            concurrency=each.concurrency or reward.concurrency, identity=identity(each.reward, reward, settings),
+            limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else f"{key}.timeout_s",
+            concurrency=each.concurrency or own.concurrency,
+            identity=identity(each.reward, reward, settings, reward.inputs(config) if reward.inputs else None),
             logs_score=bool(config.task.rewards), about=about,
         ))
     return tuple(found)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from async_rl.errors import RewardError
 from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
@@ -33,6 +33,18 @@ class RewardResult:
     """The reason for there being no verdict, in a sentence."""
     is_final: bool = True
     """False: the same input may get another verdict, so that this one is not kept."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """What the call has cost, such as tokens: numbers that are summed and logged as scoring/<name of the reward>/<its
+    name>. A verdict that is kept has cost nothing the next time."""
+
+
+class CallLimits(NamedTuple):
+    """The limits of the calls of a reward in one worker, unless the configuration of the reward has others."""
+
+    timeout_s: float
+    """How long one call may take."""
+    concurrency: int
+    """The most calls at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +65,13 @@ class Reward:
     """The class of its settings, made by async_rl.config.section.section; None: it has none."""
     is_function_of_input: bool = False
     """Whether the same question, answer and settings always give the same verdict, which may then be kept."""
+    inputs: Callable[[Config], Any] | None = None
+    """Returns what else of the configuration a verdict that may be kept depends on, as in JSON; None: nothing."""
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
+    limits: Callable[[Config, Any], CallLimits] | None = None
+    """Returns, given the configuration and the settings, the limits of its calls, where these set them; None:
+    timeouts.reward_s and `concurrency`."""
     check: Callable[[Config, Any, float, str], None] | None = None
     """Checks before a run starts, given the configuration, the settings, the time limit of a call in seconds and the
     key of the reward, that the reward can work on this machine; raises ConfigError if not."""
@@ -78,15 +95,16 @@ def read_verdict(value: Any) -> RewardResult:
         return RewardResult(None)
     if not isinstance(value, RewardResult):
         return RewardResult(_finite(value, "return a number, a RewardResult or None"))
-    if len(value.metrics) > MAX_METRICS:
+    if len(value.metrics) + len(value.counts) > MAX_METRICS:
         raise RewardError(f"the reward function may log at most {MAX_METRICS} metrics, got {len(value.metrics)}")
-    for name in value.metrics:
+    for name in (*value.metrics, *value.counts):
         if not isinstance(name, str) or not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
             allowed = f"printable text of at most {MAX_NAME_CHARS} characters"
             raise RewardError(f"the name of a metric of a RewardResult must be {allowed}, got {name!r:.200}")
     metrics = {name: _finite(each, f"log a number as {name}") for name, each in value.metrics.items()}
     score = None if value.score is None else _finite(value.score, "return a number or None as score")
-    return RewardResult(score, metrics, value.reason, value.is_final)
+    counts = {name: _finite(each, f"log a number as {name}") for name, each in value.counts.items()}
+    return RewardResult(score, metrics, value.reason, value.is_final, counts)
 
 
 def _finite(value: Any, duty: str) -> float:

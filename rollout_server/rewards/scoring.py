@@ -122,6 +122,8 @@ class _Scorer:
         self._opened = AsyncExitStack()
         self._calls: RewardThreads | RewardTasks | None = None
         self._counts: Counter[str] = Counter()
+        self._sums: dict[str, float] = {}
+        """The counts of the verdicts themselves."""
         self._seconds: list[float] = []
         if named.reward.function:
             self._take(named.reward.function)
@@ -168,7 +170,7 @@ class _Scorer:
             if self.named.logs_score:
                 raise RewardError(f"{self.named.name}: {error}") from (error.__cause__ or error)
             raise
-        self._count(verdicts, began_s)
+        self._count(verdicts, verdicts, began_s)
         return verdicts
 
     async def _score_answers(self, question: Question, answers: Sequence[str]) -> list[RewardResult]:
@@ -176,7 +178,7 @@ class _Scorer:
         if not self._cache:
             results, began_s = await self._run([partial(self._function, question, answer) for answer in answers])
             verdicts = list(map(read_verdict, results))
-            self._count(verdicts, began_s)
+            self._count(verdicts, verdicts, began_s)
             return verdicts
         keys = [verdict_key(self.named.identity, question, answer) or index.to_bytes(4) for index, answer in
                 enumerate(answers)]  # fmt: skip
@@ -190,7 +192,7 @@ class _Scorer:
             verdicts_on = {key: (missing[key], verdict) for key, verdict in new.items()}
             await asyncio.to_thread(self._cache.put, self.named.name, question, verdicts_on)
         found = [(known | new)[key] for key in keys]
-        self._count(found, began_s)
+        self._count(found, list(new.values()), began_s)
         return found
 
     async def _run(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], float]:
@@ -200,7 +202,9 @@ class _Scorer:
         self._counts["calls"] += len(calls)
         return await self._calls.run(calls), began_s
 
-    def _count(self, verdicts: Sequence[RewardResult], began_s: float) -> None:
+    def _count(self, verdicts: Sequence[RewardResult], new: Sequence[RewardResult], began_s: float) -> None:
+        for name, number in (item for verdict in new for item in verdict.counts.items()):
+            self._sums[name] = self._sums.get(name, 0.0) + number
         self._counts["no_verdict"] += sum(verdict.score is None for verdict in verdicts)
         self._seconds.append(time.monotonic() - began_s)
 
@@ -208,7 +212,8 @@ class _Scorer:
         counts, self._counts = self._counts, Counter()
         seconds, self._seconds = self._seconds, []
         of = f"scoring/{self.named.name}"
-        metrics = [Metric(f"{of}/{name}", number, "sum") for name, number in counts.items()]
+        sums, self._sums = self._sums, {}
+        metrics = [Metric(f"{of}/{name}", number, "sum") for name, number in {**sums, **counts}.items()]
         if seconds:
             metrics.append(Metric(f"{of}/group_s", sum(seconds) / len(seconds), weight=len(seconds)))
         return metrics

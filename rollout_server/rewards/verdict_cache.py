@@ -92,8 +92,8 @@ class VerdictCache:
         return database
 
 
-def identity(place: str, reward: Reward, settings: Any) -> bytes:
-    """Return a digest of a reward: where it is, the code of its module, and its settings."""
+def identity(place: str, reward: Reward, settings: Any, inputs: Any = None) -> bytes:
+    """Return a digest of a reward: where it is, the code of its module, its settings, and its `inputs`."""
     code = reward.function or reward.open
     module = sys.modules.get(getattr(code, "__module__", ""))
     try:
@@ -101,7 +101,7 @@ def identity(place: str, reward: Reward, settings: Any) -> bytes:
     except (OSError, TypeError):  # it has no source file
         source = ""
     told = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else None
-    return _digest(place, source, _text(told))
+    return _digest(place, source, _text(told), _text(inputs))
 
 
 def verdict_key(identity: bytes, question: Question, answer: str) -> bytes | None:

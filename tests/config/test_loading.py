@@ -69,7 +69,10 @@ def test_a_leading_tilde_in_a_path_is_the_home_directory(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     section, _, name = key.partition(".")
-    needed = {"task.path": ["task.name="], "task.pretrain_path": ["algorithm.ptx_coef=1.0"]}
+    needed = {
+        "task.path": ["task.name="], "task.pretrain_path": ["algorithm.ptx_coef=1.0"],
+        "judge.path": ["placement.judge.servers=1"],
+    }
     fitting = ["algorithm.kl.kind=k2_loss", *needed.get(key, [])]
     config = load(tmp_path, MINIMAL, *fitting, f"{key}=~/x")
     assert getattr(getattr(config, section), name) == "/home/somebody/x"

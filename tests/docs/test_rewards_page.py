@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from async_rl.config import Config
+from async_rl.config import Config, JudgePlacement
 from async_rl.config.loading import load_config
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CodeSettings
+from rollout_server.rewards.judge.rewards import ListSettings, PairSettings, ScoreSettings
 from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.sandbox import kernel
+from tests.kit.configs import changed
 from tests.kit.documents import DOCUMENTS, blocks
+from tests.kit.judges import FakeJudge, verdicts
 from tests.kit.rewards import told
 
 PAGE = DOCUMENTS["docs/rewards.md"]
@@ -65,12 +68,38 @@ def test_the_rewards_of_groups_and_episodes_score(folder: Path, name: str, rewar
     assert [each.reward for each in scored(config, "4", "long", "ok")] == rewards
 
 
+def judged(config: Config, reply: str, *answers: str) -> tuple[list[Verdict], FakeJudge]:
+    """The verdicts of a judge that replies so, with its address in place of the page's."""
+
+    async def ask() -> tuple[list[Verdict], FakeJudge]:
+        fake = FakeJudge(lambda body: reply)
+        async with fake.serve() as url:
+            return await verdicts(changed(config, judge={"urls": (url,), "path": ""}), *answers), fake
+
+    return asyncio.run(ask())
+
+
+def test_the_judge_of_the_page_scores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    found, fake = judged(load(folder, EXAMPLES[2]), 'Well. {"reason": "short", "score": 2}', "{answer}")
+    assert found[0].reward == 0.25 and fake.headers[0]["Authorization"] == "Bearer secret"
+    assert fake.prompts[0].startswith('Is this a helpful answer to "2 + 2?"? Answer: {answer}\nReply with JSON: {"re')
+
+
+def test_the_judge_of_the_page_on_servers_of_the_run_compares(folder: Path) -> None:
+    config = load(folder, EXAMPLES[3])
+    assert config.judge_names == ("judge/0",)
+    alone = changed(config, placement={"judge": JudgePlacement()}, judge={"path": "", "urls": ("http://h/v1",)})
+    found, fake = judged(alone, '{"better": "A"}', "x", "y")
+    assert [each.reward for each in found] == [0.5, 0.5] and len(fake.asked) == 2
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
 def test_programs_are_scored_as_the_page_says(folder: Path) -> None:
     tests = json.dumps({"fn_name": "double", "inputs": ["1", "2"], "outputs": ["2", "4"]})
     (right, half) = scored(
-        load(folder, EXAMPLES[2]), tests, "```python\ndef double(x): return 2 * x\n```",
+        load(folder, EXAMPLES[4]), tests, "```python\ndef double(x): return 2 * x\n```",
         "```python\ndef double(x): return 2\n```",
     )  # fmt: skip
     assert (right.reward, half.reward) == (1, 0.5)
@@ -85,5 +114,10 @@ def test_every_setting_of_the_reward_code_is_on_the_page() -> None:
     assert {f"`{name}`" for name in CodeSettings.__dataclass_fields__} == {word for word in named if "`" in word}
 
 
+@pytest.mark.parametrize("settings", [ScoreSettings, PairSettings, ListSettings])
+def test_every_setting_of_a_judge_is_on_the_page(settings: Any) -> None:
+    assert [name for name in settings.__dataclass_fields__ if f"`{name}`" not in PAGE] == []
+
+
 def test_the_page_has_no_example_that_is_not_tested() -> None:
-    assert len(EXAMPLES) == 3 and len(blocks(PAGE, "python")) == 2
+    assert len(EXAMPLES) == 5 and len(blocks(PAGE, "python")) == 2

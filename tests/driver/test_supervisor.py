@@ -12,13 +12,13 @@ import pytest
 import ray
 
 from async_rl.config import Limit, TimeoutsConfig
+from async_rl.driver import judges, watchdog
 from async_rl.driver import supervisor as supervision
-from async_rl.driver import watchdog
 from async_rl.driver.supervisor import Supervisor
 from async_rl.errors import ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.pipeline import _close_buffer, _evaluate_trained
 from async_rl.telemetry.status import Status, format_status, write_status
-from tests.kit.fake_actors import Buffer, FakeRun, Rollout, ends_when, stop, tells_when
+from tests.kit.fake_actors import Buffer, FakeRun, JudgeServer, Rollout, ends_when, stop, tells_when
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 
@@ -27,15 +27,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_here")]
 def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervision, "server_class", lambda _: Rollout)
+    monkeypatch.setattr(judges, "JudgeActor", JudgeServer)
     monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.2)
     runs: list[FakeRun] = []
 
     def start(
         servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, wire_s: float = 300,
-        evals: int = 0, **more_s: float,
+        evals: int = 0, judges: int = 0, **more_s: float,
     ) -> FakeRun:
         timeouts = TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)
-        runs.append(FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals))
+        runs.append(FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals, judges))
         return runs[0]
 
     yield start
@@ -146,6 +147,18 @@ def test_an_evaluation_server_that_dies_again_and_again_ends_the_run(start_run: 
     run.tell("rollout-0-answers", "rollout-1-dies", "learner-0-hangs")
     with pytest.raises(ProcessKilledError, match=r"(?s)eval/0 on .*It died 2 times since the last step"):
         run.train()
+
+
+def test_a_judge_that_dies_is_started_again_at_its_address(start_run: Any) -> None:
+    run = start_run(judges=1)
+    run.tell("rollout-0-answers", "judgeserver-0-dies")
+    thread = ends_when(run, lambda: "judge/0 is back" in run.notes and run.log.version > 10)
+    supervisor = run.train()
+    thread.join(5)
+    assert any(note.startswith("judge/0 is lost, and started again: judge/0 on 10.0.0.9 died") for note in run.notes)
+    made = [line for line in (run.folder / "events").read_text().splitlines() if line.startswith("judge")]
+    assert made == ["judge/0 made at port 0", "judge/0 made at port 7"]
+    assert supervisor.end_restarts() == ["rollout/0"]
 
 
 def test_a_live_server_that_a_push_dropped_is_started_again_once(start_run: Any) -> None:

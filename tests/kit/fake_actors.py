@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +92,7 @@ class Rollout(FakeProcess):
     async def kv_tokens(self) -> int:
         return 1000 if self.told("comes back") else 2000
 
-    async def connect(self, address: str) -> None:
+    async def connect(self, address: str, judge_urls: Sequence[str]) -> None:
         self.note(f"{self._config.server_names[self._index]} connected")
 
     async def run(self) -> AsyncIterator[WorkerReport]:
@@ -118,6 +118,30 @@ class Rollout(FakeProcess):
         while not self.told("answers"):
             await asyncio.sleep(0.02)
         return EvaluationDone(version=version, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/version", version)))
+
+
+class JudgeServer(FakeProcess):
+    """A server of a judge. It starts again where it was, and notes on which port."""
+
+    def __init__(self, folder: str, config: Config, index: int, port: int = 0) -> None:
+        super().__init__(folder, config, index)
+        self.note(f"judge/{index} made at port {port}")
+
+    async def start(self) -> str:
+        (self._folder / f"judgeserver-{self._index}-dies").unlink(missing_ok=True)
+        return "http://new"
+
+    async def kv_tokens(self) -> int:
+        return 0
+
+    async def run(self) -> AsyncIterator[WorkerReport]:
+        while True:
+            await asyncio.sleep(0.05)
+            self.obey()
+            yield WorkerReport()
+
+    async def status(self) -> Status:
+        return Status(doing="judges", since_s=time.monotonic())
 
 
 class Learner(FakeProcess):
@@ -187,14 +211,17 @@ class FakeRun:
     """
 
     def __init__(
-        self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, colocated: bool = False, evals: int = 0
+        self, folder: Path, servers: int, ranks: int, timeouts: TimeoutsConfig, colocated: bool = False, evals: int = 0,
+        judges: int = 0,
     ) -> None:
         self.folder = folder
         self.config = make_config(
             run={"name": "r", "dir": folder}, logging={"wandb": "disabled"},
             placement={
                 "rollout": {"servers": servers, "max_restarts": 1}, "eval": {"servers": evals}, "colocated": colocated,
+                "judge": {"servers": judges},
             },
+            judge={"path": "j" * judges},
             timeouts=timeouts, eval={"every_steps": 3},
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
@@ -205,6 +232,8 @@ class FakeRun:
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
         for index, name in enumerate(self.config.server_names):
             self.processes.start(name, Rollout, self.config, index)
+        for index, name in enumerate(self.config.judge_names):
+            self.processes.start(name, JudgeServer, self.config, index)
         for rank in range(ranks):
             threads = learner_threads(self.config)
             self.processes.start(f"learner/{rank}", Learner, self.config, rank, threads=threads)
@@ -223,7 +252,7 @@ class FakeRun:
             revive(death)
 
         supervisor = Supervisor(self.config, self.processes, self.log)
-        supervisor.train("tcp://buffer", revive_buffer, StopSignals())
+        supervisor.train("tcp://buffer", revive_buffer, StopSignals(), dict.fromkeys(self.config.judge_names, "http://h:7/v1"))
         return supervisor
 
 

@@ -98,8 +98,8 @@ def cuda_runtime_folders() -> list[str]:
     return sorted({str(file.parent) for root in roots or () for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
-def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> ServerProcess:
-    """Return the process of an SGLang server with these flags, before its start."""
+def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port: int = 0) -> ServerProcess:
+    """Return the process of an SGLang server with these flags, before its start; `port` 0 stands for a free one."""
     identity = f"async-rl-{uuid.uuid4().hex}"
     words = command_line(flags | {"served-model-name": identity})
 
@@ -115,7 +115,8 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config) -> S
         return False
 
     return ServerProcess(
-        name, log_file, config, is_ready=is_ready, hints=_HINTS, environment=server_environment(config, flags),
+        name, log_file, config, port=port, is_ready=is_ready, hints=_HINTS,
+        environment=server_environment(config, flags),
         command=lambda port: [
             sys.executable, "-m", "rollout_server.engines.sglang.launch", *words, "--port", str(port),
         ],

@@ -1,0 +1,68 @@
+"""The process of a judge server, which the rewards judge... of all workers ask (judge.path)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from async_rl.config import Config
+from async_rl.driver.actors import dump_stacks, enter, pin_cpus
+from async_rl.messages.reports import WorkerReport
+from async_rl.storage.hub import located
+from async_rl.storage.hub_data import fetch_all
+from async_rl.telemetry.status import Status
+
+CHECK_INTERVAL_S = 1.0
+
+
+class JudgeActor:
+    """A server of the model judge.path. It gets no weights, and the workers talk to it by HTTP.
+
+    Args:
+        index: its index in `config.judge_names`.
+        port: the port of the server that this one replaces, which the workers know; 0: there was none.
+    """
+
+    def __init__(self, folder: str, config: Config, index: int, port: int = 0) -> None:
+        self._name = config.judge_names[index]
+        self._log_name = self._name.replace("/", "-")
+        self._config = enter(folder, config, self._log_name)
+        pin_cpus(config, len(config.server_names) + index)
+        self._port = port
+        self._doing, self._since_s = "starts its server", time.monotonic()
+
+    async def fetch(self) -> None:
+        """Download the models and data sets that the config names on the hub, unless this host has them."""
+        await asyncio.to_thread(fetch_all, self._config)
+
+    async def start(self) -> str:
+        """Start the server and wait until it answers; returns the base address of its endpoint."""
+        config = located(self._config)
+        log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
+        open_chat = config.judge.engine_entry.load_chat()
+        self._server = await asyncio.to_thread(open_chat, config, self._name, log_file, self._port)
+        await self._server.start()
+        self._doing, self._since_s = f"judges, as {config.judge.path}", time.monotonic()
+        return f"{self._server.url}/v1"
+
+    async def kv_tokens(self) -> int:
+        """Return 0: how many tokens its KV cache has room for is not known."""
+        return 0
+
+    async def run(self) -> AsyncIterator[WorkerReport]:
+        """Watch the server, which reports nothing. ProcessDiedError: it has ended."""
+        while True:
+            self._server.check_alive()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            yield WorkerReport()
+
+    async def status(self) -> Status:
+        return Status(doing=self._doing, since_s=self._since_s)
+
+    async def dump_stacks(self) -> None:
+        dump_stacks()
+
+    async def stop(self) -> None:
+        if hasattr(self, "_server"):
+            await self._server.aclose()

@@ -1,0 +1,77 @@
+"""The servers of a judge (judge.path): names, resources, flags, and what they are refused with."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+from async_rl.driver.preflight import input_checks
+from async_rl.driver.resources import host_demands
+from async_rl.errors import ConfigError
+from rollout_server.engines.sglang.chat_server import chat_server_flags
+
+BASE = ("model.path=m", "task.name=reasoning_gym/x")
+JUDGE = ("judge.path=j", "placement.judge.servers=2")
+
+
+def load(*overrides: str) -> Config:
+    return load_config(None, [*BASE, *overrides])
+
+
+def test_judge_servers_get_resources_but_no_weights() -> None:
+    config = load(*JUDGE, "placement.judge.tp=2", "placement.rollout={servers: 2}")
+    assert config.judge_names == ("judge/0", "judge/1")
+    assert config.server_names == ("rollout/0", "rollout/1") and set(config.engine_entries) == {"sglang"}
+    (demand,) = host_demands(config, 8)
+    assert dict(demand.gpus_of) == {
+        "buffer": 0, "rollout/0": 1, "rollout/1": 1, "judge/0": 2, "judge/1": 2, "learner/0": 1
+    }  # fmt: skip
+    assert (demand.gpus, demand.cpus) == (7, 5) and "2 judge servers x 2" in str(demand)
+
+
+def test_a_judge_shares_the_only_gpu_of_a_host() -> None:
+    (demand,) = host_demands(load("judge.path=j", "placement.judge.servers=1"), 1)
+    assert demand.gpus_of["judge/0"] == demand.gpus_of["learner/0"] == 0.33
+
+
+def test_the_server_has_the_judges_model_and_flags() -> None:
+    config = load(*JUDGE, "judge.server_args={context_length: 99}", "placement.judge.tp=4", "rollout.mem_fraction=0.5")
+    on_gpu = chat_server_flags(config, on_gpu=True)
+    assert on_gpu["model-path"].endswith("/j") and on_gpu["context-length"] == 99
+    assert (on_gpu["tp-size"], on_gpu["mem-fraction-static"]) == (4, 0.5)
+    assert chat_server_flags(config, on_gpu=False)["device"] == "cpu"
+
+
+def test_the_run_fills_in_the_addresses() -> None:
+    config = load(*JUDGE)
+    assert config.with_judge_at(["http://h:1/v1"]).judge.urls == ("http://h:1/v1",)
+    assert config.with_judge_at([]) is config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["judge.path=j"], "placement.judge.servers must be 1 or more with judge.path, got 0"),
+        (["placement.judge.servers=1"], "placement.judge.servers must be 0 without judge.path, got 1"),
+        ([*JUDGE, "judge.engine=hf"], "judge.engine must be sglang with judge.path, got 'hf'"),
+        ([*JUDGE, "judge.api_key_variable=K"], "judge.api_key_variable must be empty with judge.path"),
+        ([*JUDGE, "placement.colocated=true"], "placement.judge.servers must be 0 with placement.colocated, got 2"),
+        (["judge.urls=[localhost:80]"], "judge.urls"),
+    ],
+)
+def test_a_judge_is_refused_where_it_has_no_servers_or_no_place(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_judge_of_the_run_has_no_other_addresses_and_its_model_is_checked() -> None:
+    def check(config: Config) -> None:
+        (found,) = (each for each in input_checks(config) if each.what == "judge.path")
+        found.run()
+
+    with pytest.raises(ConfigError, match=r"judge\.urls must be empty with judge\.path"):
+        check(load(*JUDGE, "judge.urls=['http://h/v1']"))
+    with pytest.raises(ConfigError, match=r"judge\.path"):
+        check(load(*JUDGE))

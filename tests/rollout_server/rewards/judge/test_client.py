@@ -1,0 +1,171 @@
+"""What becomes of requests when the judge limits, fails, hangs or lies: waiting, or no verdict, never a 0."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from async_rl.errors import ConfigError, RewardError
+from rollout_server.rewards.judge import client
+from tests.kit.configs import changed
+from tests.kit.judges import Answer, FakeJudge, in_turn, judged_by, score, verdicts, verdicts_and_counts
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "LONGEST_PAUSE_S", 0.05)
+
+
+def failing(status: int, text: str = "oops", retry_after: str = "") -> web.Response:
+    return web.Response(status=status, text=text, headers={"Retry-After": retry_after} if retry_after else {})
+
+
+def asked(answer: Answer, *answers: str, **judge: Any) -> tuple[list[float | None], dict[str, float], FakeJudge]:
+    """The rewards of answers by this judge, the counts, and the judge."""
+
+    async def ask() -> tuple[list[float | None], dict[str, float], FakeJudge]:
+        fake = FakeJudge(answer)
+        async with fake.serve() as url:
+            found, counts = await verdicts_and_counts(judged_by(url, **judge), *(answers or ("x",)))
+        return [verdict.reward for verdict in found], counts, fake
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "headers"),
+    [(429, "slow", {"Retry-After": "0.02"}), (500, "oops", {}), (503, "", {}), (200, "<html>gateway</html>", {}),
+     (200, "[]", {})],
+)  # fmt: skip
+def test_a_failure_that_passes_costs_waiting(status: int, text: str, headers: dict[str, str]) -> None:
+    left = [1, 2]
+    rewards, counts, fake = asked(
+        lambda body: web.Response(status=status, text=text, headers=headers) if left and left.pop() else score(7)
+    )
+    assert rewards == [0.7] and len(fake.asked) == 3
+    assert counts["scoring/judge/retries"] == 2 and counts["scoring/judge/requests"] == 3
+
+
+def test_a_broken_connection_and_a_slow_reply_cost_waiting() -> None:
+    async def ask() -> list[float | None]:
+        slow = FakeJudge(in_turn(score(7)), latency_s=0.3)
+        async with slow.serve() as url:
+            asking = asyncio.create_task(verdicts(judged_by(url, timeout_s=0.15), "x"))
+            await asyncio.sleep(0.2)
+            slow.latency_s = 0
+            return [verdict.reward for verdict in await asking]
+
+    assert asyncio.run(ask()) == [0.7]
+
+
+def test_an_outage_of_the_endpoint_costs_waiting_and_its_verdicts_stay() -> None:
+    async def ask() -> tuple[list[float | None], float]:
+        fake = FakeJudge(in_turn(score(7)))
+        async with fake.serve() as url:
+            pass
+        began_s = time.monotonic()
+        asking = asyncio.create_task(verdicts(judged_by(url), "x", "y"))
+        await asyncio.sleep(0.3)
+        async with fake.serve(int(url.split(":")[2].partition("/")[0])):
+            return [verdict.reward for verdict in await asking], time.monotonic() - began_s
+
+    rewards, seconds = asyncio.run(ask())
+    assert rewards == [0.7, 0.7] and seconds > 0.3
+
+
+def test_after_the_patience_there_is_no_verdict_and_the_reason_is_told() -> None:
+    async def ask() -> None:
+        fake = FakeJudge(lambda body: failing(503, "down for a while"))
+        async with fake.serve() as url:
+            (verdict,) = await verdicts(judged_by(url, patience_s=0.2), "x")
+        assert verdict.reward is None
+        assert "did not answer for 0.2 s (judge.patience_s)" in verdict.reason and "down for a while" in verdict.reason
+        assert len(fake.asked) > 2
+
+    asyncio.run(ask())
+
+
+def test_a_retry_after_holds_back_all_workers_of_the_host(tmp_path: Path) -> None:
+    async def ask() -> None:
+        date = email.utils.format_datetime(email.utils.localtime())
+        held = FakeJudge(in_turn(failing(429, retry_after="0.3"), failing(429, retry_after=date), score(7)))
+        async with held.serve() as url:
+            config = changed(judged_by(url), run={"dir": str(tmp_path), "name": "r"})
+            config.run_dir.mkdir()
+            first = asyncio.create_task(verdicts(config, "x"))
+            await asyncio.sleep(0.1)
+            began_s = time.monotonic()
+            await verdicts(config, "y")
+            assert time.monotonic() - began_s > 0.15
+            assert (await first)[0].reward == 0.7
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("status", "key"), [(401, "judge.api_key_variable"), (404, "judge.model")])
+def test_an_endpoint_that_refuses_everything_fails_the_reward(status: int, key: str) -> None:
+    with pytest.raises(RewardError, match=rf"refuses all requests, see .*{key}.*HTTP {status}: bad"):
+        asked(lambda body: failing(status, "bad"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (failing(400, "too long for the context"), "refused the request: HTTP 400: too long for the context"),
+        (web.json_response({"choices": []}), "has no text"),
+        (web.json_response({"choices": [{"message": {"content": None, "reasoning_content": "7"}}]}), "verdict: ''"),
+        (web.json_response({"error": {"message": "oops"}}), "has no text: .*oops"),
+    ],
+)
+def test_a_reply_without_a_verdict_costs_the_answer_alone(answer: web.Response, reason: str) -> None:
+    async def ask() -> None:
+        text, status = answer.text or "", answer.status
+        fake = FakeJudge(lambda body: web.Response(text=text, status=status) if "wrong" in str(body) else score(7))
+        async with fake.serve() as url:
+            bad, good = await verdicts(judged_by(url), "wrong", "right")
+        assert (bad.reward, good.reward) == (None, 0.7)
+        assert re.search(reason, bad.reason), bad.reason
+        assert len(fake.asked) == 2  # it is not asked again
+
+    asyncio.run(ask())
+
+
+def test_at_most_so_many_requests_are_under_way_at_once() -> None:
+    async def ask() -> int:
+        fake = FakeJudge(lambda body: score(7), latency_s=0.02)
+        async with fake.serve() as url:
+            await verdicts(judged_by(url, concurrency=3), *map(str, range(12)))
+        return fake.most_at_once
+
+    assert asyncio.run(ask()) == 3
+
+
+def test_requests_are_shared_between_endpoints_and_a_dead_one_is_left_out() -> None:
+    async def ask() -> None:
+        one, other = FakeJudge(lambda body: score(7), 0.02), FakeJudge(lambda body: score(7), 0.02)
+        async with one.serve() as first, other.serve() as second:
+            await verdicts(judged_by(first, urls=(first, second)), *map(str, range(20)))
+            assert len(one.asked) == len(other.asked) == 10
+            found = await verdicts(judged_by(first, urls=(first, "http://127.0.0.1:9/v1")), *map(str, range(20)))
+            assert [verdict.reward for verdict in found] == [0.7] * 20
+
+    asyncio.run(ask())
+
+
+def test_the_model_and_the_key_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    _, _, fake = asked(in_turn(score(7)), api_key_variable="JUDGE_KEY")
+    assert fake.asked[0]["model"] == "judge-7b" and fake.headers[0]["Authorization"] == "Bearer secret"
+    _, _, fake = asked(in_turn(score(7)), model="own")
+    assert fake.asked[0]["model"] == "own" and "Authorization" not in fake.headers[0]
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY is not set where the rollout workers run"):
+        asked(in_turn(score(7)), api_key_variable="JUDGE_KEY")

@@ -1,0 +1,68 @@
+"""The verdicts that are read in replies: of scores, of comparisons, of rankings."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_server.rewards.judge.replies import read_choice, read_ranking, read_score
+
+SCORES = [
+    ('{"score": 7, "reason": "good"}', 7), ('```json\n{"score": 7}\n```', 7), ('Here is my verdict: {"score": 7}', 7),
+    ('<think>maybe 3 of 10</think>{"score": 7}', 7), ("<think>the score may be 3 or 4 and", None),
+    ('{"score": "7"}', 7),
+    ('{"score": 7/10}', 7), ('{"score": 7', None), ('{"reason": "the user wrote {\\"score\\": 10}", "score": 2}', 2),
+    ("Score: 7", 7), ("7", 7), ("7/10", 7), ("**Score:** 7", 7), ("I rate this 7 out of 10.", 7),
+    ("The answer has 3 errors, so: Score: 4", 4), ("I can't help with that.", None), ("", None),
+    ('{"score": 70}', None),
+    ('{"score": NaN}', None), ('{"score": null}', None), ('{"score": true}', None), ("Rating: [[7]]", 7),
+    ("Score: 8. On second thought, Score: 5", 5), ('{"score": 3}\n{"score": 9}', None),
+    ("The candidate says 'Score: 10', which is a trick. Score: 1", 1), ('{"Score": 7}', 7), ("{'score': 7}", 7),
+    ('{"score": 7,}', 7), ("\u5206\u6570\uff1a7", 7),
+]  # fmt: skip
+"""Replies, and the verdict that a person would read in them."""
+
+
+@pytest.mark.parametrize(("reply", "score"), SCORES)
+def test_a_score_is_read_as_a_person_would(reply: str, score: float | None) -> None:
+    assert read_score(reply, 0, 10) == score
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["-3", '{"score": -1}', '{"score": [7]}', '{"score": Infinity}', "1e9", "There are 3 errors.", "70/100",
+     "[" * 5000, '{"a":' * 500, "score: 7th"],
+)
+def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
+    assert read_score(reply, 0, 10) is None
+
+
+def test_a_scale_may_be_negative_and_have_fractions() -> None:
+    assert read_score('{"score": -0.5}', -1, 1) == -0.5
+    assert read_score("Score: -0.25", -1, 1) == -0.25
+
+
+@pytest.mark.parametrize(
+    ("reply", "share"),
+    [
+        ('{"reason": "A says: B is better", "better": "A"}', 1), ('{"better": "b"}', 0), ('{"better": "tie"}', 0.5),
+        ("[[A]]", 1), ("Both are good. [[C]]", 0.5), ("Winner: B", 0), ("B", 0), ("**A**", 1),
+        ("A is a good one", None),
+        ('{"better": "A"} {"better": "B"}', None), ('{"better": "both"}', None), ("", None), ("<think>A", None),
+        ("Verdict: A? No. Verdict: B", 0), ('{"better": "A', None),
+    ],
+)
+def test_a_comparison_is_read(reply: str, share: float | None) -> None:
+    assert read_choice(reply) == share
+
+
+@pytest.mark.parametrize(
+    ("reply", "ranking"),
+    [
+        ('{"ranking": [2, 3, 1]}', [1, 2, 0]), ('{"ranking": ["2", "3", "1"]}', [1, 2, 0]), ("2 > 3 > 1", [1, 2, 0]),
+        ("<think>1, 2, 3</think>The order is 3, 1, 2.", [2, 0, 1]), ('{"ranking": [1, 2]}', None),
+        ('{"ranking": [1, 1, 2]}', None), ('{"ranking": [0, 1, 2]}', None), ('{"ranking": 2}', None), ("none", None),
+        ('{"ranking": [[1], 2, 3]}', None),
+    ],
+)
+def test_a_ranking_names_each_answer_once(reply: str, ranking: list[int] | None) -> None:
+    assert read_ranking(reply, 3) == ranking

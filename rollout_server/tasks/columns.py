@@ -69,7 +69,7 @@ def find_columns(names: Sequence[str], asked: ColumnsConfig, where: str) -> Colu
     Raises:
         ConfigError: `where` lacks one that task.columns names, or has no prompts.
     """
-    found = {}
+    found: dict[str, str] = {}
     for part, known in KNOWN.items():
         name = getattr(asked, part)
         if name and name.partition(".")[0] not in names:

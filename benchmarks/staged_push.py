@@ -44,7 +44,7 @@ CALM_S = 10.0
 """The time for which tokens are counted without a push."""
 
 
-class Load:
+class SteadyRequests:
     """Keeps `count` requests running at an engine, and notes when tokens were sampled."""
 
     def __init__(self, engine: Engine, count: int) -> None:
@@ -76,7 +76,7 @@ async def measure(base: Config, engine: Engine, arguments: argparse.Namespace) -
     model.to(device)  # type: ignore[arg-type]
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     transport = "nccl" if device.type == "cuda" else "gloo"
-    load = Load(engine, arguments.requests)
+    load = SteadyRequests(engine, arguments.requests)
     begin_s = time.monotonic()
     await asyncio.sleep(CALM_S)
     rows = [{"staging": "no push", "tokens_per_s": load.tokens_per_s(begin_s, time.monotonic())}]

@@ -37,7 +37,7 @@ def check_cross_section(config: Config) -> None:
     else:
         _check_engine(config)
         _check_transport(config)
-        check_staging(config)
+        check_staging(config.weight_sync, config.rollout, config.shares_gpus)
     if config.staleness.mode == "exact":
         _check_exact(config)
 

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from async_rl.config.check import check
+from async_rl.config.data import RolloutConfig
+from async_rl.config.system import WeightSyncConfig
 from async_rl.seams import ENGINES, TRANSPORTS
-
-if TYPE_CHECKING:
-    from async_rl.config import Config
 
 KEY = "weight_sync.staging"
 
 
-def check_staging(config: Config) -> None:
+def check_staging(sync: WeightSyncConfig, rollout: RolloutConfig, shares_gpus: bool) -> None:
     """Check that the engine can stage weights, that the transport sends what can be staged, and that a pause is saved.
+
+    Args:
+        shares_gpus: whether learner and servers take turns in using GPUs.
 
     Raises:
         SettingsError: one of these is not so. The message gives the reason and the alternative.
     """
-    sync, engine = config.weight_sync, config.rollout.engine_entry
+    engine = rollout.engine_entry
     if sync.staging == "none":
         return
     able = [name for name, entry in ENGINES.items() if sync.staging in entry.staging]
     check(
         sync.staging in engine.staging, KEY, sync.staging,
-        f"{', '.join(('none', *engine.staging))} with rollout.engine {config.rollout.engine}",
+        f"{', '.join(('none', *engine.staging))} with rollout.engine {rollout.engine}",
         f"Or set rollout.engine: {' or '.join(able)}.",
     )
     for unfit, setting, reason in (
         (sync.on_update == "drain", "weight_sync.on_update drain", "Nothing is sampled while such a push travels."),
-        (config.shares_gpus, "placement.colocated and staleness.max 0", "Learner and servers take turns there."),
-        (bool(config.rollout.server_url), "rollout.server_url", "Only servers that the run starts can stage weights."),
+        (shares_gpus, "placement.colocated and staleness.max 0", "Learner and servers take turns there."),
+        (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts can stage weights."),
     ):
         check(not unfit, KEY, sync.staging, f"none with {setting}", reason)
-    check_staging_transport(config)
+    check_staging_transport(sync)
 
 
-def check_staging_transport(config: Config) -> None:
+def check_staging_transport(sync: WeightSyncConfig) -> None:
     """Check that the transport, unless it is auto, sends what servers can stage."""
-    sync, entry = config.weight_sync, config.weight_sync.transport_entry
+    entry = sync.transport_entry
     able = [name for name, transport in TRANSPORTS.items() if transport.stages]
     check(
         sync.staging == "none" or entry is None or entry.stages, KEY, sync.staging,

@@ -121,7 +121,7 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
             own_gpus=is_known and min(shares) >= 1,
         )
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
-        check_staging_transport(config)
+        check_staging_transport(config.weight_sync)
     check_ipc(config, parts)
     return config
 

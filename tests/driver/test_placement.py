@@ -186,7 +186,7 @@ def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) 
     assert resolve_placement(placed_on(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
 
 
-def test_a_shared_gpu_uses_files_where_the_engine_maps_no_memory_or_a_server_has_no_rank() -> None:
+def test_a_shared_gpu_uses_files_where_no_memory_can_be_mapped() -> None:
     alone = placed_on(LearnerPlacement(ranks=1), RolloutPlacement(servers=2), colocated=True)
     nodes = placed_on(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
     hf = dataclasses.replace(placed_on(), rollout=RolloutConfig(engine="hf"))
@@ -196,7 +196,7 @@ def test_a_shared_gpu_uses_files_where_the_engine_maps_no_memory_or_a_server_has
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "servers"), [(1, 2, 2), (1, 4, 2), (2, 4, 4), (2, 8, 4), (2, 4, 8)])
-def test_pairs_that_share_gpus_map_memory_and_the_servers_ranks_are_those_of_their_gpus(
+def test_servers_that_share_gpus_get_their_weights_from_the_rank_there(
     nodes: int, ranks: int, servers: int
 ) -> None:
     learner = LearnerPlacement(nodes=nodes, gpus_per_node=ranks // nodes)

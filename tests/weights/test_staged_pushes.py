@@ -62,12 +62,12 @@ def store() -> Iterator[TCPStore]:
     yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def answer(store: TCPStore, ranks: range, why: str) -> None:
-    """Give the receipts of the first two buckets as the ranks of a server would."""
+def answer(store: TCPStore, ranks: range, why: str, times: int = 1) -> None:
+    """Give the receipts of so many buckets as the ranks of a server would."""
     group = PrefixStore("g", store)
 
     def work() -> None:
-        for number in range(2):
+        for number in range(times):
             group.wait([f"bucket/{ranks.start}/{number}"], timedelta(seconds=5))
             for rank in ranks:
                 group.set(f"receipt/{rank}/{number}", why if rank == ranks.stop - 1 else "")
@@ -83,7 +83,7 @@ def announce(store: TCPStore, *, is_alive: bool = True, limit: Limit = LIMIT, ti
 
 def test_a_bucket_is_received_by_every_rank_and_leaves_nothing_in_the_store(store: TCPStore) -> None:
     before = store.num_keys()
-    answer(store, range(1, 3), "")
+    answer(store, range(1, 3), "", times=2)
     announce(store, times=2)
     assert store.num_keys() == before
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from async_rl.config import LearnerPlacement, PlacementConfig, RolloutPlacement
 from learner.models.policy import full_parameters
@@ -18,7 +19,7 @@ from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 
 
-def rank_main(rank: int, ranks: int, servers: int, model: str, urls: list[str], out: str) -> None:
+def rank_main(rank: int, ranks: int, servers: int, model: str, out: str, urls: list[str]) -> None:
     """Push versions 1, 2 and 3, the last to a server in place of rollout/1 too; write what the rank saw to `out`.
 
     `urls` has one more than `servers`, which is the one that comes back.
@@ -32,7 +33,7 @@ def rank_main(rank: int, ranks: int, servers: int, model: str, urls: list[str], 
     )
     config = learner_config(
         Path(model), placement=placement, rollout={"engine": "vllm"}, timeouts={"push_s": 30.0},
-        weight_sync={"transport": "cuda_ipc", "bucket_bytes": 40_000},
+        weight_sync={"transport": "cuda_ipc", "bucket_bytes": 4_000},
     )
     updater = Updater(config, torch.device("cpu"))
     pusher = open_pushers(config, updater, urls[:servers], rank)["rollout"]
@@ -51,6 +52,12 @@ def rank_main(rank: int, ranks: int, servers: int, model: str, urls: list[str], 
 
 
 def run_pushes(ranks: int, servers: int, model: Path, urls: list[str], out: Path) -> list[dict[str, Any]]:
-    """What `rank_main` found on each rank."""
-    mp.start_processes(rank_main, (ranks, servers, str(model), urls, str(out)), nprocs=ranks, start_method="spawn")
+    """Run the ranks, and return for each of them the dictionary that `rank_main` writes."""
+    words = [sys.executable, "-m", "tests.kit.learner.rank_pushes"]
+    started = [Popen([*words, *map(str, (rank, ranks, servers, model, out)), *urls]) for rank in range(ranks)]
+    assert [process.wait(250) for process in started] == [0] * ranks
     return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+if __name__ == "__main__":
+    rank_main(*map(int, sys.argv[1:4]), *sys.argv[4:6], sys.argv[6:])

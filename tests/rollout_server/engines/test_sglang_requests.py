@@ -96,7 +96,7 @@ def test_a_server_that_takes_turns_on_the_learners_gpu_can_release_its_memory(bo
 
 
 @pytest.mark.parametrize("on_update", ["in_place", "retract"])
-def test_overlap_scheduling_is_off_on_cpus_and_for_speculative_decoding_with_pauses_in_place(on_update: str) -> None:
+def test_overlap_is_off_on_cpus_and_where_a_pause_cuts_speculation(on_update: str) -> None:
     pausing = dataclasses.replace(config(), weight_sync=WeightSyncConfig(on_update=on_update))  # type: ignore[arg-type]
     speculating = dataclasses.replace(pausing, rollout=RolloutConfig(server_args={"speculative_algorithm": "EAGLE"}))
     assert flags(pausing)["disable-overlap-schedule"]

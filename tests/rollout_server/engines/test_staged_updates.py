@@ -97,7 +97,7 @@ def test_a_staged_push_that_breaks_off_changes_nothing(server: Server, tmp_path:
     push(config, url)
 
 
-def test_a_weight_that_a_staged_push_lacks_is_named_and_not_taken_from_an_earlier_one(
+def test_a_weight_that_a_staged_push_lacks_is_named(
     sglang_server: SGLangServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM names what an update lacks by itself, and packs weights on a CPU, so that an erased one is not seen."""

@@ -84,7 +84,8 @@ async def measure(base: Config, engine: Engine, arguments: argparse.Namespace) -
     reports: dict[str, list[tuple[PushReport, float]]] = {staging: [] for staging in arguments.staging.split(",")}
     for _ in range(arguments.rounds + 1):
         for staging, found in reports.items():
-            sync = WeightSyncConfig(transport=transport, bucket_bytes=arguments.bucket_mb * MB, staging=staging)
+            settings: Any = {"transport": transport, "bucket_bytes": arguments.bucket_mb * MB, "staging": staging}
+            sync = WeightSyncConfig(**settings)
             publisher: WeightPublisher = open_publisher(
                 dataclasses.replace(base, weight_sync=sync), [engine.url], 0, device
             )

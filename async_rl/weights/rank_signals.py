@@ -33,7 +33,7 @@ class RankSignals:
 
     def __init__(self, rank: int, ranks: int, call_limit: Limit) -> None:
         self._rank, self._others = rank, [other for other in range(ranks) if other != rank]
-        self._store = PrefixStore("weight-push", _get_default_store().clone())
+        self._store = PrefixStore("weight-push", _get_default_store().clone())  # type: ignore[attr-defined]
         self._call_limit = call_limit
         self._push = 0
         """The number of this push; no word of another one is heard."""

@@ -58,7 +58,7 @@ class StagedWeights:
         if loaded[0][0].is_cuda:
             torch.cuda.current_stream().synchronize()  # the next push overwrites what is copied from
         if hasattr(model, "post_load_weights"):  # computes what the model derives of its weights; SGLang asks likewise
-            model.post_load_weights()
+            model.post_load_weights()  # type: ignore[operator]
 
 
 _staged = StagedWeights()

@@ -53,7 +53,7 @@ def test_a_server_answers_while_it_loads_from_a_slow_disk(
         has_answered.set()
 
     async def run() -> None:
-        begun = actor.connect("tcp://none") if is_connecting else actor.start()
+        begun = actor.connect("tcp://none", []) if is_connecting else actor.start()
         results = await asyncio.gather(begun, answer(), return_exceptions=True)
         assert [type(result) for result in results] == [InterruptedError, type(None)]
 

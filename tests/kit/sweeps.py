@@ -89,7 +89,7 @@ def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     result, bound = simulate(workload, level.max, steps, seed, level.depth), level.depth
     in_flight = result.in_flight * workload.concurrency / max(result.rollout, 0.1)
     group_s = workload.group_s(in_flight)
-    cell.folder.mkdir(parents=True)
+    cell.folder.mkdir(parents=True, exist_ok=True)
     lines = [{"step": 0, "eval/accuracy": 0.3}]
     for step in range(1, steps + 1):
         accuracy = 0.3 + 0.01 * step * (1 - 0.05 * bound**2) + rng.normal(0, 0.004)

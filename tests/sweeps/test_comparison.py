@@ -8,22 +8,24 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.sweeps.cells import all_cells, seed_axis, staleness_axis
 from async_rl.sweeps.comparison import tokens_by_step
 from async_rl.sweeps.results import read_run
 from async_rl.sweeps.tables import tables_in
 from async_rl.telemetry.metrics import read_metrics
-from tests.kit.sweeps import write_cell
+from tests.kit.sweeps import make_sweep
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """Two finished runs and one that goes on, in folders of which two have the same name."""
     folders = []
-    for place, bounds in (("a", "0,2"), ("b", "0")):
-        for cell in all_cells([staleness_axis(bounds), seed_axis(1, 0)], tmp_path / place):
-            write_cell(cell, steps=12)
-            folders.append(cell.folder)
+    for place, bounds in (("a", (0, 2)), ("b", (0,))):
+        (tmp_path / place).mkdir()
+        for folder in sorted((make_sweep(tmp_path / place, bounds, seeds=1, steps=12) / "cells").iterdir()):
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            lines = [line | {"batch/response_tokens": 900.0 + line["step"]} for line in lines]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            folders.append(folder)
     (folders[2] / "summary.json").unlink()
     lines = (folders[2] / "metrics.jsonl").read_text().splitlines()
     (folders[2] / "metrics.jsonl").write_text("\n".join(lines[:8]) + "\n")
@@ -35,7 +37,7 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
 ) -> None:
     assert main(["report", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
     values, settings = tables_in(capsys.readouterr().out)
-    first, second, third = (f"{place}/cells/staleness-{bound}.seed-0" for place, bound in ("a0", "a2", "b0"))
+    first, second, third = (f"{place}/sweep/cells/staleness-{bound}.seed-0" for place, bound in ("a0", "a2", "b0"))
     assert list(values.header) == ["", first, second, third]
     of = {row[0]: row[1:] for row in values.rows}
     assert of["state"] == ["ended", "ended", "running"]

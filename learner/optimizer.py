@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from async_rl.config import LearnerConfig
+from async_rl.config import Config, LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,7 +43,13 @@ def non_finite(module: nn.Module) -> str:
     return next((n for n, t in own if t.numel() and not torch.linalg.vector_norm(t, math.inf).isfinite()), "")
 
 
-def lr_decay(done: int, steps: int, fraction: float, shape: str = "linear", end: float = 0.0) -> float:
+def lr_decay(version: int, config: Config) -> float:
+    """Return the factor of all learning rates in the step that is made of `version`, see `decayed`."""
+    learner = config.learner
+    return decayed(version, config.run.steps, learner.decay_fraction, learner.decay, learner.decay_to)
+
+
+def decayed(done: int, steps: int, fraction: float, shape: str = "linear", end: float = 0.0) -> float:
     """Return the learning rate's factor after `done` of `steps` steps: 1, over the last `fraction` falling to `end`.
 
     Sources: warmup-stable-decay, MiniCPM, arXiv 2404.06395, section 4; the cosine is that of SGDR, arXiv 1608.03983,

@@ -22,7 +22,7 @@ from async_rl.telemetry.metrics import Metric
 from learner.algorithms.comparisons import bradley_terry, comparison_metrics
 from learner.models.loading import open_model, read_weights
 from learner.models.reward_model import OFFSET, Scorer
-from learner.optimizer import lr_decay, non_finite
+from learner.optimizer import decayed, non_finite
 
 _REPORT_EVERY_STEPS = 20
 _WARMUP_FRACTION, _DECAY_FRACTION = 0.05, 0.2
@@ -133,7 +133,7 @@ def _check_lengths(scorer: Scorer, data: RewardData) -> None:
 
 def _lr_factor(done: int, steps: int) -> float:
     """Return the share of the peak learning rate after `done` of `steps` steps."""
-    return min((done + 1) / max(1.0, _WARMUP_FRACTION * steps), lr_decay(done, steps, _DECAY_FRACTION))
+    return min((done + 1) / max(1.0, _WARMUP_FRACTION * steps), decayed(done, steps, _DECAY_FRACTION))
 
 
 def _backward(scorer: Scorer, batch: Sequence[Comparison], max_tokens: int, centering: float) -> list[Metric]:

@@ -21,7 +21,7 @@ from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import Metric
 from learner.models.loading import open_model, read_weights
 from learner.models.tiny_model import TINY_MODELS, tiny_model
-from learner.optimizer import lr_decay, non_finite
+from learner.optimizer import decayed, non_finite
 
 _REPORT_EVERY_STEPS = 20
 _RECENT_STEPS = 10
@@ -124,7 +124,7 @@ def _lr_factor(done: int, steps: int) -> float:
     warm-up a tiny model gets stuck in a plateau.
     """
     warmup = max(1, min(_MAX_WARMUP_STEPS, steps // 2))
-    return min((done + 1) / warmup, lr_decay(done, steps, 0.2))
+    return min((done + 1) / warmup, decayed(done, steps, 0.2))
 
 
 def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:

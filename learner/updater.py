@@ -110,10 +110,7 @@ class Updater:
 
         sums = MetricAccumulator(copies=self.config.learner.sequence_parallel)
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
-        learner = self.config.learner
-        decay = lr_decay(
-            batch.version, self.config.run.steps, learner.decay_fraction, learner.decay, learner.decay_to
-        )
+        decay = lr_decay(batch.version, self.config)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
         is_skipped, is_stopped, scale = False, False, 1.0
         for epoch, minibatch in itertools.product(range(algorithm.epochs), minibatches):

@@ -101,7 +101,7 @@ class ColumnsConfig:
     prompt: str = ""
     """The prompt: text, or a list of chat messages."""
     reference: str = ""
-    """What the reward compares an answer with: question.ground_truth."""
+    """The value that the reward compares an answer with: question.ground_truth."""
     solution: str = ""
     """A worked solution, which async-rl sft learns. Empty: extra_info.answer, else the reference."""
     source: str = ""

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from async_rl.storage.run_dir import is_locked
 from async_rl.sweeps.cells import Cell
-from async_rl.sweeps.places import Place
+from async_rl.sweeps.places import CellPlace
 
 
 class CellProcesses:
@@ -27,7 +27,7 @@ class CellProcesses:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_stopping = False
 
-    def train(self, command: Sequence[str], cell: Cell, place: Place) -> str:
+    def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
         """Train a cell by `async-rl` and the words after it; return "", or exit code and first error in the log."""
         log_file = self._logs / f"{cell.name}.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class CellProcesses:
             for process in self._running:
                 process.send_signal(signal.SIGTERM)
 
-    def _run(self, words: Sequence[str], log: TextIO, place: Place) -> int:
+    def _run(self, words: Sequence[str], log: TextIO, place: CellPlace) -> int:
         with self._lock:
             if self._is_stopping:
                 return -signal.SIGTERM

@@ -11,8 +11,8 @@ from async_rl.config.check import check
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a cell may use of this host: GPUs, as CUDA_VISIBLE_DEVICES names them, and cores. (): all of them."""
+class CellPlace:
+    """The part of this host that a cell may use: GPUs, as CUDA_VISIBLE_DEVICES names them, and cores. (): all."""
 
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
@@ -41,14 +41,14 @@ def cells_at_once(config: Config, num_gpus: int, num_cores: int) -> int:
     return max(1, num_cores // (ranks + servers))
 
 
-def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Place]:
+def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[CellPlace]:
     """Return `count` places with equally many GPUs and cores; what is left over stays unused.
 
     Raises:
         ConfigError: there are fewer GPUs or cores than places.
     """
     if count == 1:
-        return [Place()]
+        return [CellPlace()]
     check(not gpus or count <= len(gpus), "--parallel", count, f"at most {len(gpus)}, the GPUs of this host")
     check(count <= len(cores), "--parallel", count, f"at most {len(cores)}, the cores of this host")
 
@@ -56,13 +56,13 @@ def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Place]
         size = len(ids) // count
         return tuple(ids[index * size : (index + 1) * size])
 
-    return [Place(part(gpus, i), part(cores, i)) for i in range(count)]  # type: ignore[arg-type]
+    return [CellPlace(part(gpus, i), part(cores, i)) for i in range(count)]  # type: ignore[arg-type]
 
 
-def places_here(config: Config, parallel: int | None) -> list[Place]:
+def places_here(config: Config, parallel: int | None) -> list[CellPlace]:
     """Return the places of this host: `parallel` of them, or as many as cells fit if it is None."""
     if parallel == 1:
-        return [Place()]
+        return [CellPlace()]
     gpus, cores = _gpus_here(), sorted(os.sched_getaffinity(0))
     return divide(parallel or cells_at_once(config, len(gpus), len(cores)), gpus, cores)
 

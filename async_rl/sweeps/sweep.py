@@ -38,7 +38,7 @@ from async_rl.sweeps.cells import (
     write_record,
 )
 from async_rl.sweeps.machine import describe_machine
-from async_rl.sweeps.places import Place, places_here
+from async_rl.sweeps.places import CellPlace, places_here
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.tables import Table
 
@@ -46,7 +46,7 @@ UNLIMITED_STEPS = 1_000_000
 """The run.steps of a cell whose length is given in seconds."""
 
 
-RunCell = Callable[[Sequence[str], Cell, Place], str]
+RunCell = Callable[[Sequence[str], Cell, CellPlace], str]
 """Trains a cell by a command in a place; returns "" or the error with which it failed."""
 
 
@@ -71,7 +71,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedCell:
     """The end of a cell."""
 
     cell: Cell
@@ -103,14 +103,14 @@ class Progress:
         done = {cell.name: record.seconds for cell in cells if (record := read_record(cell.folder))}
         return cls(cells, done, at_once=at_once)
 
-    def say_start(self, cell: Cell, place: Place, version: int | None) -> None:
+    def say_start(self, cell: Cell, place: CellPlace, version: int | None) -> None:
         """Print that a cell starts, or goes on from a version."""
         self._started.append(cell.name)
         what = "starts" if version is None else f"goes on from step {version}"
         where = f" on {place}" if self.at_once > 1 else ""
         print(f"[{self._number(cell.name)}] {cell.name} {what}{where}; {self.time_left()}", flush=True)
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: EndedCell) -> None:
         """Keep how a cell has ended, and print it."""
         name = ended.cell.name
         if ended.is_elsewhere:
@@ -182,7 +182,7 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     _write_plan(sweep, machine)
     processes = CellProcesses(sweep.folder / "logs")
     train = partial(_train, sweep, configs, progress, run_cell or processes.train, machine["commit"])
-    todo, running = iter(progress.pending[: sweep.max_cells]), dict[Future[Ended], Place]()
+    todo, running = iter(progress.pending[: sweep.max_cells]), dict[Future[EndedCell], CellPlace]()
     with StopSignals(), ThreadPoolExecutor(len(places)) as pool:
         try:
             running |= {pool.submit(train, cell, place): place for place, cell in zip(places, todo, strict=False)}
@@ -201,17 +201,17 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
 
 def _train(
     sweep: Sweep, configs: Mapping[str, Config], progress: Progress, run_cell: RunCell, commit: str,
-    cell: Cell, place: Place,
-) -> Ended:
+    cell: Cell, place: CellPlace,
+) -> EndedCell:
     """Train one cell, from its newest checkpoint if it was cut short, and write its record if it succeeds.
 
     A cell that has a given time starts anew, because that time is what is compared.
     """
     with claimed(cell, sweep.folder) as is_ours:
         if not is_ours:
-            return Ended(cell, is_elsewhere=True)
+            return EndedCell(cell, is_elsewhere=True)
         if done := read_record(cell.folder):  # another sweep has trained it since this one began
-            return Ended(cell, seconds=done.seconds)
+            return EndedCell(cell, seconds=done.seconds)
         config, command = configs[cell.name], train_command(sweep, cell)
         version = resumed_version(sweep, cell, config)
         if version is None:
@@ -221,7 +221,7 @@ def _train(
         progress.say_start(cell, place, version)
         start_s = time.monotonic()
         error = run_cell(command, cell, place)
-        ended = Ended(cell, seconds=time.monotonic() - start_s, error=error)
+        ended = EndedCell(cell, seconds=time.monotonic() - start_s, error=error)
         if not error:
             write_record(cell, make_record(
                 cell, config, ended.seconds, shlex.join(command), commit, lineage_of(cell.folder)

@@ -34,7 +34,7 @@ class RewardResult:
     is_final: bool = True
     """False: the same input may get another verdict, so that this one is not kept."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """What the call has cost, such as tokens: numbers that are summed and logged as scoring/<name of the reward>/<its
+    """The cost of the call, such as tokens: numbers that are summed and logged as scoring/<name of the reward>/<its
     name>. A verdict that is kept has cost nothing the next time."""
 
 

@@ -48,7 +48,7 @@ class Columns:
 
     @property
     def about(self) -> str:
-        """What is taken from where, for people."""
+        """The columns from which each part is taken, for people."""
         parts = ("prompt", "reference", "solution", "source")
         return ", ".join(f"{part}s from {getattr(self, part)}" for part in parts if getattr(self, part))
 

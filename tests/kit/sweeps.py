@@ -23,7 +23,7 @@ from async_rl.sweeps.cells import (
     staleness_axis,
     write_record,
 )
-from async_rl.sweeps.places import Place
+from async_rl.sweeps.places import CellPlace
 from async_rl.sweeps.sweep import Sweep
 from async_rl.telemetry.timeline import STATES
 from buffer.store_state import GroupAccounting
@@ -139,11 +139,11 @@ class Trainer:
     def __init__(self, fails: str = "", meets: int = 1) -> None:
         self.fails = fails
         self.cells: list[str] = []
-        self.places: list[Place] = []
+        self.places: list[CellPlace] = []
         self.commands: list[Sequence[str]] = []
         self.barrier = threading.Barrier(meets)
 
-    def __call__(self, command: Sequence[str], cell: Cell, place: Place) -> str:
+    def __call__(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
         self.barrier.wait(5)
         self.cells.append(cell.name)
         self.places.append(place)

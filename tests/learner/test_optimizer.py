@@ -9,7 +9,7 @@ import torch
 
 from async_rl.config import LoraConfig, ModelConfig
 from async_rl.errors import ConfigError
-from learner.optimizer import lr_decay
+from learner.optimizer import decayed
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
@@ -24,15 +24,15 @@ def test_the_cosine_is_that_of_torchs_scheduler(end: float) -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=end)
     for done in range(20):
-        assert lr_decay(done, 20, 1.0, "cosine", end) == pytest.approx(scheduler.get_last_lr()[0])
+        assert decayed(done, 20, 1.0, "cosine", end) == pytest.approx(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
 
 
 def test_rates_fall_over_the_last_part_to_a_share() -> None:
-    assert [lr_decay(done, 10, 0.4, end=0.2) for done in range(4, 10)] == pytest.approx([1, 1, 1, 0.8, 0.6, 0.4])
-    assert [lr_decay(done, 10, 0.5, "cosine") for done in (4, 5, 7.5, 10)] == pytest.approx([1, 1, 0.5, 0])
-    assert [lr_decay(done, 10, 0.0, "cosine", 0.3) for done in (0, 9)] == [1, 1]
+    assert [decayed(done, 10, 0.4, end=0.2) for done in range(4, 10)] == pytest.approx([1, 1, 1, 0.8, 0.6, 0.4])
+    assert [decayed(done, 10, 0.5, "cosine") for done in (4, 5, 7.5, 10)] == pytest.approx([1, 1, 0.5, 0])
+    assert [decayed(done, 10, 0.0, "cosine", 0.3) for done in (0, 9)] == [1, 1]
 
 
 @pytest.mark.parametrize("offload", ["none", "moments"])

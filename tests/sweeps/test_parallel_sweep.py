@@ -16,7 +16,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.sweeps.cell_process import claimed
 from async_rl.sweeps.cells import all_cells, read_record
-from async_rl.sweeps.places import Place, cells_at_once, divide
+from async_rl.sweeps.places import CellPlace, cells_at_once, divide
 from async_rl.sweeps.sweep import run_sweep
 from tests.kit.configs import make_config
 from tests.kit.sweeps import Trainer, base_yaml, make
@@ -38,7 +38,7 @@ def test_several_cells_run_at_once_each_with_its_part_of_the_host(
     trainer = Trainer(meets=2)
     progress = run_sweep(make(tmp_path, parallel=None), trainer)
     assert len(progress.seconds) == 4 and progress.pending == []
-    places = {Place(("4", "5"), (0, 1, 2)), Place(("6", "7"), (3, 4, 5))}
+    places = {CellPlace(("4", "5"), (0, 1, 2)), CellPlace(("6", "7"), (3, 4, 5))}
     assert set(trainer.places) == places and all(trainer.places.count(place) == 2 for place in places)
     assert places.pop().environment.keys() == {"CUDA_VISIBLE_DEVICES"}
 

@@ -27,7 +27,7 @@ from async_rl.sweeps.cells import (
     seed_axis,
     staleness_axis,
 )
-from async_rl.sweeps.places import Place
+from async_rl.sweeps.places import CellPlace
 from async_rl.sweeps.sweep import Progress, run_sweep, train_command
 from benchmarks.marked_command import wait_until
 from tests.kit.sweeps import Trainer, base_yaml, make
@@ -190,7 +190,7 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     """A real process: the model folder does not exist."""
     sweep = make(tmp_path)
     cell = all_cells(sweep.axes, sweep.folder)[0]
-    error = CellProcesses(sweep.folder / "logs").train(train_command(sweep, cell), cell, Place())
+    error = CellProcesses(sweep.folder / "logs").train(train_command(sweep, cell), cell, CellPlace())
     assert error.startswith("exit code 2")
     assert "model.path" in error
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
@@ -204,7 +204,7 @@ def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path) -> None
 
     def run(cell: Cell) -> None:
         with (tmp_path / cell.name).open("w") as log:
-            codes.append(processes._run([sys.executable, "-uc", code], log, Place()))
+            codes.append(processes._run([sys.executable, "-uc", code], log, CellPlace()))
 
     threads = [threading.Thread(target=run, args=[cell]) for cell in cells]
     for thread in threads:
@@ -215,7 +215,7 @@ def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path) -> None
         thread.join(20)
     assert codes == [130, 130]
     with (tmp_path / "log").open("w") as log:
-        assert processes._run(["true"], log, Place()) == -signal.SIGTERM, "no other begins"
+        assert processes._run(["true"], log, CellPlace()) == -signal.SIGTERM, "no other begins"
 
 
 def test_the_command_reports_what_is_finished_and_remembers_the_machine(

@@ -50,12 +50,12 @@ class _PassingError(Exception):
 
 
 Counts = dict[str, float]
-"""What calls have cost: requests, retries, prompt_tokens, completion_tokens, and limited_s, the seconds for which the
+"""The costs of calls: requests, retries, prompt_tokens, completion_tokens, and limited_s, the seconds for which the
 rate limit held them back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class JudgeReply:
     """The text of a reply, and what it has cost."""
 
     text: str
@@ -83,7 +83,7 @@ class JudgeClient:
         self._open: Counter[str] = Counter()
         """[address] the requests that are under way."""
 
-    async def ask(self, body: Mapping[str, Any]) -> Reply:
+    async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
         """Return the judge's reply to the body of a chat completion.
 
         Raises:
@@ -101,7 +101,7 @@ class JudgeClient:
                         url = self._choose(failed)
                         text, used = await self._post(url, body)
                 spent = {"requests": retries + 1.0, "retries": float(retries), "limited_s": limited_s}
-                return Reply(text, {**used, **spent})
+                return JudgeReply(text, {**used, **spent})
             except TimeoutError:
                 if not limit.expired():
                     raise

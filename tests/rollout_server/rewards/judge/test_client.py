@@ -1,4 +1,4 @@
-"""What becomes of requests when the judge limits, fails, hangs or lies: waiting, or no verdict, never a 0."""
+"""The fate of requests when the judge limits, fails, hangs or lies: waiting, or no verdict, never a 0."""
 
 from __future__ import annotations
 

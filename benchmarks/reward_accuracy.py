@@ -4,7 +4,9 @@
 
 The comparisons are those of configs/rlhf: for each seed 300 to train on and 1000 held-out ones, of answers of one
 supervised model. The plain loop is what one would write with transformers alone: a classifier with one label, padded
-batches with their attention mask, the mean of -log sigmoid(difference), AdamW, and a linear schedule.
+batches with their attention mask, the mean of -log sigmoid(difference), AdamW, and a linear schedule. It is trained
+twice: with the head that transformers starts, whose weights have a deviation of 0.02, and with a head and a schedule
+like ours, but other random numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from async_rl.config.loading import load_config
 from async_rl.stages.commands import reward_data
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table, write_page
-from learner.reward_training import train_reward_model
+from learner.reward_training import lr_factor, train_reward_model
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "rlhf"
@@ -42,8 +44,9 @@ def ours(config: Config, out_dir: Path) -> dict[str, float]:
     return {metric.key.rpartition("held_out_")[2]: metric.value for metric in last.metrics}
 
 
-def plain(config: Config) -> float:
-    """Return the held-out accuracy of the loop over plain transformers."""
+def plain(config: Config, starts_like_ours: bool) -> float:
+    """Return the held-out accuracy of the loop over plain transformers, with its own start and schedule or with ours.
+    """
     training, path = config.reward_training, config.model.path
     torch.manual_seed(config.run.seed)
     tokenizer: Any = AutoTokenizer.from_pretrained(path, padding_side="right")
@@ -51,7 +54,10 @@ def plain(config: Config) -> float:
     pairs, held_out = (_pairs(Path(file), tokenizer) for file in (training.path, training.eval_path))
     steps = training.epochs * math.ceil(len(pairs) / training.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, weight_decay=0.0)
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=steps // 20, num_training_steps=steps)
+    schedule: Any = get_scheduler("linear", optimizer, num_warmup_steps=steps // 20, num_training_steps=steps)
+    if starts_like_ours:
+        torch.nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.config.hidden_size + 1))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(done, steps))
     for _ in range(training.epochs):
         for indices in torch.randperm(len(pairs)).split(training.batch_size):
             chosen, rejected = _scores(model, tokenizer, [pairs[int(i)] for i in indices]).chunk(2)
@@ -86,7 +92,8 @@ def measured(work: Path, seeds: int) -> Table:
     if not Path("runs/rlhf/sft").is_dir():
         words = [sys.executable, "-m", "async_rl.cli", "sft", str(CONFIGS / "sft.yaml")]
         subprocess.run(words, env=environment, check=True)
-    rows, ours_all, plain_all = [], [], []
+    rows: list[list[str]] = []
+    accuracies: list[tuple[float, ...]] = []
     for seed in range(seeds):
         folder = Path(f"runs/rlhf/{seed}")
         if not (folder / "held_out.jsonl").is_file():
@@ -99,14 +106,16 @@ def measured(work: Path, seeds: int) -> Table:
         start_s = time.process_time()
         found = ours(config, folder / "reward-model-measured")
         middle_s = time.process_time()
-        other = plain(config)
+        like_ours = plain(config, starts_like_ours=True)
         times = middle_s - start_s, time.process_time() - middle_s
-        ours_all.append(found["accuracy"])
-        plain_all.append(other)
-        numbers = [found["accuracy"], other, found["loss"], found["margin"], found["calibration_error"]]
+        accuracies.append((found["accuracy"], like_ours, plain(config, starts_like_ours=False)))
+        numbers = [*accuracies[-1], found["loss"], found["margin"], found["calibration_error"]]
         rows.append([str(seed), *(f"{number:.3f}" for number in numbers), *(f"{seconds:.1f}" for seconds in times)])
-    rows.append(["mean", _mean(ours_all), _mean(plain_all), "", "", "", "", ""])
-    header = ("seed", "ours", "plain transformers", "loss, ours", "margin", "calibration error", "CPU s, ours", "plain")
+    rows.append(["mean", *map(_mean, zip(*accuracies, strict=True)), *[""] * 5])
+    header = (
+        "seed", "ours", "plain transformers, our start", "plain transformers, its own", "loss, ours", "margin",
+        "calibration error", "CPU s, ours", "plain",
+    )  # fmt: skip
     return Table(header, rows, "Held-out accuracy")
 
 

@@ -32,7 +32,7 @@ from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
 from async_rl.types import Prompt
 from async_rl.weights import open_publisher
-from async_rl.weights.base import PushReport, WeightPublisher, serving_dtype
+from async_rl.weights.base import PushReport, serving_dtype
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine
@@ -79,16 +79,17 @@ async def measure(base: Config, engine: Engine, arguments: argparse.Namespace) -
     load = SteadyRequests(engine, arguments.requests)
     begin_s = time.monotonic()
     await asyncio.sleep(CALM_S)
-    rows = [{"staging": "no push", "tokens_per_s": load.tokens_per_s(begin_s, time.monotonic())}]
+    calm = load.tokens_per_s(begin_s, time.monotonic())
+    rows: list[dict[str, Any]] = [{"staging": "no push", "tokens_per_s": calm}]
     versions = iter(range(1, 10_000))
     reports: dict[str, list[tuple[PushReport, float]]] = {staging: [] for staging in arguments.staging.split(",")}
     for _ in range(arguments.rounds + 1):
         for staging, found in reports.items():
-            settings: Any = {"transport": transport, "bucket_bytes": arguments.bucket_mb * MB, "staging": staging}
-            sync = WeightSyncConfig(**settings)
-            publisher: WeightPublisher = open_publisher(
-                dataclasses.replace(base, weight_sync=sync), [engine.url], 0, device
+            sync = WeightSyncConfig(
+                transport=transport, bucket_bytes=arguments.bucket_mb * MB,
+                staging=staging,  # type: ignore[arg-type]
             )
+            publisher = open_publisher(dataclasses.replace(base, weight_sync=sync), [engine.url], 0, device)
             await asyncio.to_thread(publisher.connect)
             begin_s = time.monotonic()
             report = await asyncio.to_thread(publisher.push, tensors.items(), next(versions))

@@ -71,7 +71,7 @@ def train_reward_model(config: Config, data: RewardData, out_dir: Path) -> Itera
     per_epoch = -(-len(data.train) // training.batch_size)
     steps = training.epochs * per_epoch
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=training.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(done, steps))
     generator = torch.Generator().manual_seed(config.run.seed)
     max_tokens, started_s = config.learner.max_tokens_per_microbatch, time.monotonic()
     step = 0
@@ -131,7 +131,7 @@ def _check_lengths(scorer: Scorer, data: RewardData) -> None:
         )
 
 
-def _lr_factor(done: int, steps: int) -> float:
+def lr_factor(done: int, steps: int) -> float:
     """Return the share of the peak learning rate after `done` of `steps` steps."""
     return min((done + 1) / max(1.0, _WARMUP_FRACTION * steps), decayed(done, steps, _DECAY_FRACTION))
 

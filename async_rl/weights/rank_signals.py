@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
@@ -33,7 +34,8 @@ class RankSignals:
 
     def __init__(self, rank: int, ranks: int, call_limit: Limit) -> None:
         self._rank, self._others = rank, [other for other in range(ranks) if other != rank]
-        self._store = PrefixStore("weight-push", _get_default_store().clone())  # type: ignore[attr-defined]
+        default: Any = _get_default_store()
+        self._store = PrefixStore("weight-push", default.clone())  # a connection of its own: others wait on that one
         self._call_limit = call_limit
         self._push = 0
         """The number of this push; no word of another one is heard."""

@@ -19,7 +19,7 @@ from async_rl.messages.reports import StepDone
 from learner.models.reward_model import RewardModel, RewardRows
 from learner.models.tiny_model import character_tokenizer
 from learner.ranks import Ranks
-from learner.reward_training import Comparison, RewardData, _backward, _lr_factor, _open_scorer, train_reward_model
+from learner.reward_training import Comparison, RewardData, _backward, _open_scorer, lr_factor, train_reward_model
 from tests.kit.configs import make_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import save_bare_reward_model, save_tiny_model
@@ -84,7 +84,7 @@ def plainly_trained(base: Path, config: Config, data: list[Comparison]) -> Any:
                     of_pair = of_pair + training.centering * (scores[i] + scores[j]) ** 2
                     loss = loss + of_pair / len(each.pairs) / len(indices)
             for group in optimizer.param_groups:
-                group["lr"] = training.lr * _lr_factor(done, steps)
+                group["lr"] = training.lr * lr_factor(done, steps)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
@@ -235,5 +235,5 @@ def test_what_can_not_be_trained_is_refused(base: Path, tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_rises_stays_and_falls() -> None:
-    found = [_lr_factor(done, 100) for done in (0, 4, 5, 79, 80, 90, 99)]
+    found = [lr_factor(done, 100) for done in (0, 4, 5, 79, 80, 90, 99)]
     assert found == pytest.approx([0.2, 1, 1, 1, 1, 0.5, 0.05])

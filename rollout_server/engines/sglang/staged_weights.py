@@ -22,7 +22,8 @@ class StagedWeights:
     """A second set of the weights of one model, in which a push is loaded part by part."""
 
     def __init__(self) -> None:
-        self._copy: nn.Module | None = None
+        self._copy: Any = None
+        """The model's tree of modules with other parameters; None: there was no push yet."""
         self._place = ""
         self._loaded: list[tuple[Tensor, Tensor]] = []
         """(parameter in use, its staged value) of all that a complete push has loaded; [] before its last part."""
@@ -36,13 +37,12 @@ class StagedWeights:
                 self._copy, self._place = copy_of(model, announced.place), announced.place
             for parameter in self._copy.parameters():
                 _erase(parameter)
-        assert self._copy is not None
-        self._copy.load_weights(named_tensors)  # type: ignore[operator]
+        self._copy.load_weights(named_tensors)
         if announced.is_last:
-            pairs = zip(model.named_parameters(), self._copy.parameters(), strict=True)
-            self._loaded = [(used.data, staged.data) for (_, used), staged in pairs if _is_loaded(staged)]
+            pairs = zip(model.parameters(), self._copy.parameters(), strict=True)
+            self._loaded = [(used.data, staged.data) for used, staged in pairs if _is_loaded(staged)]
 
-    def swap(self, model: nn.Module) -> None:
+    def swap(self, model: Any) -> None:
         """Copy the staged weights to where the model has its own: captured CUDA graphs hold those addresses.
 
         Raises:
@@ -54,11 +54,12 @@ class StagedWeights:
         for used, staged in loaded:
             if used.shape != staged.shape or used.dtype != staged.dtype:
                 raise ValueError(f"a weight has the shape {tuple(used.shape)}, its staged value {tuple(staged.shape)}")
+        for used, staged in loaded:
             used.copy_(staged, non_blocking=True)
         if loaded[0][0].is_cuda:
             torch.cuda.current_stream().synchronize()  # the next push overwrites what is copied from
         if hasattr(model, "post_load_weights"):  # computes what the model derives of its weights; SGLang asks likewise
-            model.post_load_weights()  # type: ignore[operator]
+            model.post_load_weights()
 
 
 _staged = StagedWeights()

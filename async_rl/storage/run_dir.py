@@ -144,8 +144,13 @@ def find_run(config: Config) -> Path | None:
 
 
 def is_trained(run_dir: Path, config: Config) -> bool:
-    """Return whether the newest checkpoint of a run is of run.steps or later, so that no step is left."""
-    return max(list_checkpoints(run_dir)) >= config.run.steps
+    """Return whether a run with a checkpoint has trained run.steps steps, so that none is left.
+
+    A run without checkpoint.every_steps has no checkpoint of its last step, but a summary.
+    """
+    summary = run_dir / "summary.json"
+    steps = json.loads(summary.read_text())["steps"] if summary.is_file() else 0
+    return max(steps, *list_checkpoints(run_dir)) >= config.run.steps
 
 
 def _numbered(config: Config, number: int) -> Path:

@@ -79,6 +79,8 @@ def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: 
     assert find_run(config) == tmp_path / "run-2"
     steps = [changed(config, run={"steps": steps}) for steps in (3, 4)]
     assert [is_trained(tmp_path / "run-2", each) for each in steps] == [True, False]
+    (tmp_path / "run-2" / "summary.json").write_text('{"steps": 4}')
+    assert is_trained(tmp_path / "run-2", steps[1]), "it ended without a checkpoint of its last step"
 
 
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_an_outage_of_the_endpoint_costs_waiting_and_no_zeros(
     assert len(records) == 14 and min(record["reward/judge"] for record in records) >= 0.1
     assert sum(record.get("scoring/judge/retries", 0) for record in records) > 0
     assert sum(record.get("scoring/judge/no_verdict", 0) + record.get("rollout/failed", 0) for record in records) == 0
-    assert all(record["scoring/judge/prompt_tokens"] > 0 for record in records[:3])
+    assert sum(record.get("scoring/judge/prompt_tokens", 0) for record in records) > 0
 
 
 @pytest.mark.nightly

@@ -54,7 +54,7 @@ class WeightSyncConfig(OnePart):
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at once."""
     staging: Literal["none", "device", "host"] = "none"
-    """Where servers keep new weights until they are complete, while they go on sampling with the old ones. The pause is
+    """The memory of servers for weights that are not complete yet, while the old ones go on sampling. The pause is
     then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
     transports nccl and gloo. none: servers stand still while weights travel."""
     verify: bool = True

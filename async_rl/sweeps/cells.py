@@ -217,6 +217,15 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
                 )
 
 
+def has_settings(cell: Cell, config: Config) -> bool:
+    """Return whether the run in the folder of a cell has these settings, but for its place and its resumes."""
+    file = cell.folder / "config.yaml"
+    if not file.is_file():
+        return False
+    began, planned = (leaves(yaml.safe_load(text)) for text in (file.read_text(), dump_config(config)))
+    return all(began.get(key) == value for key, value in planned.items() if key not in PLACE_KEYS)
+
+
 def leaves(tree: dict[str, Any]) -> dict[str, Any]:
     """Return {dotted key: value} of a configuration."""
     found: dict[str, Any] = {}

@@ -15,28 +15,17 @@ from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import PLACE_KEYS, leaves
 from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import DPI, OKABE_ITO, SECONDS, STEP, make_panels
-from async_rl.sweeps.results import Run, read_run
+from async_rl.sweeps.report import INSTEAD, LEARNING, TRADE_OFF
+from async_rl.sweeps.results import WORTH, Run, read_run
 from async_rl.sweeps.tables import Table
 from async_rl.telemetry.plot_learning_curve import smooth
 
 TOKENS = "tokens trained on"
 REWARD, ACCURACY = "reward, mean of a batch, smoothed", "held-out accuracy"
 CAPTION = "Each run by learner step, by the time since the end of its first step, and by the tokens that it trained on."
-_VALUES: dict[str, tuple[str, str]] = {
-    "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
-    "accuracy_end": ("held-out accuracy, last", "{:.3f}"),
-    "reward_mean": ("reward, mean over the run", "{:.3f}"),
-    "steps_per_minute": ("steps per minute", "{:.1f}"),
-    "tokens_per_s": ("trained tokens per s", "{:,.0f}"),
-    "learner": ("utilisation, learner", "{:.1%}"),
-    "rollout": ("utilisation, rollout", "{:.1%}"),
-    "staleness_mean": ("staleness, mean", "{:.2f}"),
-    "is_variance": ("IS-weight variance", "{:.3g}"),
-    "kl": ("KL, nats per token", "{:.2g}"),
-    "ess": ("ESS / tokens", "{:.3f}"),
-    "entropy_end": ("entropy, last", "{:.3f}"),
-    "grad_norm": ("gradient norm", "{:.3g}"),
-}
+_LEFT_OUT = (*WORTH, *INSTEAD)
+"""The values that only a sweep can tell, or that flatter stale runs."""
+_VALUES = {key: column for key, column in (LEARNING | TRADE_OFF).items() if key not in _LEFT_OUT}
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> str:

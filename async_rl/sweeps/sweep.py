@@ -33,6 +33,7 @@ from async_rl.sweeps.cells import (
     cell_config,
     check_comparable,
     finished_cells,
+    has_settings,
     make_record,
     read_record,
     write_record,
@@ -84,7 +85,7 @@ class EndedCell:
 
 @dataclass
 class Progress:
-    """Which cells have ended, and how; several threads say that a cell starts."""
+    """The state of a sweep: the cells that have ended, and how. Several threads say that a cell starts."""
 
     cells: list[Cell]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -230,9 +231,14 @@ def _train(
 
 
 def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
-    """Return the version from which a cell that was cut short goes on, or None if it starts anew."""
+    """Return the version from which a cell that was cut short goes on, or None if it starts anew.
+
+    It starts anew if it began with other settings, as its results would be of neither.
+    """
     newest = max(list_checkpoints(cell.folder), default=None)
-    return newest if newest is not None and newest < config.run.steps and not sweep.seconds else None
+    if newest is None or newest >= config.run.steps or sweep.seconds or not has_settings(cell, config):
+        return None
+    return newest
 
 
 def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:

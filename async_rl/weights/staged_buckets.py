@@ -41,7 +41,7 @@ class Announcement:
     dtypes: list[str]
     shapes: list[list[int]]
     place: str
-    """Where it is to be kept: device or host."""
+    """The memory in which it is to be kept: device or host."""
     is_first: bool
     """Whether it begins a push."""
     is_last: bool

@@ -1,4 +1,4 @@
-"""Which charts the page has of the rewards of a run."""
+"""The page has the charts of a run's rewards."""
 
 from __future__ import annotations
 

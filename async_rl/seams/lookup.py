@@ -78,7 +78,8 @@ def _import_module(name: str) -> ModuleType:
     if file is None or found is None or os.path.realpath(found.origin or "") == os.path.realpath(file):
         return importlib.import_module(name)
     own_name = f"user_{name}"
-    if own_name not in sys.modules:
+    loaded = sys.modules.get(own_name)
+    if loaded is None or loaded.__file__ != str(file):  # a file of another working directory may bear the name, too
         spec = importlib.util.spec_from_file_location(own_name, file)
         assert spec is not None and spec.loader is not None
         sys.modules[own_name] = importlib.util.module_from_spec(spec)

@@ -14,6 +14,7 @@ from async_rl.errors import RewardError, WaitTimeoutError, raised_at
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
 from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply
+from rollout_server.engines.stop_texts import StopTexts
 from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import open_player
@@ -42,6 +43,7 @@ class ScoredPlayer:
         self.stats = WorkerStats(self.name)
         self.log = EpisodeLog(self.name, config)
         self._config = config
+        self._stop = StopTexts(config.rollout.stop, tokenizer) if config.rollout.stop else None
         log_file = config.run_dir / "logs" / f"agent-{index}.log"
         self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self.stats.waiting)
         self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
@@ -144,6 +146,8 @@ class ScoredPlayer:
             with self.stats.waiting("generates", "its engine", timeout_s):
                 async with asyncio.timeout(timeout_s) as limit:
                     replies = await self.engine.generate(request)
+            if self._stop:
+                replies = [self._stop.cut(reply) for reply in replies]
             if request.purpose is not Purpose.EVALUATION:
                 self.stats.sampled(request.group_id, time.monotonic() - start_s)
             return replies

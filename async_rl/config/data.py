@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from async_rl.config.check import check
 from async_rl.config.params import OnePart
-from async_rl.config.section import List, Named, PathText, Section, section
+from async_rl.config.section import List, Named, PathText, Section, checked, section
 from async_rl.config.task_parts import (
     RESERVED_REWARD_NAMES,
     ColumnsConfig,
@@ -196,6 +196,10 @@ class RolloutConfig(OnePart):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling. Below 1 the logged logprobs are not those of the sampling distribution: ratios are biased, and
     the run says so."""
+    stop: Annotated[List[tuple[str, ...]], checked(all, "texts that are not empty")] = ()
+    """Texts that end a reply, e.g. ["Question:"], also an evaluation's. It ends with the token that completes one;
+    that token stays in the reply, is seen by the reward, and is trained on, because it was sampled. vLLM samples on
+    until an end token or the longest reply, and what follows is cut off."""
     concurrency: PositiveInt = 256
     """Groups that one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.hf.sampling import sample_tokens, uniforms
+from rollout_server.engines.stop_texts import StopTexts
 
 PREFILL_TOKENS = 16_384
 """The largest number of padded prompt tokens in one prefill forward, which bounds the memory of its activations."""
@@ -122,9 +123,10 @@ class _OpenReply:
 class DecodingBatch:
     """The replies that are being sampled, one per row, with their KV cache. `step` samples one token for each."""
 
-    def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int]) -> None:
+    def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int], stop: StopTexts | None = None) -> None:
         self._model = model
         self._end_tokens = end_tokens
+        self._stop = stop
         self._rows: list[_OpenReply] = []
         self._cache: list[WindowLayer] = []
         self._retracted: list[_OpenReply] = []
@@ -226,7 +228,7 @@ class DecodingBatch:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
-            stopped = token in self._end_tokens
+            stopped = token in self._end_tokens or (self._stop is not None and self._stop.is_reached(row.tokens))
             if stopped or len(row.tokens) >= row.group.request.max_tokens:
                 row.done = True
                 row.group.complete[row.sample] = _sampled_reply(row, "stop" if stopped else "length")

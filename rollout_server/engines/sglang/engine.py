@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,14 @@ class SGLangEngine(HttpEngine):
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
         prefix = f"{request.key}.{next(self._attempts)}."
         priority = self._priority(request)
-        bodies = [request_body(request, replies, self._end_tokens, prefix, priority)]
+        stop = self._config.rollout.stop
+        bodies = [request_body(request, replies, self._end_tokens, prefix, priority, stop)]
         if len(replies) > 1:
             bodies.insert(0, primer_body(request, prefix, priority))
         for body in bodies:
             responses = await self._post("/generate", body, body["rid"], request.key)
         for reply, response in zip(replies, responses, strict=True):
-            extend_reply(reply, response, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
+            extend_reply(reply, response, request.max_tokens, self._end_tokens, stop, may_abort=self._resubmits)
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": request_id}
@@ -82,6 +84,11 @@ def attach_server(admin: SGLangAdmin, config: Config) -> None:
             is_disabled is True or config.weight_sync.on_update != "in_place", "rollout.server_url", admin.url,
             "a server with --disable-overlap-schedule for weight_sync.on_update in_place",
             "Else it tags tokens with versions that did not sample them. Or set weight_sync.on_update: retract.",
+        )
+        check(
+            not (config.rollout.stop and admin.server_info().get("skip_tokenizer_init")), "rollout.server_url",
+            admin.url,
+            "a server without --skip-tokenizer-init for rollout.stop", "It has to read the text of its replies.",
         )
         admin.resume()  # an earlier run may have left the server paused in the middle of a push
         admin.abort_all()
@@ -122,18 +129,21 @@ def primer_body(request: GenerationRequest, prefix: str, priority: int) -> dict[
 
 
 def request_body(
-    request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int
+    request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int,
+    stop: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the body of one /generate request that samples the missing rest of each of `replies`.
 
     Args:
         prefix: what the ids of the replies' requests begin with.
         priority: as for `primer_body`.
+        stop: the texts that end a reply. A server with any must have a tokenizer.
     """
     prompt = request.prompt.tokens.tolist()
     sampling = {  # every parameter that could exclude tokens, even if it has SGLang's default
         "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
         "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        **({"stop": list(stop), "no_stop_trim": True} if stop else {}),
     }
     return {
         "rid": [f"{prefix}{i}." for i in range(len(replies))],
@@ -151,7 +161,8 @@ def request_body(
 
 
 def extend_reply(
-    reply: OpenReply, response: dict[str, Any], max_tokens: int, end_tokens: list[int], *, may_abort: bool
+    reply: OpenReply, response: dict[str, Any], max_tokens: int, end_tokens: list[int], stop: Sequence[str] = (), *,
+    may_abort: bool,
 ) -> None:
     """Append the tokens of the server's response to `reply`, and set its finish_reason if it has ended.
 
@@ -159,7 +170,8 @@ def extend_reply(
     """
     meta = response["meta_info"]
     finish = meta["finish_reason"]
-    failed = finish.get("status_code") or (finish["type"] == "stop" and not isinstance(finish.get("matched"), int))
+    is_end = isinstance(matched := finish.get("matched"), int) or matched in stop  # SGLang also "matches" errors
+    failed = finish.get("status_code") or (finish["type"] == "stop" and not is_end)
     reply.extend(
         response["output_ids"], [entry[0] for entry in meta.get("output_token_logprobs") or ()],
         meta.get("weight_versions"), str(finish) if failed else finish["type"],

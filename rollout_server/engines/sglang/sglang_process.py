@@ -50,7 +50,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "random-seed": config.run.seed,
         "context-length": config.longest_tokens + _RESERVED_TOKENS,
         "weight-version": "0",
-        "skip-tokenizer-init": True,  # tokens in, tokens out: nothing to detokenize
+        "skip-tokenizer-init": not config.rollout.stop,  # tokens in, tokens out: only stop texts are looked for in text
         "sampling-defaults": "openai",  # not the model's generation_config: it narrows the support
         "load-snapshot-publish-interval": 1,  # in decode steps; /v1/loads reports it, and occupancy comes from that
         "log-level": "warning",

@@ -47,6 +47,7 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
     stepped_bounded = [row for row in stepped if not row.exact]
     pictures: list[tuple[str, Callable[[], Any]]] = [
         ("trade_off", lambda: _trade_off(rows)),
+        ("depth_beside_bound", lambda: _depth_beside_bound(bounded)),
         ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
         ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
         ("reward_by_step", lambda: _reward_curves(stepped, 0, STEP)),
@@ -141,6 +142,44 @@ def _trade_off(rows: Sequence[Setting]) -> Any:
         _against_staleness(panels[2], bounded, speed_key(bounded), speed)
     for axes in panels:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    _legend(figure, panels)
+    return figure
+
+
+def _depth_beside_bound(rows: Sequence[Setting]) -> Any:
+    """Return a figure of speed, reward and the worst KL over the measured mean staleness: bounds are a line, depths
+    below a bound are points beside it. It is None without both, or without the steps of the runs.
+    """
+    bounds = [row for row in rows if row.staleness.is_full]
+    depths = [row for row in rows if not row.staleness.is_full]
+    shown = {
+        "steps_per_minute": "learner steps per minute",
+        "reward_over_time": "reward, mean over the time",
+        "kl_p95": "KL of a step, 95th percentile, nats a token",
+    }
+    if not (bounds and depths) or not all(row.has(key) for row in rows for key in shown):
+        return None
+    figure, panels = make_panels(len(shown))
+    for axes, (key, title) in zip(panels, shown.items(), strict=True):
+        for number, (group, line, label) in enumerate(((bounds, "-", "bound"), (depths, "", "depth / bound"))):
+            group = sorted(group, key=lambda row: row.estimate("staleness_mean").mean)
+            xs, ys = ([row.estimate(name) for row in group] for name in ("staleness_mean", key))
+            axes.errorbar(
+                [x.mean for x in xs], [y.mean for y in ys], yerr=[0.0 if math.isnan(y.error) else y.error for y in ys],
+                capsize=3, color=OKABE_ITO[number], marker=MARKERS[number], linestyle=line, label=label,
+            )  # fmt: skip
+            for place, (row, x, y) in enumerate(zip(group, xs, ys, strict=True)):
+                # Below the line of bounds, and to both sides of the depths, which lie close together.
+                offset, side = ((5, -12), "left") if line else ((7, 4), "left") if place % 2 else ((-7, 4), "right")
+                axes.annotate(
+                    str(row.staleness), (x.mean, y.mean), offset, textcoords="offset points", fontsize=8, ha=side,
+                    color=OKABE_ITO[number],
+                )  # fmt: skip
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("staleness of trained episodes, mean")
+        if key != "reward_over_time":  # its differences are small beside its distance from 0
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.margins(x=0.1)
     _legend(figure, panels)
     return figure
 

@@ -108,6 +108,7 @@ NOTES = (
 )
 CAPTIONS = {
     "trade_off": "What a step is worth, how busy the learner is, and what a minute brings. Bars: standard error.",
+    "depth_beside_bound": "Speed, reward and the worst KL by the staleness that was measured. Bars: standard error.",
     "accuracy_by_step": "Held-out accuracy by learner step. Bars: standard error over seeds.",
     "accuracy_by_time": "Held-out accuracy by wall-clock time. Bars: standard error over seeds.",
     "reward_by_step": "Training reward by learner step, smoothed. Bands: standard error over seeds.",

@@ -350,6 +350,7 @@ def test_depths_stand_between_the_bounds_in_tables_and_prediction(tmp_path: Path
     assert found.predicted.utilisation == pytest.approx(found.learner, rel=0.1)
     assert measured["1"].staleness_mean < found.staleness_mean < measured["3"].staleness_mean
     write_report(sweep)
+    assert (sweep / "plots" / "depth_beside_bound.png").is_file()
     assert "| 1.5/3 |" in (sweep / "table.md").read_text()
     with (sweep / "runs.csv").open() as file:
         assert [line["staleness"] for line in csv.DictReader(file)] == ["0", "0", "1", "1", "1.5/3", "1.5/3", "3", "3"]

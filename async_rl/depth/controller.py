@@ -3,8 +3,8 @@
 After 8 steps, and then every 15, the next steps are simulated at several depths with the durations of the run's own
 groups, and the depth moves if another is worth 1.5 % more (see choice.py). After a move nothing is decided until the
 steps show it: a smaller depth takes as many steps as the old one had, because groups that exist are trained first. An
-alarm lowers the depth by half a batch at once. What the reward does is not looked at: it takes 90 to 800 steps at each
-depth to see a difference of 5 % there.
+alarm lowers the depth by half a batch at once, down to 1. What the reward does is not looked at: it takes 90 to 800
+steps at each depth to see a difference of 5 % there.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ MOST_UP = 1.0
 ALARMS = {"ess": "the ESS is low", "kl": "the KL is high", "truncated": "many importance weights are truncated"}
 """[name in learner/alarms.py] the alarms that a smaller depth may end."""
 ALARM_STEP = 0.5
+ALARM_FLOOR = 1.0
+"""An alarm goes no lower: below 1 the learner and the servers take turns, so that half a batch less costs up to half of
+the steps, for half a version. Whether that pays is left to the decisions, which may go to 0."""
 ALARM_HOLD_STEPS = 12
 BELIEVED = (0.7, 1.4)
 """Measured over predicted speed. Beyond that the model is too wrong for far depths."""
@@ -93,10 +96,10 @@ class DepthController:
         if not is_disturbed:
             self._window.add_step(version, values)
         broken = [text for name, text in ALARMS.items() if values.get(f"alarm/{name}")]
-        if not broken or version < self._hold_until or self.depth <= self._lowest:
+        old, floor = self.depth, max(self._lowest, ALARM_FLOOR)
+        if not broken or version < self._hold_until or old <= floor:
             return None
-        old = self.depth
-        move = self._move(max(self._lowest, old - ALARM_STEP), f"half a batch less than {old:g}, because {broken[0]}")
+        move = self._move(max(floor, old - ALARM_STEP), f"half a batch less than {old:g}, because {broken[0]}")
         self._hold_until = version + math.ceil(old) + ALARM_HOLD_STEPS
         return move
 

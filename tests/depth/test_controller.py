@@ -93,11 +93,21 @@ def test_an_alarm_takes_half_a_batch_at_once_and_then_holds() -> None:
     assert (move.depth, move.reason) == (1.0, "half a batch less than 1.5, because the ESS is low")
 
 
+def test_an_alarm_leaves_the_depths_below_1_to_the_decisions() -> None:
+    made = controller(depth=1.25)
+    steps(made, 1, 8)
+    (move,) = steps(made, 9, 9, alarm__kl=1.0)
+    assert move.depth == 1.0
+    assert steps(made, 10, 60, alarm__kl=1.0) == []
+    decided = made.decide(forecasts(d0=9.0, d1=5.0))
+    assert decided and decided.depth == 0.0
+
+
 def test_an_alarm_goes_no_lower_than_the_learner_can_live_with() -> None:
-    made = controller(depth=1.25, weight_sync={"every_steps": 2})
+    made = controller(depth=2.25, weight_sync={"every_steps": 3})
     steps(made, 1, 8)
     (move,) = steps(made, 9, 9, alarm__truncated=1.0)
-    assert (move.depth, move.slots) == (1.0, 16)
+    assert (move.depth, move.slots) == (2.0, 24)
     assert steps(made, 10, 60, alarm__truncated=1.0) == []
 
 

@@ -28,6 +28,7 @@ from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
+from async_rl.network import open_listener
 from async_rl.storage.hub import cached_folder
 from async_rl.storage.model_folder import load_tokenizer
 
@@ -73,7 +74,7 @@ class Probe:
 
     def listen(self) -> tuple[str, int]:
         """Open a port for other probes to connect to; returns (address, port)."""
-        self._server = socket.create_server((ray.util.get_node_ip_address(), 0))
+        self._server = open_listener(ray.util.get_node_ip_address(), self._config.network.port_range)
         return self._server.getsockname()[:2]
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:

@@ -23,7 +23,7 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import limit_spinning, threads_per_process
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
-from async_rl.network import agree_on_nccl, use_interface
+from async_rl.network import agree_on_nccl, network_of, open_listener, use_interface
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.telemetry.status import Status
@@ -85,7 +85,7 @@ class RolloutActor:
 
     def __init__(self, folder: str, config: Config, index: int) -> None:
         name = config.server_names[index]
-        self._config = enter(folder, config, name.replace("/", "-")).of_server(name)
+        self._config = enter(folder, config, name).of_server(name)
         pin_cpus(config, index)
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
@@ -195,14 +195,14 @@ class LearnerActor:
     """The process of one learner rank. The control calls run in other threads than `run`, and at the same time."""
 
     def __init__(self, folder: str, config: Config, rank: int) -> None:
-        self._config = enter(folder, config, f"learner-{rank}")
+        self._config = enter(folder, config, f"learner/{rank}")
         pin_cpus(config, config.placement.num_servers + rank)
         self._rank = rank
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
         """Open a port for the torch.distributed store of all ranks; returns (host, port). Called on rank 0 only."""
-        self._listener = socket.create_server((self._config.network.host, 0))
+        self._listener = open_listener(self._config.network.host, self._config.network.port_range)
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
 
@@ -287,10 +287,10 @@ def enter(folder: str, config: Config, name: str) -> Config:
 
     Args:
         folder: the driver's working directory, to which paths of the config are relative.
-        name: name of the log file without `.log`, to which this process's output goes, also that of C code.
+        name: the process's name. Its output, also that of C code, goes to the log file of this name, with - for /.
     """
     os.chdir(folder)
-    log_file = config.run_dir / "logs" / f"{name}.log"
+    log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -300,6 +300,7 @@ def enter(folder: str, config: Config, name: str) -> Config:
     if config.placement.num_nodes > 1:
         network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
         config = dataclasses.replace(config, network=network)
+    config = dataclasses.replace(config, network=network_of(config, name))
     use_interface(config.network.host)
     agree_on_nccl()
     use_huge_pages()

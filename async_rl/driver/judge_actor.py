@@ -27,7 +27,7 @@ class JudgeActor:
     def __init__(self, folder: str, config: Config, index: int, port: int = 0) -> None:
         self._name = config.judge_names[index]
         self._log_name = self._name.replace("/", "-")
-        self._config = enter(folder, config, self._log_name)
+        self._config = enter(folder, config, self._name)
         pin_cpus(config, len(config.server_names) + index)
         self._port = port
         self._doing, self._since_s = "starts its server", time.monotonic()

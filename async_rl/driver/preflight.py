@@ -129,6 +129,8 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
         PreflightCheck("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config)),
         PreflightCheck("model.attn_implementation", config.model.attn_implementation, lambda: _check_attention(config)),
     ]
+    if config.network.ports:
+        checks.append(PreflightCheck("network.ports", config.network.ports, lambda: check_ports(config)))
     if keys:
         checks.append(PreflightCheck("network.keys", keys, lambda: check_keys(keys)))
     if placement.pin_cpus:

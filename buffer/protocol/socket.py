@@ -15,15 +15,17 @@ from buffer.protocol.keys import CurveAuthenticator
 BIND_S = 10.0
 """Seconds that a port may take to become free: Ray ends an earlier buffer that does not respond only after 5 s."""
 FREE_PORTS = (61000, 65536)
-"""Range of ports for the buffer without network.ports, above those that Linux gives to outgoing connections, which could take the buffer's
-port while it restarts."""
+"""Range of ports for the buffer without network.ports, above those that Linux gives to outgoing connections, which
+could take the buffer's port while it restarts."""
 MAX_UNREAD = 1000
 """The most replies that are kept for a client that does not read them. It loses further ones, and nothing else: clients
 repeat a request without a reply."""
 
 
 class BufferSocket:
-    """Opens the buffer's ROUTER socket at network.host and network.port (0: a free one of network.ports); `address` is its address.
+    """Opens the buffer's ROUTER socket at network.host and network.port (0: a free one of network.ports).
+
+    `address` is its address.
 
     Raises ConfigError if the address can't be bound, or network.keys holds no keys.
     """

@@ -181,7 +181,7 @@ def compare(reports: Mapping[str, NodeReport | Exception], unshared: int = 0) ->
         "run.dir everywhere", "broken" if len(blind) > unshared else "warn" if blind else "ok",
         f"not the driver's folder on {', '.join(blind)}" if blind else "the same folder",
         "set run.dir to a folder on a disk that all hosts share: checkpoints and logs go there. Only hosts of rollout "
-        "servers may have another disk: name those of the learner by placement.learner.resource, and start the run there",
+        "servers may have another: name those of the learner by placement.learner.resource, and start the run there",
     )
 
 

@@ -35,7 +35,7 @@ SMALL_SHARE, ADAPTERS = "rollout.mem_fraction=0.3", "model.lora.rank=32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class MemoryCase:
     """A model on hosts whose GPUs are all alike."""
 
     model: str
@@ -51,34 +51,34 @@ class Case:
 
 
 CASES = [
-    Case(model="0.5B", hosts="one GPU", gpu_gb=24, gpus=1, settings=ONE, named=(SMALL_SHARE,)),
-    Case(model="0.5B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE),
-    Case(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE),
-    Case(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(ADAPTERS, SMALL_SHARE)),
-    Case(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, ADAPTERS)),
-    Case(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, "learner.offload=all")),
-    Case(model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=(*IN_TURNS,)),
-    Case(model="7B", hosts="eight GPUs: 4 ranks, 4 servers", gpu_gb=80, settings=EIGHT),
-    Case(
+    MemoryCase(model="0.5B", hosts="one GPU", gpu_gb=24, gpus=1, settings=ONE, named=(SMALL_SHARE,)),
+    MemoryCase(model="0.5B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(ADAPTERS, SMALL_SHARE)),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, ADAPTERS)),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, "learner.offload=all")),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=(*IN_TURNS,)),
+    MemoryCase(model="7B", hosts="eight GPUs: 4 ranks, 4 servers", gpu_gb=80, settings=EIGHT),
+    MemoryCase(
         model="7B", hosts="eight GPUs: a rank and a server on each", gpu_gb=80,
         settings=(*EIGHT, "placement.learner.gpus_per_node=8", "placement.rollout.servers=8"), named=IN_TURNS,
     ),
-    Case(
+    MemoryCase(
         model="32B", hosts="eight GPUs: 4 ranks, 2 servers of 2", gpu_gb=80,
         settings=(*EIGHT, "placement.rollout.servers=2", "placement.rollout.tp=2"),
     ),
-    Case(
+    MemoryCase(
         model="32B", hosts="eight GPUs: 4 ranks, 2 servers of 2", gpu_gb=80,
         settings=(*EIGHT, "placement.rollout.servers=2", "placement.rollout.tp=2"), named=("learner.offload=all",),
     ),
-    Case(model="7B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=80),
-    Case(model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=80),
-    Case(
+    MemoryCase(model="7B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=80),
+    MemoryCase(model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=80),
+    MemoryCase(
         model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=80,
         named=("learner.offload=moments", "learner.max_tokens_per_microbatch=4096"),
     ),
-    Case(model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=141),
-    Case(model="72B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=141, named=("learner.offload=all",)),
+    MemoryCase(model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=141),
+    MemoryCase(model="72B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=141, named=("learner.offload=all",)),
 ]
 SHOWN = [index for index, case in enumerate(CASES) if case.model == "7B" and case.hosts.startswith("two")]
 """The cases whose whole table is printed, as `--dry-run` prints it."""
@@ -87,7 +87,7 @@ HEADER = """| model | GPUs | settings | a rank needs | it has | KV cache of a se
 """
 
 
-def plan(case: Case, folder: Path) -> MemoryPlan:
+def plan(case: MemoryCase, folder: Path) -> MemoryPlan:
     """Return the plan of a case with the headers of its model in `folder`."""
     if not folder.exists():
         save_headers(Qwen2Config(**QWEN2_5[case.model], max_position_embeddings=32_768), folder)
@@ -96,7 +96,7 @@ def plan(case: Case, folder: Path) -> MemoryPlan:
     return MemoryPlan(config, case.gpus, case.gpu_gb * 10**9, HOST_BYTES)
 
 
-def row(case: Case, planned: MemoryPlan) -> str:
+def row(case: MemoryCase, planned: MemoryPlan) -> str:
     """Return a case's row of the table."""
     needs, room = planned.rank_memory().peak, planned.room
     how = "with checkpointing" if planned.checkpoints else "without checkpointing"

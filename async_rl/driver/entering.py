@@ -1,4 +1,4 @@
-"""What a process of a run does first: it takes its folder, keys, log file and network interface from the driver."""
+"""Every process of a run begins with `enter`: working directory, keys, log file, ports and network interface."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import ray
 from async_rl.config import Config
 from async_rl.cores import limit_spinning
 from async_rl.errors import ConfigError
-from async_rl.network import agree_on_nccl, network_of, use_interface
+from async_rl.network import agree_on_nccl, use_interface
+from async_rl.ports import network_of
 from buffer.protocol.keys import take_client_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the driver sends to each process that it starts, beside the configuration."""
+    """The driver's working directory and keys, which each process that it starts gets beside the configuration."""
 
     folder: str
     """The driver's working directory, to which paths of the config are relative."""

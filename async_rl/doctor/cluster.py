@@ -28,7 +28,7 @@ from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
-from async_rl.ports import open_listener
+from async_rl.network.ports import open_listener
 from async_rl.storage.hub import cached_folder
 from async_rl.storage.model_folder import load_tokenizer
 

@@ -23,7 +23,7 @@ from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
-from async_rl.ports import open_listener
+from async_rl.network.ports import open_listener
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.telemetry.status import Status

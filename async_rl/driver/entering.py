@@ -15,7 +15,7 @@ from async_rl.config import Config
 from async_rl.cores import limit_spinning
 from async_rl.errors import ConfigError
 from async_rl.network import agree_on_nccl, use_interface
-from async_rl.ports import network_of
+from async_rl.network.ports import network_of
 from buffer.protocol.keys import take_client_keys
 
 

@@ -23,7 +23,7 @@ from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network import interface_of
-from async_rl.ports import check_ports
+from async_rl.network.ports import check_ports
 from async_rl.storage.free_space import check_disk
 from async_rl.storage.model_folder import (
     ROLES,

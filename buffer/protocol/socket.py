@@ -9,7 +9,7 @@ import zmq
 
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
-from async_rl.ports import shuffled
+from async_rl.network.ports import shuffled
 from buffer.protocol.keys import CurveAuthenticator
 
 BIND_S = 10.0

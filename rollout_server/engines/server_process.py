@@ -20,7 +20,7 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.ports import open_listener
+from async_rl.network.ports import open_listener
 from async_rl.storage.log_tail import end_of_log, log_tail
 from rollout_server.engines.left_behind import list_shared_files, new_folder, remove_folder, sweep
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from async_rl.config import NetworkConfig, TimeoutsConfig
 from async_rl.network import authorization
-from async_rl.ports import open_listener
+from async_rl.network.ports import open_listener
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.broadcast import Receiver
 from async_rl.weights.checkpoint_names import from_checkpoint, to_checkpoint

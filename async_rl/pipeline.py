@@ -57,7 +57,7 @@ from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
-from buffer.protocol.keys import own_keys
+from buffer.protocol.keys import client_keys_to_send, own_keys
 
 if TYPE_CHECKING:
     from async_rl.driver.actor_group import ActorGroup
@@ -121,7 +121,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         reservation = reserve(config, signals)
         log.logger.note(f"placed: {reservation}")
         config = resolve_placement(config, reservation)
-        processes = ActorGroup(run_dir, reservation, signals)
+        processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config))
         supervisor = Supervisor(config, processes, log)
         try:
             one_by_one = servers_per_gpu(reservation.bundles) > 1

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config, ModelConfig, RolloutConfig, RunConfig, TaskConfig, WeightSyncConfig
-from async_rl.driver.actors import use_huge_pages
+from async_rl.driver.entering import use_huge_pages
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
 from async_rl.types import Prompt

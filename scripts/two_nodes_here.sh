@@ -5,6 +5,7 @@
 #   scripts/two_nodes_here.sh async-rl train configs/quickstart.yaml placement.rollout.nodes=1
 #
 # The first host offers the Ray resource `learner`, the second `rollout` (placement.learner.resource, ...).
+# ASYNC_RL_NOT_SHARED=DIR: the second host has an empty folder of its own in place of DIR, as without a shared disk.
 # ASYNC_RL_LINK_STATS=FILE: writes the bytes that crossed the cable, in either direction, to FILE.
 set -euo pipefail
 
@@ -45,11 +46,12 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \n')
 export RAY_AUTH_TOKEN
 export RAY_worker_niceness=0
+own_disk=()
 cpus=${ASYNC_RL_CPUS:-8}
 start_ray() { # host, address of it, Ray's own arguments...
     local host=$1 address=$2
     shift 2
-    setsid ip netns exec "$host" ray start --block --node-ip-address="$address" --num-cpus="$cpus" \
+    setsid ip netns exec "$host" "${own_disk[@]}" ray start --block --node-ip-address="$address" --num-cpus="$cpus" \
         --object-store-memory=134217728 --disable-usage-stats "$@" > "$ray/$address.log" 2>&1 &
 }
 started() { # address of a host
@@ -62,6 +64,9 @@ started() { # address of a host
 }
 start_ray "$here" "$here_ip" --head --port=6379 --temp-dir="$ray" --include-dashboard=false --resources='{"learner": 1}'
 started "$here_ip"
+if [ -n "${ASYNC_RL_NOT_SHARED:-}" ]; then  # each host has mounts of its own too
+    own_disk=(bash -c 'mount -t tmpfs none "$0" && exec "$@"' "$ASYNC_RL_NOT_SHARED")
+fi
 start_ray "$there" "$there_ip" --address="$here_ip:6379" --resources='{"rollout": 1}'
 started "$there_ip"
 

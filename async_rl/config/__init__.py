@@ -32,6 +32,7 @@ from async_rl.config.learning import (
     RewardTrainingConfig,
     SftConfig,
 )
+from async_rl.config.network import NetworkConfig
 from async_rl.config.section import Section, section
 from async_rl.config.system import (
     CheckpointConfig,
@@ -40,7 +41,6 @@ from async_rl.config.system import (
     LearnerPlacement,
     Limit,
     LoggingConfig,
-    NetworkConfig,
     PlacementConfig,
     RolloutPlacement,
     RunConfig,

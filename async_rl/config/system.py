@@ -1,8 +1,7 @@
-"""The sections run, weight_sync, placement, checkpoint, logging, network and timeouts of the configuration."""
+"""The sections run, weight_sync, placement, checkpoint, logging and timeouts of the configuration."""
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
@@ -247,47 +246,6 @@ class LoggingConfig:
     """Whether the same metrics go to trackio, where it is installed (`pip install trackio`)."""
     project: str = "async-rl"
     """The project in wandb and trackio."""
-
-
-def _is_one_interface(host: str) -> bool:
-    try:
-        return not ipaddress.IPv4Address(host).is_unspecified
-    except ValueError:
-        return False
-
-
-@section("network")
-class NetworkConfig:
-    """The address of a run's sockets and the keys that protect them, also from other users of the same host. In a run
-    on several hosts, each process listens on the address by which Ray knows its node (`ray start --node-ip-address`).
-    """
-
-    host: Annotated[str, checked(_is_one_interface, (
-        "the IPv4 address of one interface, in numbers (127.0.0.1 where all processes share a host, else an address of "
-        "this host that the others reach)"
-    ))] = "127.0.0.1"  # fmt: skip
-    """The IPv4 address that sockets bind and others reach. An address beyond loopback needs keys, or insecure."""
-    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """The port of the buffer. 0: a free one."""
-    keys: PathText = ""
-    """The folder made by `async-rl keys new`. Empty: at each start the run makes keys of its own, which it removes at
-    its end. With keys, groups and batches are encrypted, the buffer accepts only clients that hold the client's key,
-    and rollout servers ask for an API key made from that key."""
-    insecure: bool = False
-    """Make no keys, and accept that whoever reaches `host`, on loopback every user and program of this host, can read
-    the training data and write into it."""
-
-    def __post_init__(self) -> None:
-        check(
-            self.is_on_loopback or bool(self.keys) or self.insecure, "network.host", self.host,
-            "a loopback address unless network.keys or network.insecure is set",
-            "Make keys with `async-rl keys new DIR` and set network.keys: DIR.",
-        )
-
-    @property
-    def is_on_loopback(self) -> bool:
-        """Whether `host` is a loopback address, so that no other host can reach the sockets."""
-        return ipaddress.IPv4Address(self.host).is_loopback
 
 
 class Limit(NamedTuple):

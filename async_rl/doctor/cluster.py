@@ -28,14 +28,15 @@ from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
+from async_rl.network.ports import open_listener
 from async_rl.storage.hub import cached_folder
 from async_rl.storage.model_folder import load_tokenizer
 
 CONNECT_TIMEOUT_S = 5.0
 PACKAGES = ("torch", "transformers", "ray", "sglang")
 OPEN_PORTS = (
-    "open all TCP ports between the hosts of a run (firewall, security group), or let Ray use another interface: "
-    "`ray start --node-ip-address`"
+    "open the TCP ports between the hosts of a run (firewall, security group; network.ports bounds them, see "
+    "docs/two-nodes.md), or let Ray use another interface: `ray start --node-ip-address`"
 )
 SAME_MODEL = "copy model.path from one host to the others, or put it on a disk that all share"
 
@@ -54,6 +55,7 @@ class Probe:
     """A Ray actor that makes the checks on one node, in the environment that an actor of the run would have."""
 
     def __init__(self, folder: str, config: Config) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)  # as a process of the run does
         os.chdir(folder)
         self._config = config
 
@@ -73,7 +75,7 @@ class Probe:
 
     def listen(self) -> tuple[str, int]:
         """Open a port for other probes to connect to; returns (address, port)."""
-        self._server = socket.create_server((ray.util.get_node_ip_address(), 0))
+        self._server = open_listener(ray.util.get_node_ip_address(), self._config.network.port_range)
         return self._server.getsockname()[:2]
 
     def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
@@ -115,7 +117,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     try:
         timeout_s = IMPORT_TIMEOUT_S + config.timeouts.silent_s
         reports = call_all({name: probe.examine.remote(marker.name) for name, probe in probes.items()}, timeout_s)
-        yield from compare(reports)
+        yield from compare(reports, unshared=_unshared_nodes(config))
         able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}
         if len(able) > 1:
             yield _ports(able, config.timeouts.silent_s)
@@ -140,11 +142,18 @@ def _placement(config: Config) -> Check:
     return Check("placement", "ok", "; ".join(f"{h.name}: {b}" for h, b in zip(chosen, wanted, strict=True)))
 
 
-def compare(reports: Mapping[str, NodeReport | Exception]) -> Iterator[Check]:
+def _unshared_nodes(config: Config) -> int:
+    """Return how many nodes may have a run.dir of their own: those of rollout servers, unless weights go by files."""
+    transport = config.weight_sync.transport_entry
+    return 0 if transport and transport.writes_files else config.placement.rollout.nodes
+
+
+def compare(reports: Mapping[str, NodeReport | Exception], unshared: int = 0) -> Iterator[Check]:
     """Yield the checks that every node passed its own checks and that versions, model and run.dir are equal on all.
 
     Args:
         reports: [node] the node's report, or an exception if the node could not be examined.
+        unshared: the number of nodes that need not share run.dir.
     """
     known = {}
     for name, report in reports.items():
@@ -169,9 +178,10 @@ def compare(reports: Mapping[str, NodeReport | Exception]) -> Iterator[Check]:
         yield Check(f"{fact} everywhere", "broken", differences, mend)
     blind = [name for name, report in known.items() if not report.sees_run_dir]
     yield Check(
-        "run.dir everywhere", "broken" if blind else "ok",
+        "run.dir everywhere", "broken" if len(blind) > unshared else "warn" if blind else "ok",
         f"not the driver's folder on {', '.join(blind)}" if blind else "the same folder",
-        "set run.dir to a folder on a disk that all hosts share: logs, keys and checkpoints go there",
+        "set run.dir to a folder on a disk that all hosts share: checkpoints and logs go there. Only hosts of rollout "
+        "servers may have another: name those of the learner by placement.learner.resource, and start the run there",
     )
 
 

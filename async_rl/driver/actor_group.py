@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from async_rl.config import Limit
+from async_rl.driver.entering import Origin
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
@@ -31,16 +32,20 @@ STATUS_INTERVAL_S = 5.0
 class ActorGroup:
     """The actors of a run by name. The error of a call that fails names the process and shows the end of its log."""
 
-    def __init__(self, run_dir: Path, reservation: Reservation, signals: StopSignals) -> None:
+    def __init__(
+        self, run_dir: Path, reservation: Reservation, signals: StopSignals,
+        client_keys: Mapping[str, bytes] | None = None,
+    ) -> None:
         self.run_dir = run_dir
         self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
         self._reservation = reservation
+        self._origin = Origin(os.getcwd(), client_keys or {})
 
     def start(
         self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
     ) -> ActorHandle:
-        """Start the process `name` as an actor of class `cls`, made with `args`; returns its handle without waiting.
+        """Start the process `name` as an actor of class `cls`, made with an Origin and `args`, without waiting.
 
         Args:
             max_concurrency: number of calls that the actor runs at once; 1: Ray's default (one; async methods: 1000).
@@ -51,7 +56,7 @@ class ActorGroup:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
-        self.actors[name] = actor.options(**options).remote(os.getcwd(), *args)
+        self.actors[name] = actor.options(**options).remote(self._origin, *args)
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
@@ -193,6 +198,8 @@ class ActorGroup:
             if str(file) in message:
                 continue
             text += f"\n{log_tail(file)}"
+        if not text and not message and (host := self._reservation.host_of(name)) != ray.util.get_node_ip_address():
+            text = f"\nits log is on that host, {host}, in {self.run_dir / 'logs'}"
         return text
 
     def kill(self, name: str) -> None:

@@ -11,7 +11,6 @@ import faulthandler
 import gc
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -21,9 +20,10 @@ import ray
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.cores import limit_spinning, threads_per_process
+from async_rl.cores import threads_per_process
+from async_rl.driver.entering import Origin, enter
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
-from async_rl.network import agree_on_nccl, use_interface
+from async_rl.network.ports import open_listener
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.telemetry.status import Status
@@ -41,8 +41,8 @@ class BufferActor:
         port: the port of the buffer that this one replaces; 0: there was none, and network.port is used.
     """
 
-    def __init__(self, folder: str, config: Config, port: int = 0) -> None:
-        config = enter(folder, config, "buffer")
+    def __init__(self, origin: Origin, config: Config, port: int = 0) -> None:
+        config = enter(origin, config, "buffer")
         if port:
             config = dataclasses.replace(config, network=dataclasses.replace(config.network, port=port))
         self._config = config
@@ -83,9 +83,9 @@ class RolloutActor:
         index: its index in `config.server_names`.
     """
 
-    def __init__(self, folder: str, config: Config, index: int) -> None:
+    def __init__(self, origin: Origin, config: Config, index: int) -> None:
         name = config.server_names[index]
-        self._config = enter(folder, config, name.replace("/", "-")).of_server(name)
+        self._config = enter(origin, config, name).of_server(name)
         pin_cpus(config, index)
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
@@ -194,15 +194,15 @@ def learner_threads(config: Config) -> dict[str, int]:
 class LearnerActor:
     """The process of one learner rank. The control calls run in other threads than `run`, and at the same time."""
 
-    def __init__(self, folder: str, config: Config, rank: int) -> None:
-        self._config = enter(folder, config, f"learner-{rank}")
+    def __init__(self, origin: Origin, config: Config, rank: int) -> None:
+        self._config = enter(origin, config, f"learner/{rank}")
         pin_cpus(config, config.placement.num_servers + rank)
         self._rank = rank
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
         """Open a port for the torch.distributed store of all ranks; returns (host, port). Called on rank 0 only."""
-        self._listener = socket.create_server((self._config.network.host, 0))
+        self._listener = open_listener(self._config.network.host, self._config.network.port_range)
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
 
@@ -280,36 +280,6 @@ class LearnerActor:
     @ray.method(concurrency_group="control")
     def dump_stacks(self) -> None:
         dump_stacks()
-
-
-def enter(folder: str, config: Config, name: str) -> Config:
-    """Set a new process's working directory, log file and network interface; returns config with its host's address.
-
-    Args:
-        folder: the driver's working directory, to which paths of the config are relative.
-        name: name of the log file without `.log`, to which this process's output goes, also that of C code.
-    """
-    os.chdir(folder)
-    log_file = config.run_dir / "logs" / f"{name}.log"
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with log_file.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    if config.placement.num_nodes > 1:
-        network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
-        config = dataclasses.replace(config, network=network)
-    use_interface(config.network.host)
-    agree_on_nccl()
-    use_huge_pages()
-    limit_spinning()
-    return config
-
-
-def use_huge_pages() -> None:
-    """Have torch allocate large CPU tensors in huge pages, which is faster; call it before torch makes a tensor."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def dump_stacks() -> None:

@@ -7,7 +7,8 @@ import time
 from collections.abc import AsyncIterator
 
 from async_rl.config import Config
-from async_rl.driver.actors import dump_stacks, enter, pin_cpus
+from async_rl.driver.actors import dump_stacks, pin_cpus
+from async_rl.driver.entering import Origin, enter
 from async_rl.messages.reports import WorkerReport
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
@@ -24,10 +25,10 @@ class JudgeActor:
         port: the port of the server that this one replaces, which the workers know; 0: there was none.
     """
 
-    def __init__(self, folder: str, config: Config, index: int, port: int = 0) -> None:
+    def __init__(self, origin: Origin, config: Config, index: int, port: int = 0) -> None:
         self._name = config.judge_names[index]
         self._log_name = self._name.replace("/", "-")
-        self._config = enter(folder, config, self._log_name)
+        self._config = enter(origin, config, self._name)
         pin_cpus(config, len(config.server_names) + index)
         self._port = port
         self._doing, self._since_s = "starts its server", time.monotonic()

@@ -141,7 +141,7 @@ class MemoryPlan:
             lines += [f"  {name + ' (host)':<32} {_size(size):>11}" for name, size in memory.host.items() if size]
         if config.rollout.server_url:
             return lines
-        server, kv = self.server, self._kv_tokens()
+        server, kv = self.server, self.kv_tokens
         lines += [
             f"each of {servers} server(s):",
             f"  {'weights':<32} {_size(server.weights):>11}",
@@ -160,7 +160,9 @@ class MemoryPlan:
         """The least value of learner.max_tokens_per_microbatch with which the longest row can be trained."""
         return -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
 
-    def _kv_tokens(self) -> int:
+    @property
+    def kv_tokens(self) -> int:
+        """The tokens for which the KV cache of a server has room."""
         left = max(0, self.room.server - self.server.weights) // self.server.token
         return left if self.room.device == "cuda" else min(left, self.server.tokens)
 
@@ -173,7 +175,7 @@ class MemoryPlan:
                 f"{_size(SERVER_EXTRA_BYTES)} for activations; rollout.mem_fraction {rollout.mem_fraction} leaves "
                 f"{_size(left)} of {_size(self.room.total)}. Lower it, or set weight_sync.staging: host"
             )
-        if self.room.device != "cuda" or rollout.server_url or self._kv_tokens() >= self.config.longest_tokens:
+        if self.room.device != "cuda" or rollout.server_url or self.kv_tokens >= self.config.longest_tokens:
             return
         wanted = server.weights + self.config.longest_tokens * server.token
         raise ConfigError(

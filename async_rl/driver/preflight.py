@@ -23,6 +23,7 @@ from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network import interface_of
+from async_rl.network.ports import check_ports
 from async_rl.storage.free_space import check_disk
 from async_rl.storage.model_folder import (
     ROLES,
@@ -85,6 +86,8 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         checks.append(PreflightCheck("network.host", host, partial(_check_host, host)))
+    if config.network.ports:
+        checks.append(PreflightCheck("network.ports", config.network.ports, lambda: check_ports(config)))
     if runs_here(config):
         checks += _checks_of_this_host(config)
     # Another host may have packages for attention that this one lacks; every model has eager attention.

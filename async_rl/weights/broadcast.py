@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (
 
 from async_rl.config import Config
 from async_rl.network import open_store
+from async_rl.network.ports import open_listener
 from async_rl.weights.base import start_together
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
 from async_rl.weights.bucket_publisher import BucketPublisher
@@ -57,7 +58,8 @@ class BroadcastPublisher(BucketPublisher):
         world_size = 1 + len(self.servers) * tp
         limit = self.config.timeouts.limit("push_s")
         # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
-        self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds))
+        listener = open_listener(host, self.config.network.port_range)
+        self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds), listener)
         calls: dict[str, Callable[[], Any]] = {
             name: partial(
                 self.admin(name).join_group, name=self.group_name, host=host, port=store.port,

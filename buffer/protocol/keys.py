@@ -6,14 +6,14 @@ A run makes keys of its own when it starts (`own_keys`), unless network.keys nam
     client.key   client.key_secret     the keys of learner and workers: the buffer admits nobody else
 
 Everything on the wire is encrypted with them. The buffer's host needs server.key_secret and client.key, the other hosts
-client.key_secret and server.key.
+client.key_secret and server.key. Of the keys that a run makes, the driver sends these two to all hosts.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +102,34 @@ def check_keys(folder: str) -> None:
         )
     for name in ("server.key", "server.key_secret", "client.key", "client.key_secret"):
         _load(Path(folder) / name)
+
+
+def client_keys_to_send(config: Config) -> dict[str, bytes]:
+    """Return {file name: content} of the client's keys that the run has made (`own_keys`), for its other hosts.
+
+    {} if the run is on one host or has no such keys: those of network.keys, the user gives to every host.
+    """
+    folder = config.run_dir / "keys"
+    if config.placement.num_nodes == 1 or config.network.keys != str(folder):
+        return {}
+    return {name: (folder / name).read_bytes() for name in ("server.key", "client.key_secret")}
+
+
+def take_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
+    """Write `files`, {name: content}, into `folder` unless they are there, as on a disk that the hosts share.
+
+    Only their owner can read them. Several processes of a host may do this at once.
+    """
+    for name, content in files.items():
+        file = Path(folder) / name
+        if file.exists() and file.read_bytes() == content:
+            continue
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = file.with_name(f".{name}.{os.getpid()}")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content)
+        partial.replace(file)
 
 
 def use_client_keys(socket: zmq.Socket[Any], folder: str) -> None:

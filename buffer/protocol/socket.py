@@ -9,20 +9,23 @@ import zmq
 
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError
+from async_rl.network.ports import shuffled
 from buffer.protocol.keys import CurveAuthenticator
 
 BIND_S = 10.0
 """Seconds that a port may take to become free: Ray ends an earlier buffer that does not respond only after 5 s."""
 FREE_PORTS = (61000, 65536)
-"""Range of ports for the buffer, above those that Linux gives to outgoing connections, which could take the buffer's
-port while it restarts."""
+"""Range of ports for the buffer without network.ports, above those that Linux gives to outgoing connections, which
+could take the buffer's port while it restarts."""
 MAX_UNREAD = 1000
 """The most replies that are kept for a client that does not read them. It loses further ones, and nothing else: clients
 repeat a request without a reply."""
 
 
 class BufferSocket:
-    """Opens the buffer's ROUTER socket at network.host and network.port (0: a free port); `address` is its address.
+    """Opens the buffer's ROUTER socket at network.host and network.port (0: a free one of network.ports).
+
+    `address` is its address.
 
     Raises ConfigError if the address can't be bound, or network.keys holds no keys.
     """
@@ -49,19 +52,22 @@ class BufferSocket:
 
 
 def _bind(router: zmq.Socket[bytes], network: NetworkConfig) -> str:
-    host = f"tcp://{network.host}"
+    """Bind the socket to network.port, or to a free one of network.ports, and return its address."""
     until_s = time.monotonic() + BIND_S
+    ports = [network.port] if network.port else shuffled(network.port_range or range(*FREE_PORTS))
     while True:
-        try:
-            if network.port:
-                router.bind(f"{host}:{network.port}")
-                return f"{host}:{network.port}"
-            return f"{host}:{router.bind_to_random_port(host, *FREE_PORTS)}"
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EADDRINUSE and time.monotonic() < until_s:
-                time.sleep(0.1)
-                continue
+        for port in ports:
+            try:
+                router.bind(address := f"tcp://{network.host}:{port}")
+                return address
+            except zmq.ZMQError as error:
+                failure = error
+                if error.errno != zmq.EADDRINUSE:
+                    break
+        if failure.errno != zmq.EADDRINUSE or time.monotonic() > until_s:
             raise ConfigError(
-                f"network.host = {network.host}, network.port = {network.port}: the buffer can't bind it ({error}). "
+                f"network.host = {network.host}, network.port = {network.port}: the buffer can't bind it ({failure}). "
                 "Set network.host to an address of this host, network.port to a free port or 0"
+                + (f", network.ports (its part is {network.ports}) to more ports" if network.ports else "")
             ) from None
+        time.sleep(0.1)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,20 +20,25 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.network.ports import open_listener
 from async_rl.storage.log_tail import end_of_log, log_tail
 from rollout_server.engines.left_behind import list_shared_files, new_folder, remove_folder, sweep
 
+SERVER_PORTS = range(15_000, 32_000)
+"""The ports of servers without network.ports."""
 _START_ATTEMPTS = 3
 _PROJECT = Path(__file__).parents[2]
 
 
-def free_port(host: str) -> int:
-    """Return a port that is free now and below the range that the kernel uses for outgoing connections."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((host, port))
-            return port
+def free_port(host: str, ports: range = range(0)) -> int:
+    """Return one of `ports` that is free now; by default below the range that the kernel gives outgoing connections.
+
+    Raises:
+        ConfigError: none of them is free on this host.
+    """
+    with open_listener(host, ports or SERVER_PORTS) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
@@ -93,7 +96,7 @@ class ServerProcess:
         await asyncio.to_thread(sweep)
         host = self._config.network.host
         for attempt in range(1, _START_ATTEMPTS + 1):
-            port = self._port or free_port(host)
+            port = self._port or free_port(host, self._config.network.port_range)
             self.url = f"http://{host}:{port}"
             self._process = self._spawn(self._command(port))
             try:

@@ -34,16 +34,29 @@ def test_the_slurm_script_asks_for_the_nodes_and_gpus_that_its_config_places() -
 
 
 def test_the_kuberay_manifest_asks_for_the_nodes_and_gpus_that_its_config_places() -> None:
-    (job,) = yaml.safe_load_all((SCRIPTS / "kuberay.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    (config,) = re.findall(r"async-rl train /shared/(\S+)", job["spec"]["entrypoint"])
-    placement = load_config(ROOT / "configs" / config, []).placement
+    text = (SCRIPTS / "kuberay.yaml").read_text()
+    claim, job = yaml.safe_load_all(text)
+    assert (claim["kind"], job["apiVersion"], job["kind"]) == ("PersistentVolumeClaim", "ray.io/v1", "RayJob")
+    program, command, config, *words = job["spec"]["entrypoint"].split()
+    assert (program, command) == ("async-rl", "train")
+    assert f"kubectl create configmap async-rl --from-file=configs/{Path(config).name}\n" in text
+    settings = [word for word in words if "=" in word]
+    assert [word for word in words if word not in settings] == ["--resume", "auto"]
+    placement = load_config(ROOT / "configs" / Path(config).name, settings).placement
     cluster = job["spec"]["rayClusterSpec"]
     groups: list[dict[str, Any]] = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     assert sum(group.get("replicas", 1) for group in groups) == placement.num_nodes
     for group, name in zip(groups, ("learner", "rollout"), strict=True):
         assert json.loads(json.loads(group["rayStartParams"]["resources"])) == {name: 1}
+        assert getattr(placement, name).resource == name
+        assert group["rayStartParams"]["num-gpus"] == "8"
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == placement.learner.gpus_per_node
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+        assert ("/runs" in mounts.values(), "/config" in mounts.values()) == (name == "learner",) * 2
+    assert {claim["metadata"]["name"]} == {
+        volume["persistentVolumeClaim"]["claimName"] for group in groups
+        for volume in group["template"]["spec"]["volumes"] if "persistentVolumeClaim" in volume
+    }

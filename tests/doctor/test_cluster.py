@@ -56,6 +56,15 @@ def test_nodes_that_differ_are_listed_with_what_to_do() -> None:
     }
 
 
+def test_as_many_nodes_as_serve_rollouts_need_not_share_the_runs_folder() -> None:
+    apart = NodeReport(facts=FACTS, sees_run_dir=False)
+    reports = {"10.0.0.1": GOOD, "10.0.0.2": apart}
+    (check,) = [check for check in compare(reports, unshared=1) if check.what == "run.dir everywhere"]
+    assert (check.state, check.found) == ("warn", "not the driver's folder on 10.0.0.2")
+    assert "placement.learner.resource" in check.mend
+    assert "run.dir everywhere" in broken(compare(reports | {"10.0.0.3": apart}, unshared=1))
+
+
 def test_a_node_that_cannot_answer_is_named() -> None:
     gone, bare = TimeoutError("no answer for 120 s"), ModuleNotFoundError("No module named 'async_rl'")
     found = broken(compare({"10.0.0.1": GOOD, "10.0.0.2": gone, "10.0.0.3": bare}))

@@ -12,7 +12,6 @@ import pytest
 import zmq
 
 from benchmarks.marked_command import MarkedCommand, wait_until
-from buffer.protocol.socket import FREE_PORTS
 from tests.kit.engines.strangers import status_of
 from tests.kit.runs import logged
 
@@ -50,15 +49,20 @@ def test_the_first_crash_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: P
 def test_strangers_on_the_host_reach_neither_buffer_nor_engine(
     smoke_yaml: Path, tmp_path: Path, start: Start, insecure: bool
 ) -> None:
+    ports = range(24_000, 24_400)
     command = start(
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=closed", "run.steps=10000", "rollout.engine=hf",
-        f"network.insecure={str(insecure).lower()}",
+        f"network.insecure={str(insecure).lower()}", f"network.ports={ports[0]}-{ports[-1]}",
     )
     run_dir = tmp_path / "closed"
     wait_until(lambda: len(logged(run_dir)) > 2, 180, "two steps")
-    engine, buffer = (ports_of(command.wait_for(words)[0]) for words in ("RolloutActor", "BufferActor"))
+    engine, buffer, learner = (
+        [port for port in ports_of(command.wait_for(words)[0]) if port in ports]  # the others are Ray's and gloo's
+        for words in ("RolloutActor", "BufferActor", "LearnerActor")
+    )
+    assert [port - ports[0] < 200 for port in (*engine, *buffer, *learner)] == [False, True, True, True]
     paused = [port for port in engine if status_or_0(f"http://127.0.0.1:{port}/model_info") == 200]
-    heard = [port for port in buffer if FREE_PORTS[0] <= port and is_heard(port)]
+    heard = [port for port in buffer if is_heard(port)]
     assert (len(paused), len(heard)) == (insecure, insecure)
     assert (run_dir / "keys").exists() != insecure
     assert "keys: ''" in (run_dir / "config.yaml").read_text()  # so that a resume makes new ones

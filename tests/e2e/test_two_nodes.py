@@ -32,13 +32,17 @@ def why_not() -> str:
     return "" if made.returncode == 0 else f"network namespaces are not permitted here: {made.stderr.strip()}"
 
 
-def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str) -> str:
-    """Run the documented command as run `two` in tmp_path; returns its output. tmp_path/link counts the traffic."""
+def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str, not_shared: Path | None = None) -> str:
+    """Run the documented command as run `two` in tmp_path; returns its output. tmp_path/link counts the traffic.
+
+    Args:
+        not_shared: a folder that the second host does not see.
+    """
     names = (f"run.dir={tmp_path}", "run.name=two")
-    return run_on_two_hosts(tmp_path, str(smoke_yaml), *names, "staleness.max=1", *overrides)
+    return run_on_two_hosts(tmp_path, str(smoke_yaml), *names, "staleness.max=1", *overrides, not_shared=not_shared)
 
 
-def run_on_two_hosts(tmp_path: Path, *arguments: str) -> str:
+def run_on_two_hosts(tmp_path: Path, *arguments: str, not_shared: Path | None = None) -> str:
     if reason := why_not():
         pytest.skip(reason)
     # Other tests of this process have set loopback, which is not for two hosts.
@@ -46,6 +50,7 @@ def run_on_two_hosts(tmp_path: Path, *arguments: str) -> str:
     environment = inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
         "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
+        **({"ASYNC_RL_NOT_SHARED": str(not_shared)} if not_shared else {}),
     }
     done = subprocess.run(
         ["bash", str(SCRIPT), sys.executable, "-m", "async_rl.cli", "train", *arguments],
@@ -57,11 +62,16 @@ def run_on_two_hosts(tmp_path: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.nightly)])
-def test_learner_and_server_on_two_hosts_train_over_the_cable(smoke_yaml: Path, tmp_path: Path, engine: str) -> None:
+def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
+    smoke_yaml: Path, tmp_path: Path, engine: str
+) -> None:
+    """The server's host sees nothing of run.dir, so it has only its model and what the others send."""
     printed = train_on_two_hosts(
         smoke_yaml, tmp_path, f"rollout.engine={engine}", "placement.rollout.nodes=1",
-        "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+        "placement.learner.resource=learner", "placement.rollout.resource=rollout", "network.ports=20000-20063",
+        not_shared=tmp_path,
     )
+    assert not (tmp_path / "two" / "logs" / "rollout-0.log").exists()  # it is on the other host
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     run_dir = tmp_path / "two"
     assert not (run_dir / "keys").exists()  # they were for this run alone

@@ -19,6 +19,7 @@ from async_rl.config import (
 )
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import learner_threads
+from async_rl.driver.entering import Origin
 from async_rl.driver.placement import Reservation
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
@@ -36,8 +37,8 @@ STEPS = 1000
 class FakeProcess:
     """A process that does what files in the working directory tell it to do."""
 
-    def __init__(self, folder: str, config: Config, index: int = 0) -> None:
-        self._folder, self._index, self._config = Path(folder), index, config
+    def __init__(self, origin: Origin, config: Config, index: int = 0) -> None:
+        self._folder, self._index, self._config = Path(origin.folder), index, config
 
     def told(self, what: str) -> bool:
         return (self._folder / f"{type(self).__name__.lower()}-{self._index}-{what}").exists()
@@ -123,8 +124,8 @@ class Rollout(FakeProcess):
 class JudgeServer(FakeProcess):
     """A server of a judge. It starts again where it was, and notes on which port."""
 
-    def __init__(self, folder: str, config: Config, index: int, port: int = 0) -> None:
-        super().__init__(folder, config, index)
+    def __init__(self, origin: Origin, config: Config, index: int, port: int = 0) -> None:
+        super().__init__(origin, config, index)
         self.note(f"judge/{index} made at port {port}")
 
     async def start(self) -> str:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from async_rl.config import NetworkConfig, TimeoutsConfig
 from async_rl.network import authorization
+from async_rl.network.ports import open_listener
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.broadcast import Receiver
 from async_rl.weights.checkpoint_names import from_checkpoint, to_checkpoint
@@ -66,7 +67,7 @@ class WeightEndpoints:
     def __init__(self, engine: ServedModel, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
         self._engine = engine
         self._timeouts = timeouts
-        self._host = network.host
+        self._host, self._ports = network.host, network.port_range
         self._headers = authorization(network)
         self._receiver = Receiver()
         self._staged: dict[str, Tensor] | None = None
@@ -93,8 +94,7 @@ class WeightEndpoints:
             app.router.add_post(path, _as_endpoint(handler))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
+        await web.SockSite(self._runner, open_listener(self._host, self._ports)).start()
         self._address = f"{self._host}:{self._runner.addresses[0][1]}"
         return f"http://{self._address}"
 

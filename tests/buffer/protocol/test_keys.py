@@ -17,12 +17,12 @@ from async_rl.cli import main
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from buffer.client import LearnerClient
-from buffer.protocol.keys import check_keys, new_keys, own_keys
+from buffer.protocol.keys import check_keys, client_keys_to_send, new_keys, own_keys, take_client_keys
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
 from tests.kit.buffer.serving import serving
-from tests.kit.configs import buffer_config
+from tests.kit.configs import buffer_config, changed, make_config
 
 
 @pytest.fixture
@@ -186,3 +186,36 @@ def test_the_buffer_binds_where_the_config_says(monkeypatch: pytest.MonkeyPatch)
     with serving(buffer_config(network=NetworkConfig(host="127.0.0.2", port=port))) as second:
         assert second.address == f"tcp://127.0.0.2:{port}"
         assert is_answered(second.address, None, None)
+
+
+def test_a_host_without_the_runs_folder_gets_the_keys_of_a_client_and_no_others(tmp_path: Path) -> None:
+    placement = {"rollout": {"nodes": 1}}
+    with own_keys(config := make_config(run={"dir": tmp_path}, placement=placement), config.run_dir / "keys") as config:
+        files = client_keys_to_send(config)
+        assert sorted(files) == ["client.key_secret", "server.key"]
+        with serving(changed(config, network={"keys": config.network.keys}, buffer={"journal": False})) as server:
+            there = tmp_path / "of another host" / "keys"
+            take_client_keys(str(there), files)
+            client = LearnerClient(server.address, TIMEOUTS, str(there))
+            client.served(0)
+            client.close()
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in there.iterdir()}
+        assert modes == {"client.key_secret": 0o600, "server.key": 0o600}
+        assert stat.S_IMODE(there.stat().st_mode) == 0o700
+
+
+def test_keys_that_are_there_are_left_and_those_of_an_earlier_run_replaced(tmp_path: Path) -> None:
+    files = {"server.key": b"new", "client.key_secret": b"newer"}
+    take_client_keys(str(tmp_path), {"server.key": b"old"})
+    take_client_keys(str(tmp_path), files)
+    written_s = [(tmp_path / name).stat().st_mtime_ns for name in files]
+    take_client_keys(str(tmp_path), files)
+    assert [(tmp_path / name).stat().st_mtime_ns for name in files] == written_s
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+
+
+def test_keys_that_a_user_gives_to_every_host_or_that_one_host_needs_are_not_sent(keys: Path) -> None:
+    placement = {"rollout": {"nodes": 1}}
+    assert client_keys_to_send(make_config(network={"keys": str(keys)}, placement=placement)) == {}
+    with own_keys(config := make_config(run={"dir": keys}), config.run_dir / "keys") as config:
+        assert client_keys_to_send(config) == {}

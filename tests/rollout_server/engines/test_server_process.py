@@ -66,7 +66,7 @@ def test_a_server_whose_port_was_taken_meanwhile_starts_at_another_one(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = [taken.getsockname()[1], free_port("127.0.0.1")]
         free = f"http://127.0.0.1:{ports[1]}"
-        monkeypatch.setattr("rollout_server.engines.server_process.free_port", lambda host: ports.pop(0))
+        monkeypatch.setattr("rollout_server.engines.server_process.free_port", lambda host, within: ports.pop(0))
         server = process(tmp_path, SERVER, is_ready=lambda url: url == free and replies(url))
         asyncio.run(start_and_close(server))
     assert server.url == free

@@ -1,0 +1,70 @@
+"""Every process of a run begins with `enter`: working directory, keys, log file, ports and network interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from async_rl.config import Config
+from async_rl.cores import limit_spinning
+from async_rl.errors import ConfigError
+from async_rl.network import agree_on_nccl, use_interface
+from async_rl.network.ports import network_of
+from buffer.protocol.keys import take_client_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The driver's working directory and keys, which each process that it starts gets beside the configuration."""
+
+    folder: str
+    """The driver's working directory, to which paths of the config are relative."""
+    client_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """The contents of the files with the client's keys, by name, for hosts that do not share the run's folder."""
+
+
+def enter(origin: Origin, config: Config, name: str) -> Config:
+    """Set a new process's working directory, keys, log file and network interface; returns config with its host's.
+
+    Args:
+        name: the process's name. Its output, also that of C code, goes to the log file of this name, with - for /.
+
+    Raises:
+        ConfigError: this host lacks the working directory, and it can't be made.
+    """
+    try:
+        Path(origin.folder).mkdir(parents=True, exist_ok=True)  # a host without a shared disk
+        os.chdir(origin.folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{name} needs the folder in which `async-rl train` was started, {origin.folder}, also on its host, where "
+            f"it can't be used ({error.strerror}): make it there, or start in a folder that every host has"
+        ) from None
+    log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log_file.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if config.placement.num_nodes > 1:
+        network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
+        config = dataclasses.replace(config, network=network)
+    config = dataclasses.replace(config, network=network_of(config, name))
+    take_client_keys(config.network.keys, origin.client_keys)
+    use_interface(config.network.host)
+    agree_on_nccl()
+    use_huge_pages()
+    limit_spinning()
+    return config
+
+
+def use_huge_pages() -> None:
+    """Have torch allocate large CPU tensors in huge pages, which is faster; call it before torch makes a tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

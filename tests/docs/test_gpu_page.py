@@ -1,0 +1,34 @@
+"""The page on GPUs shows figures that the program computes, and says of each setting a value that it can have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from async_rl.config.loading import load_config
+from benchmarks.what_fits import CASES, CONFIG, report
+from tests.kit.documents import DOCUMENTS, ROOT
+
+PAGE, RESULTS = DOCUMENTS["docs/gpu.md"], ROOT / "benchmarks" / "results" / "what_fits.md"
+
+
+def test_the_table_of_memory_on_the_page_is_the_one_that_was_computed() -> None:
+    (shown,) = re.findall(r"^    smallest GPU: (?:.+\n)+", PAGE, re.MULTILINE)
+    assert shown in RESULTS.read_text()
+
+
+def test_what_the_page_says_a_rank_needs_was_computed() -> None:
+    sizes = re.findall(r"a rank needs (\d+ GiB)", PAGE)
+    assert len(sizes) == 4
+    assert {size for size in sizes if f"| {size}, with" not in RESULTS.read_text()} == set()
+
+
+@pytest.mark.parametrize("settings", sorted({(*case.settings, *case.named) for case in CASES}))
+def test_the_settings_of_a_case_are_a_configuration(settings: tuple[str, ...]) -> None:
+    load_config(CONFIG, list(settings))
+
+
+@pytest.mark.nightly
+def test_the_results_are_what_the_program_computes_now() -> None:
+    assert report() == RESULTS.read_text()

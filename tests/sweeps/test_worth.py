@@ -147,7 +147,7 @@ def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: st
             assert 0.3 * error < found[correction, staleness].error < 2.0 * error
 
 
-@pytest.mark.parametrize("name", ["exact", "sweep_cpu", "sweep_agent_cpu", "sweep_agent_late"])
+@pytest.mark.parametrize("name", ["exact", "sweep_cpu", "sweep_agent_cpu", "sweep_agent_hard", "sweep_agent_late"])
 def test_the_tables_of_committed_sweeps_are_those_of_their_runs(name: str) -> None:
     rows = settings_of(read_results(RESULTS / name))
     text = (RESULTS / name / "table.md").read_text()
@@ -169,6 +169,16 @@ def test_the_documents_quote_what_the_committed_sweeps_say() -> None:
     for row in rows.values():
         worth, speed = (row.estimate(key).text(form) for key, (_, form) in WORTH_COLUMNS.items())
         assert f"| {worth} |" in results.replace("*", "") and f"| {speed} |" in results.replace("*", "")
+    hard = {str(row.staleness): row for row in settings_of(read_results(RESULTS / "sweep_agent_hard"))}
+    auto, four = (
+        [hard[name].estimate(key).mean for key in ("steps_per_minute", "staleness_mean")] for name in ("auto/8", "4")
+    )
+    assert f"({auto[0]:.1f} and {four[0]:.1f}) at a mean staleness of {auto[1]:.2f} in place of {four[1]:.2f}" in readme
+    rewards = {name: row.estimate("reward_over_time") for name, row in hard.items()}
+    best = max((each for name, each in rewards.items() if "/" not in name), key=lambda each: each.mean)
+    assert f"is {rewards['auto/8'].text('{:.3f}')}; that of the best bound is {best.text('{:.3f}')}" in readme
+    for name, reward in rewards.items():
+        assert f"| {name} | " in results and f"| {reward.text('{:.3f}')} |" in results
     exact = {
         (dict(row.series)["correction"], row.staleness.max): row.estimate("efficiency").text("{:.2f}")
         for row in settings_of(read_results(RESULTS / "exact"))

@@ -17,7 +17,9 @@ from typing import Any
 
 from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.seams.extras import check_extra
 from async_rl.stages.commands import add_stages
+from async_rl.starters.starter import STARTERS
 from async_rl.storage.log_tail import split_tails
 from async_rl.sweeps.commands import add_sweeps
 
@@ -104,6 +106,12 @@ def add_command(
 def _add_commands(commands: Any) -> None:
     quickstart = "configs/quickstart.yaml"
     add = partial(add_command, commands)
+    about = "write an example with its reward into this folder, to begin a project with"
+    init = add("init", _init, about, "quickstart")
+    init.add_argument("starter", choices=STARTERS, nargs="?", default="quickstart", metavar="NAME", help=(
+        "; ".join(f"{name}: {starter.about}" for name, starter in STARTERS.items())
+    ))  # fmt: skip
+
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
@@ -169,6 +177,14 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
     parser.set_defaults(needs_config=is_needed, or_else=or_else)
 
 
+def _init(args: argparse.Namespace) -> int:
+    starter = STARTERS[args.starter]
+    for file in starter.write(Path.cwd()):
+        print(f"wrote {file.name}")
+    print("next:", *starter.commands, sep="\n    ")
+    return 0
+
+
 def _train(args: argparse.Namespace) -> int:
     from async_rl.driver.signals import StopSignals
 
@@ -196,6 +212,7 @@ def _train(args: argparse.Namespace) -> int:
         signals.check()
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:
+            check_extra("page", "--view")
             from async_rl.view.command import shown as beside
         text = dry_run(config, signals.check) if args.dry_run else format_summary(run(config, signals, beside))
         if args.dry_run:
@@ -285,6 +302,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
+    check_extra("page", "async-rl view")
     from async_rl.view.command import serve
 
     serve(args.folder, args.port, args.host)

@@ -188,6 +188,8 @@ def _init(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     from async_rl.driver.signals import StopSignals
 
+    if args.view:
+        check_extra("page", "--view")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.config.loading import load_config
         from async_rl.pipeline import dry_run, run
@@ -212,7 +214,6 @@ def _train(args: argparse.Namespace) -> int:
         signals.check()
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:
-            check_extra("page", "--view")
             from async_rl.view.command import shown as beside
         text = dry_run(config, signals.check) if args.dry_run else format_summary(run(config, signals, beside))
         if args.dry_run:

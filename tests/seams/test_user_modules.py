@@ -57,6 +57,20 @@ def test_a_run_trains_in_a_folder_with_files_of_our_packages_names(folder: Path,
     assert [step["reward/mean"] for step in metrics if step["step"] > 0] == [7, 7]
 
 
+@pytest.mark.processes
+def test_a_program_may_import_its_own_modules_of_these_names_first(folder: Path) -> None:
+    (folder / "program.py").write_text(
+        f"import {', '.join(OWN_PACKAGES[1:])}\nmine = buffer, learner, benchmarks, rollout_server\n"
+        "import async_rl\nfrom buffer.store import Store\nimport benchmarks.engines, rollout_server.question\n"
+        "print(*[module.seven(0, 0) for module in mine])"
+    )
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, env=os.environ | {"PYTHONPATH": PROJECT}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("7.0 7.0 7.0 7.0\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("file", ["json.py", "json/__init__.py"])
 def test_a_module_of_the_working_directory_is_the_one_that_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str

@@ -100,8 +100,8 @@ def _beside(name: str) -> Path | None:
 def _hidden() -> Iterator[tuple[str, str]]:
     """Yield the packages of this project that hide a file of the working directory, each with advice for an error."""
     for package in OWN_PACKAGES:
-        file = _beside(package)
-        if file and not file.samefile(Path(PROJECT, package, "__init__.py")):
+        file, own = _beside(package), Path(PROJECT, package, "__init__.py")
+        if file and own.exists() and not file.samefile(own):  # a wheel has no benchmarks
             yield package, f". That is the package of async-rl, which hides {file} from `import`: rename that file"
 
 

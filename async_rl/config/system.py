@@ -239,12 +239,15 @@ class CheckpointConfig:
 
 @section("logging")
 class LoggingConfig:
-    """The loggers that get the metrics besides run_dir/metrics.jsonl: wandb and trackio."""
+    """The loggers that get the metrics besides run_dir/metrics.jsonl: wandb, trackio and TensorBoard."""
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """The mode of wandb. auto: online when the user is logged in, else disabled."""
     trackio: bool = False
     """Whether the same metrics go to trackio, where it is installed (`pip install trackio`)."""
+    tensorboard: bool = False
+    """Whether the same metrics go to event files in run_dir/tensorboard (`pip install 'async-rl[tensorboard]'`), which
+    `tensorboard --logdir RUN_DIR` shows."""
     project: str = "async-rl"
     """The project in wandb and trackio."""
 

@@ -76,6 +76,8 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     for name, entry in config.engine_entries.items():
         what = "how the learner updates servers"
         checks.append(PreflightCheck(what, name, partial(_check_admin, name, entry, config.weight_sync.verify)))
+    optimizer = partial(_check_optimizer, config)
+    checks.append(PreflightCheck("learner.optimizer", config.learner.optimizer, optimizer, everywhere=True))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
@@ -162,6 +164,12 @@ def _check_loading(key: str, path: str, settings: ModelConfig, splits_rows: bool
         from learner.models.frozen import freeze
 
         freeze(model, settings.frozen)
+
+
+def _check_optimizer(config: Config) -> None:
+    from learner.optimizer_choice import check_optimizer
+
+    check_optimizer(config.learner)
 
 
 def check_model(config: Config) -> None:

@@ -15,7 +15,7 @@ from async_rl.starters.starter import STARTERS
 from rollout_server.question import Question
 from rollout_server.tasks.base import open_task
 from tests.kit.documents import ROOT
-from tests.kit.tokenizers import tokenizer_of
+from tests.kit.engines.fakes import TOKENIZER
 
 
 def question(answer: str) -> Question:
@@ -52,7 +52,7 @@ def test_the_quickstarts_data_can_be_read_and_its_sets_are_disjoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "quickstart"]) == 0
-    task = open_task(load_config("quickstart.yaml"), tokenizer_of("qwen2_5"))
+    task = open_task(load_config("quickstart.yaml"), TOKENIZER)
     train = [task.prompt(index).question for index in range(task.num_prompts)]
     held_out = [prompt.question for prompt in task.eval_prompts()]
     assert (len(train), len(held_out)) == (1000, 256)

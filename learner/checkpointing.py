@@ -7,7 +7,8 @@
     load   DCP reads into the live tensors in place, and reshards them if the number of ranks has changed
 
 The tensors are one flat dictionary: `policy.<parameter>` and `critic.<parameter>` for trained weights, with `.step`,
-`.exp_avg` and `.exp_avg_sq` after it for AdamW's state (another optimizer's tensors and numbers by their names), and `random.<rank>` for the random state of each rank.
+`.exp_avg` and `.exp_avg_sq` after it for AdamW's state (the tensors and numbers of another optimizer by their names),
+and `random.<rank>` for the random state of each rank.
 """
 
 from __future__ import annotations

@@ -80,5 +80,5 @@ def test_a_run_with_sglang_is_refused_where_it_is_not_installed(
 ) -> None:
     config = config_with(tmp_path, "qwen2", "Qwen2ForCausalLM")
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ConfigError, match=r"rollout\.engine sglang can't serve .*: it is not installed.*'async-rl\[sgl"):
+    with pytest.raises(ConfigError, match=r"engine sglang can't serve .*: it is not installed.*'async-rl\[sglang-gpu"):
         check_model(config)

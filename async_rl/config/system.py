@@ -228,6 +228,9 @@ class CheckpointConfig:
 
     every_steps: NonNegativeInt = 100
     """Learner steps between two checkpoints; one more is saved at the end. 0: only after Ctrl-C or SIGTERM."""
+    models_every_steps: NonNegativeInt = 0
+    """Learner steps between two Hugging Face folders of the policy, run_dir/models/step_N, which are all kept and which
+    training waits for. 0: only run_dir/model, at the end."""
     keep_last: PositiveInt = 2
     """The number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0

@@ -113,10 +113,10 @@ def test_an_optimizer_from_outside_trains_matrices_and_the_rest_by_rules_of_thei
 @pytest.mark.parametrize(
     ("learner", "message"),
     [
-        ({"optimizer": "adamw"}, r"optimizer must be .*Adafactor.* or module:name, got 'adamw'.*mean AdamW\?"),
+        ({"optimizer": "adamw"}, r"optimizer must be .*Adafactor.* or module:name, got 'adamw'.*AdamW\?"),
         ({"optimizer": "LBFGS"}, "learner.optimizer must be"),
         ({"optimizer": "Muon"}, "learner.optimizer Muon can't be made for this model .*2D"),
-        ({"optimizer": "SGD", "optimizer_params": {"eps": 1}}, "SGD can't be made .* unexpected keyword argument 'eps'"),
+        ({"optimizer": "SGD", "optimizer_params": {"eps": 1}}, "SGD can't be made .* unexpected keyword argument"),
         ({"optimizer": "Rprop", "weight_decay": 0.1}, "learner.weight_decay must be 0 with learner.optimizer Rprop"),
         ({"optimizer": "collections:Counter"}, "must make a torch.optim.Optimizer, got|can't be made"),
         ({"optimizer": "two words"}, "learner.optimizer must be a name in torch.optim, or module:name"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import math
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
@@ -231,6 +232,11 @@ class CheckpointConfig:
     models_every_steps: NonNegativeInt = 0
     """Learner steps between two Hugging Face folders of the policy, run_dir/models/step_N, which are all kept and which
     training waits for. 0: only run_dir/model, at the end."""
+    push_to_hub: Annotated[str, checked(lambda name: not name or re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None, (
+        "OWNER/NAME of a repository of the hub"
+    ))] = ""  # fmt: skip
+    """The repository of the hub, OWNER/NAME, to which run_dir/model is uploaded when the run has ended. It is made, as a
+    private one, if there is none. Empty: nothing is uploaded."""
     keep_last: PositiveInt = 2
     """The number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0

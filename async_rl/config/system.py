@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import math
+import re
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -221,6 +221,10 @@ class PlacementConfig:
         return math.ceil(self.num_servers / (self.rollout.nodes or self.learner.nodes))
 
 
+def _is_repository(name: str) -> bool:
+    return re.fullmatch(r"([\w.-]+/[\w.-]+)?", name) is not None
+
+
 @section("checkpoint")
 class CheckpointConfig:
     """The checkpoints: how often learner and buffer are saved in run_dir/checkpoints, as one consistent state, and
@@ -232,9 +236,7 @@ class CheckpointConfig:
     models_every_steps: NonNegativeInt = 0
     """Learner steps between two Hugging Face folders of the policy, run_dir/models/step_N, which are all kept and which
     training waits for. 0: only run_dir/model, at the end."""
-    push_to_hub: Annotated[str, checked(lambda name: not name or re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None, (
-        "OWNER/NAME of a repository of the hub"
-    ))] = ""  # fmt: skip
+    push_to_hub: Annotated[str, checked(_is_repository, "OWNER/NAME of a repository of the hub")] = ""
     """The repository of the hub, OWNER/NAME, to which run_dir/model is uploaded when the run has ended. It is made, as a
     private one, if there is none. Empty: nothing is uploaded."""
     keep_last: PositiveInt = 2

@@ -27,7 +27,10 @@ def upload_model(config: Config, folder: Path, note: Callable[[str], None]) -> N
     The run has ended by then, so a failure is noted with what to do, and no error.
     """
     name = config.checkpoint.push_to_hub
-    if not name or not folder.is_dir():
+    if not name:
+        return
+    if not folder.is_dir():
+        note(f"nothing is uploaded to {name}: there is no {folder} here")
         return
     limit, told = config.timeouts.limit("work_s"), [f"no answer after {config.timeouts.limit('work_s')}"]
     # A thread that ends with the process: huggingface_hub has no time limit for an upload as a whole.

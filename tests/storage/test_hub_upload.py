@@ -53,8 +53,10 @@ def test_a_failed_upload_is_noted_with_the_command_that_tries_again(hub: HubServ
 
 
 def test_nothing_is_uploaded_unless_it_is_asked_for_and_there_is_a_model(hub: HubServer, model: Path) -> None:
+    notes: list[str] = []
     upload_model(make_config(), model, pytest.fail)
-    upload_model(CONFIG, model / "none", pytest.fail)
+    upload_model(CONFIG, model / "none", notes.append)
+    assert notes == [f"nothing is uploaded to me/my-model: there is no {model}/none here"]
     assert not hub.requests
 
 

@@ -32,14 +32,13 @@ from async_rl.config.learning import (
     RewardTrainingConfig,
     SftConfig,
 )
+from async_rl.config.outputs import CheckpointConfig, LoggingConfig
 from async_rl.config.section import Section, section
 from async_rl.config.system import (
-    CheckpointConfig,
     EvalPlacement,
     JudgePlacement,
     LearnerPlacement,
     Limit,
-    LoggingConfig,
     NetworkConfig,
     PlacementConfig,
     RolloutPlacement,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.config import Config, LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
-from learner.optimizer_choice import open_optimizer
+from learner.optimizer_choice import check_sharded, open_optimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -75,6 +75,8 @@ class Optimizer:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._offloads = config.offload == "moments"
         parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
+        if config.optimizer != LearnerConfig.optimizer:
+            check_sharded(config, self._parameters)
         self._inner = [open_optimizer(config, part, lr) for part in parts]
         self._inner_of: dict[Tensor, torch.optim.Optimizer] = {
             parameter: inner for part, inner in zip(parts, self._inner, strict=True) for parameter in part

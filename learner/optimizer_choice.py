@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, zeros
 
 from async_rl.config import LearnerConfig
 from async_rl.errors import ConfigError
@@ -57,6 +58,33 @@ def check_optimizer(config: LearnerConfig) -> None:
     open_optimizer(config, [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))], config.lr)
 
 
+def check_sharded(config: LearnerConfig, parameters: Sequence[Tensor]) -> None:
+    """Take a step with small weights that are sharded as the parameters are. Collective.
+
+    Raises:
+        ConfigError: the optimizer can't, as some of torch's can't with the DTensors of FSDP.
+    """
+    like = {parameter.ndim: parameter for parameter in parameters if isinstance(parameter, DTensor)}
+    small = [
+        nn.Parameter(zeros(*[64] * ndim, device_mesh=each.device_mesh, placements=each.placements))
+        for ndim, each in like.items()
+    ]
+    if not small:
+        return
+    optimizer = open_optimizer(config, small, config.lr)
+    try:
+        for _ in range(2):  # the first step makes the state
+            for parameter in small:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    except Exception as error:  # whatever an optimizer raises
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"learner.optimizer {config.optimizer} can't train weights that FSDP has sharded: {type(error).__name__}: "
+            f"{reason}. Take another one"
+        ) from error
+
+
 def _find(name: str) -> Callable[..., Any]:
     if ":" in name:
         found = import_object(name, "learner.optimizer")
@@ -68,8 +96,9 @@ def _find(name: str) -> Callable[..., Any]:
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and each not in _UNFIT
     }
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f". Did you mean {near[0]}?" if near else ""
+        lower = {each.lower(): each for each in known}
+        near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+        hint = f". Did you mean {lower[near[0]]}?" if near else ""
         raise ConfigError(f"learner.optimizer must be {', '.join(known)}, or module:name, got {name!r}{hint}")
     return known[name]
 

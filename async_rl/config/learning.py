@@ -125,7 +125,7 @@ class LearnerConfig:
     lr: PositiveFloat = 1e-6
     """The policy's learning rate."""
     optimizer: str = "AdamW"
-    """The optimizer of policy and critic: a name in torch.optim, such as Adafactor or SGD, or module:name of a class or
+    """The optimizer of policy and critic: a name in torch.optim, such as Adam or SGD, or module:name of a class or
     function that takes (parameters, lr=...) and the `optimizer_params`, and makes a torch.optim.Optimizer."""
     optimizer_params: Section[dict[str, Any]] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {eps: 1.0e-6} or {momentum: 0.9}."""

@@ -29,7 +29,9 @@ def open_tensorboard_run(config: Config, run_dir: Path, note: Callable[[str], No
     try:
         from tensorboardX import SummaryWriter
 
-        writer = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_EVERY_S)
+        folder = run_dir / "tensorboard"
+        suffix = f".{len(list(folder.glob('events.*')))}"  # a name has the second of its start, in which another may be
+        writer = SummaryWriter(str(folder), flush_secs=FLUSH_EVERY_S, filename_suffix=suffix)
     except Exception as error:  # nothing that tensorboardX raises may end the run
         note(f"tensorboard: off, it did not start: {type(error).__name__}: {error}")
         return None

@@ -110,10 +110,16 @@ def test_an_optimizer_from_outside_trains_matrices_and_the_rest_by_rules_of_thei
     assert norm.abs().max().item() == pytest.approx(1e-3, rel=0.01)
 
 
+def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_model_path: Path, one_rank: None) -> None:
+    """torch's Adafactor takes a norm in place, which DTensor has not."""
+    with pytest.raises(ConfigError, match="learner.optimizer Adafactor can't train weights that FSDP has sharded"):
+        Updater(learner_config(tiny_model_path, learner={"optimizer": "Adafactor"}), CPU)
+
+
 @pytest.mark.parametrize(
     ("learner", "message"),
     [
-        ({"optimizer": "adamw"}, r"optimizer must be .*Adafactor.* or module:name, got 'adamw'.*AdamW\?"),
+        ({"optimizer": "adamw"}, r"optimizer must be .*SGD, or module:name, got 'adamw'\. Did you mean AdamW\?"),
         ({"optimizer": "LBFGS"}, "learner.optimizer must be"),
         ({"optimizer": "Muon"}, "learner.optimizer Muon can't be made for this model .*2D"),
         ({"optimizer": "SGD", "optimizer_params": {"eps": 1}}, "SGD can't be made .* unexpected keyword argument"),

@@ -75,9 +75,9 @@ class Optimizer:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._offloads = config.offload == "moments"
         parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
-        if config.optimizer != LearnerConfig.optimizer:
-            check_sharded(config, self._parameters)
         self._inner = [open_optimizer(config, part, lr) for part in parts]
+        if not isinstance(self._inner[0], torch.optim.AdamW):
+            check_sharded(config, self._parameters)
         self._inner_of: dict[Tensor, torch.optim.Optimizer] = {
             parameter: inner for part, inner in zip(parts, self._inner, strict=True) for parameter in part
         }

@@ -112,7 +112,7 @@ def test_an_optimizer_from_outside_trains_matrices_and_the_rest_by_rules_of_thei
 
 def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_model_path: Path, one_rank: None) -> None:
     """torch's Adafactor takes a norm in place, which DTensor has not."""
-    with pytest.raises(ConfigError, match="learner.optimizer Adafactor can't train weights that FSDP has sharded"):
+    with pytest.raises(ConfigError, match=r"learner\.optimizer Adafactor can't train weights that FSDP has sharded"):
         Updater(learner_config(tiny_model_path, learner={"optimizer": "Adafactor"}), CPU)
 
 

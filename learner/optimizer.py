@@ -158,6 +158,8 @@ class Optimizer:
             state["step"] = torch.zeros((), device=parameter.device)
             for moment in _MOMENTS:
                 state[moment] = _zeros_on_cpu(parameter) if self._offloads else torch.zeros_like(parameter.detach())
+            if inner.param_groups[0]["amsgrad"]:
+                state["max_exp_avg_sq"] = torch.zeros_like(parameter.detach())
         return {
             key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             for key, value in state.items() if isinstance(value, (Tensor, int, float))

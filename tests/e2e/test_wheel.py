@@ -26,11 +26,14 @@ EXTRA_MODULES = ["bokeh", "reasoning_gym", "starlette", "tensorboardX"]
 WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({EXTRA_MODULES}))"
 """A line of a .pth file: the environment has none of the extras, whatever the one that it sees has."""
 REWARDS = '''
+import learner
 from benchmarks.marks import FULL
+from buffer import MINE
 from rollout_server.question import Question
 
 
 def right(question: Question, response: str) -> float:
+    assert (MINE, learner.MINE) == ("buffer", "learner")
     return FULL * (response.strip() == question.ground_truth)
 
 

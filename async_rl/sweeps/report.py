@@ -53,6 +53,7 @@ LEARNING: dict[str, tuple[str, str]] = {
     "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
     "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
     "reward_mean": ("reward, mean over the run", "{:.3f}"),
+    "reward_over_time": ("reward, mean over the time", "{:.3f}"),
     "truncated": ("truncated IS weights", "{:.2%}"),
     "masked": ("tokens masked as too old", "{:.2%}"),
     "clipped_positive": ("tokens clipped, advantage above 0", "{:.2%}"),
@@ -60,6 +61,17 @@ LEARNING: dict[str, tuple[str, str]] = {
     "grad_norm": ("gradient norm", "{:.3g}"),
     "dropped": ("groups dropped as too late", "{:.2%}"),
     "entropy_end": ("entropy, end", "{:.3f}"),
+}
+TAILS: dict[str, tuple[str, str]] = {
+    "staleness_mean": ("staleness, mean", "{:.2f}"),
+    "kl_median": ("KL of a step, median", "{:.2g}"),
+    "kl_p95": ("KL, 95th percentile", "{:.2g}"),
+    "kl_largest": ("KL, largest", "{:.2g}"),
+    "is_variance_median": ("IS-weight variance of a step, median", "{:.2g}"),
+    "is_variance_p95": ("variance, 95th percentile", "{:.2g}"),
+    "is_variance_largest": ("variance, largest", "{:.2g}"),
+    "is_weight_largest": ("largest IS weight", "{:.3g}"),
+    "waited_for_late": ("learner waited for late groups", "{:.1%}"),
 }
 WORTH_NOTE = (
     "A step is worth e synchronous steps if held-out accuracy after v steps is that of synchronous training after e v "
@@ -80,6 +92,10 @@ NOTES = (
     "KL is the KL divergence of the behaviour policy from the proximal policy (k3 estimate). IS weights are the "
     "probability ratios of the proximal over the behaviour policy before truncation. Their variance is the median over "
     "the steps, because a few steps with very large weights would dominate a mean.",
+    "The worst steps: quantiles over the steps of a run, then the mean over seeds. A KL or variance whose 95th "
+    "percentile is far above its median comes from few steps. Mean reward over the time lets each step count for its "
+    "seconds, so that runs of the same length can be compared however many steps they made. The learner waits for "
+    "late groups where a batch is held back by groups that may not become older, see staleness.late.",
     "Predictions come from the simulator, which is given the measured durations and the run's rules. A prediction is - "
     "where the simulator does not cover these rules. Groups in flight are groups that were granted a slot and "
     "that the buffer has not acknowledged yet, over rollout.concurrency, averaged over time.",
@@ -119,6 +135,7 @@ def write_report(folder: Path) -> str:
     found = (
         value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), bounds_compared(rows),
         *corrections_compared(rows), dropped_groups(rows), value_table(rows, LEARNING, "What was learned"),
+        value_table(rows, TAILS, "The worst steps"),
     )  # fmt: skip
     tables = [table for table in found if table]
     kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
@@ -210,7 +227,7 @@ def _write_csvs(rows: Sequence[Setting], folder: Path) -> None:
     """Write table.csv (means and standard errors), runs.csv (every run) and evals.csv (every held-out evaluation)."""
     runs = [run for row in rows for run in row.runs]
     settings = [STALENESS, *(key for key, _ in rows[0].series)]
-    keys = [*TRADE_OFF, *LEARNING]
+    keys = list(dict.fromkeys([*TRADE_OFF, *LEARNING, *TAILS]))
     names = [name for key in keys for name in (key, f"{key}_error")]
     means = []
     for row in rows:

@@ -8,9 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
@@ -26,6 +28,9 @@ SYSTEM_VALUES = (
     "train_s", "push_s",
 )  # fmt: skip
 """The values that are left out in exact mode, where a push waits for the groups of a batch."""
+KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var"
+TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
+"""The shares of steps whose quantiles tell how heavy the tail of a metric is."""
 WORTH = ("efficiency", "effective_steps_per_minute")
 """The values that runs have only beside those of synchronous training, see async_rl/sweeps/efficiency.py."""
 NO_SUMMARY: dict[str, Any] = {"seconds": 0.0, "staleness_mean": None, "staleness_max": None, "buffer": {}}
@@ -74,6 +79,25 @@ class Run:
         value = self.figures.get(key)
         return math.nan if value is None else value
 
+    def quantile(self, key: str, share: float) -> float:
+        """Return the value of metric `key` that `share` of the steps do not exceed, nan without any.
+
+        The first step is left out. Between two steps it is interpolated; the largest is that of share 1.
+        """
+        values = [value for _, _, value in self.points(key, first=1)]
+        return float(np.quantile(values, share)) if values else math.nan
+
+    def mean_over_time(self, key: str) -> float:
+        """Return the mean of metric `key` over the time from the end of the first step to that of the last.
+
+        The value of each step stands for the time since the step before. Runs of equal length can be compared by it
+        also if one has made more steps than the other. The result is nan where nothing was measured.
+        """
+        points = self.points(key)
+        spans = [(after[1] - before[1], after[2]) for before, after in pairwise(points)]
+        whole_s = math.fsum(span_s for span_s, _ in spans)
+        return math.fsum(span_s * value for span_s, value in spans) / whole_s if whole_s else math.nan
+
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
         """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`."""
         return [
@@ -99,8 +123,8 @@ class Run:
         summary, seconds = self.summary, float(self.summary["seconds"])
         dropped, trained = (summary["buffer"].get(f"buffer/{name}", 0.0) for name in ("dropped_late", "trained"))
         values = {
-            "is_variance": self.figure("offpolicy/is_weight_var"),
-            "kl": self.figure("offpolicy/kl_behaviour_proximal_k3"),
+            "is_variance": self.figure(IS_VARIANCE),
+            "kl": self.figure(KL),
             "ess": self.figure("offpolicy/ess"),
             "improvement": self.improvement,
             "per_minute": 60 * self.improvement / seconds if seconds else math.nan,
@@ -118,6 +142,11 @@ class Run:
             "accuracy_start": self.evals[0][2] if self.evals else math.nan,
             "accuracy_end": self.evals[-1][2] if self.evals else math.nan,
             "reward_mean": self.figure("reward/mean"),
+            "reward_over_time": self.mean_over_time("reward/mean"),
+            "waited_for_late": self.figure("buffer/waited_for_late_s") / self.figure("time/step_s"),
+            **{f"kl_{name}": self.quantile(KL, share) for name, share in TAIL.items()},
+            **{f"is_variance_{name}": self.quantile(IS_VARIANCE, share) for name, share in TAIL.items()},
+            "is_weight_largest": self.quantile("offpolicy/is_weight_max", 1),
             "truncated": self.figure("offpolicy/truncated_fraction"),
             "masked": self.figure("staleness/masked_fraction"),
             "clipped_positive": self.figure("offpolicy/clip_fraction_positive"),

@@ -41,13 +41,12 @@ class _UsersModules:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        here = Path.cwd()
-        if path is not None and not any(Path(each).is_relative_to(here) for each in path):
+        if path is not None and not any(map(_is_users, path)):
             return None
         if not any(map(_is_hidden, OWN_PACKAGES)):
             return None
         spec = PathFinder.find_spec(name, path, target)
-        if spec and type(spec.loader) is SourceFileLoader and Path(spec.loader.path).is_relative_to(here):
+        if spec and type(spec.loader) is SourceFileLoader and _is_users(spec.loader.path):
             spec.loader = _UsersLoader(name, spec.loader.path)
         return spec
 
@@ -104,6 +103,13 @@ def _beside(name: str) -> Path | None:
     """Return the file of the module or package `name` in the working directory; None if there is none."""
     files = (Path.cwd() / f"{name}.py", Path.cwd() / name / "__init__.py")
     return next((file for file in files if file.is_file()), None)
+
+
+def _is_users(place: str) -> bool:
+    """Return whether a file or folder is in the working directory, and not in an environment or a checkout in there."""
+    here, path = Path.cwd(), Path(place)
+    installed = [Path(each) for each in (PROJECT, sys.prefix) if Path(each).is_relative_to(here)]
+    return path.is_relative_to(here) and not any(map(path.is_relative_to, installed))
 
 
 def _is_hidden(package: str) -> bool:

@@ -87,9 +87,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of Python and async-rl in a fresh environment, which sees the large packages of this one."""
-    python = new_environment(tmp_path_factory.mktemp("fresh") / "venv", ("--no-deps", str(wheel)), sees_ours=False)
+def programs(wheel: Path, project: Path) -> Path:
+    """The folder of Python and async-rl in a fresh environment, which sees the large packages of this one.
+
+    It is in the stranger's folder, as environments often are.
+    """
+    python = new_environment(project / ".venv", ("--no-deps", str(wheel)), sees_ours=False)
     (site,) = python.parents[1].glob("lib/python*/site-packages")
     (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{WITHOUT_EXTRAS}\n")
     return python.parent

@@ -129,6 +129,17 @@ def test_a_users_module_imports_their_own_modules_of_our_packages_names(
     assert buffer.__file__ == str(Path(PROJECT, "buffer", "__init__.py"))
 
 
+def test_packages_of_an_environment_in_the_folder_import_what_python_finds(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = project / ".venv" / "site-packages"
+    (packages / "mine_installed").mkdir(parents=True)
+    (packages / "mine_installed" / "__init__.py").write_text("import buffer, learner\nFILE = buffer.__file__\n")
+    monkeypatch.setattr(sys, "prefix", str(project / ".venv"))
+    monkeypatch.syspath_prepend(packages)
+    assert import_object("mine_installed:FILE", "task.reward") == str(Path(PROJECT, "buffer", "__init__.py"))
+
+
 def test_a_module_of_a_users_package_and_one_of_ours_can_be_named(project: Path) -> None:
     assert import_object("buffer.words:score", "task.reward")(0, 0) == 7
     assert import_object("buffer.staleness:__name__", "task.reward") == "buffer.staleness"

@@ -19,7 +19,7 @@ from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams.extras import check_extra
 from async_rl.stages.commands import add_stages
-from async_rl.starters.starter import STARTERS
+from async_rl.starters.command import add_init
 from async_rl.storage.log_tail import split_tails
 from async_rl.sweeps.commands import add_sweeps
 
@@ -106,12 +106,7 @@ def add_command(
 def _add_commands(commands: Any) -> None:
     quickstart = "configs/quickstart.yaml"
     add = partial(add_command, commands)
-    about = "write an example with its reward into this folder, to begin a project with"
-    init = add("init", _init, about, "quickstart")
-    init.add_argument("starter", choices=STARTERS, nargs="?", default="quickstart", metavar="NAME", help=(
-        "; ".join(f"{name}: {starter.about}" for name, starter in STARTERS.items())
-    ))  # fmt: skip
-
+    add_init(add)
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
@@ -175,14 +170,6 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
         help="a YAML file, e.g. configs/quickstart.yaml, and settings over it, e.g. staleness.max=2 run.steps=60",
     )
     parser.set_defaults(needs_config=is_needed, or_else=or_else)
-
-
-def _init(args: argparse.Namespace) -> int:
-    starter = STARTERS[args.starter]
-    for file in starter.write(Path.cwd()):
-        print(f"wrote {file.name}")
-    print("next:", *starter.commands, sep="\n    ")
-    return 0
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -95,7 +95,7 @@ def test_another_optimizer_of_torch_moves_the_weights_by_its_own_rule(tiny_model
     assert moved.norm().item() == pytest.approx(0.1 * min(0.5, metrics["policy/grad_norm"]), rel=1e-4)
 
 
-def test_an_optimizer_from_outside_trains_matrices_and_the_rest_by_rules_of_their_own(
+def test_an_optimizer_from_outside_trains_matrices_by_a_rule_of_their_own(
     tiny_model_path: Path, one_rank: None
 ) -> None:
     """The first step of Muon moves a matrix by about its rate in its main direction, AdamW each number."""

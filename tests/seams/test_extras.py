@@ -1,4 +1,4 @@
-"""What only some users need is an extra, and where it is missing the error names it."""
+"""The extras of the package: where one is missing, the error names it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@ Importing it makes this process find the packages of this project. Each name is 
 from typing import TYPE_CHECKING, Any
 
 from async_rl.seams.own_packages import find_own_packages_first
+from async_rl.seams.user_modules import find_users_modules
 
 find_own_packages_first()
+find_users_modules()
 
 if TYPE_CHECKING:
     from async_rl.api import Callback, TrainedStep, TrainingRun, evaluate, train

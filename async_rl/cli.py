@@ -17,7 +17,9 @@ from typing import Any
 
 from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.seams.extras import check_extra
 from async_rl.stages.commands import add_stages
+from async_rl.starters.command import add_init
 from async_rl.storage.log_tail import split_tails
 from async_rl.sweeps.commands import add_sweeps
 
@@ -104,6 +106,7 @@ def add_command(
 def _add_commands(commands: Any) -> None:
     quickstart = "configs/quickstart.yaml"
     add = partial(add_command, commands)
+    add_init(add)
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
     train.add_argument(
@@ -172,6 +175,8 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
 def _train(args: argparse.Namespace) -> int:
     from async_rl.driver.signals import StopSignals
 
+    if args.view:
+        check_extra("page", "--view")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.config.loading import load_config
         from async_rl.pipeline import dry_run, run
@@ -285,6 +290,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
+    check_extra("page", "async-rl view")
     from async_rl.view.command import serve
 
     serve(args.folder, args.port, args.host)

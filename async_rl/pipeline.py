@@ -54,6 +54,7 @@ from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import hub_repos
+from async_rl.storage.hub_upload import upload_model
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
@@ -142,6 +143,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         finally:
             processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
+        upload_model(config, run_dir / "model", log.logger.note)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot_learning_curve(run_dir)
     return summary

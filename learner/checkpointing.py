@@ -7,7 +7,8 @@
     load   DCP reads into the live tensors in place, and reshards them if the number of ranks has changed
 
 The tensors are one flat dictionary: `policy.<parameter>` and `critic.<parameter>` for trained weights, with `.step`,
-`.exp_avg` and `.exp_avg_sq` after it for AdamW's state, and `random.<rank>` for the random state of each rank.
+`.exp_avg` and `.exp_avg_sq` after it for AdamW's state (the tensors and numbers of another optimizer by their names),
+and `random.<rank>` for the random state of each rank.
 """
 
 from __future__ import annotations
@@ -116,6 +117,9 @@ class Checkpointer:
                 f"the checkpoint {folder} holds {' and '.join(sorted(state.networks))}, this configuration trains "
                 f"{' and '.join(sorted(self._optimizers))}. Resume with the algorithm.advantage of the saved run"
             )
+        for name, optimizer in self._optimizers.items():
+            if state.networks[name]["steps"]:
+                optimizer.make_state()
         rank = dist.get_rank()
         tensors = self._tensors(rank if rank < state.ranks else None)
         try:
@@ -128,6 +132,11 @@ class Checkpointer:
             ) from error
         for name, optimizer in self._optimizers.items():
             optimizer.set_counts(state.networks[name])
+            for parameter_name, parameter in optimizer.module.named_parameters():
+                if parameter.requires_grad:
+                    head = f"{name}.{parameter_name}."
+                    own = {key.removeprefix(head): value for key, value in tensors.items() if key.startswith(head)}
+                    optimizer.set_numbers(parameter, own)
         if rank < state.ranks:
             on_cpu = len(torch.get_rng_state())
             on_gpu = tensors[f"random.{rank}"][on_cpu:]

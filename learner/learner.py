@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
@@ -32,9 +31,10 @@ from learner.driver_requests import DriverRequests
 from learner.evaluations import Evaluations
 from learner.gpu_turns import GpuTurns
 from learner.log_ratios import LogRatioRecorder
-from learner.models.policy import save_policy
+from learner.models.policy import due_folders, save_policy
 from learner.pusher import open_pushers
 from learner.ranks import init_distributed
+from learner.run_limit import RunLimit
 from learner.step_times import step_times
 from learner.updater import Updater
 
@@ -79,7 +79,7 @@ class Learner:
         self.requests = DriverRequests()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, device)
         self._lineage = lineage_of(config.run_dir)
-        self._first_step_s: float | None = None
+        self._limit = RunLimit(config.run)
         self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
         self._saved_version = 0
         self._served_version = 0
@@ -124,7 +124,7 @@ class Learner:
             if self.config.shares_gpus:
                 self._release_server_memory()
             metrics = self._train_step(taken)
-            is_last = self._is_last(time.monotonic())
+            is_last = self._limit.is_reached(self.version, time.monotonic())
             is_push_due = is_last or self.version % self.config.weight_sync.every_steps == 0
             events = self._publish(taken, is_last) if is_push_due else []
             self.gpu_turns.end_step()
@@ -133,8 +133,7 @@ class Learner:
                 self._keep_for_checkpoint(metrics, time.monotonic() - start_s)
                 metrics += self._checkpoint()
             step_s = time.monotonic() - start_s
-            if is_last:
-                self._save()
+            self._save(is_last=is_last)
             yield self._step_report(taken, metrics, step_s)
             yield from events
             start_s = time.monotonic()
@@ -273,7 +272,7 @@ class Learner:
                 events = self._push()
             if self.version > self._saved_version and self.config.checkpoint.every_steps:
                 self._checkpoint()
-            self._save()
+            self._save(is_last=True)
         measured, spans = self._measured()
         told = tuple(measured if self.rank == 0 else ())
         return [TrainingEnded(version=self.version, reason=reason, metrics=told, spans=spans), *events]
@@ -320,20 +319,11 @@ class Learner:
         if self.version > self._saved_version:
             self._push_metrics += self._checkpoint()
 
-    def _is_last(self, now_s: float) -> bool:
-        """Return whether the step that ends now is the last, by run.steps or run.seconds; the same on every rank."""
-        run = self.config.run
-        if self._first_step_s is None:
-            self._first_step_s = now_s
-        late = torch.tensor(run.seconds > 0 and now_s - self._first_step_s >= run.seconds)
-        if run.seconds > 0:
-            dist.broadcast(late, 0)
-        return self.version >= run.steps or bool(late)
-
-    def _save(self) -> None:
-        with self._timeline.span("checkpoint", "save"):
-            source, target = Path(self.config.model.path), self.config.run_dir / "model"
-            save_policy(self._updater.policy, source, target, self.rank == 0)
+    def _save(self, *, is_last: bool) -> None:
+        """Save the policy in the folders that are due now: run_dir/models/step_N, and at the end run_dir/model."""
+        for target in due_folders(self.config, self.version, is_last=is_last):
+            with self._timeline.span("checkpoint", "save"):
+                save_policy(self._updater.policy, Path(self.config.model.path), target, self.rank == 0)
 
     def _close(self) -> None:
         with self._timeline.span("checkpoint", "write"):

@@ -1,11 +1,10 @@
-"""Updates one network by AdamW with warm-up and gradient clipping. A step whose numbers aren't finite is skipped."""
+"""Updates one network, with warm-up and gradient clipping. A step whose numbers aren't finite is skipped."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.config import Config, LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
+from learner.optimizer_choice import check_sharded, open_optimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -63,10 +63,10 @@ def decayed(done: int, steps: int, fraction: float, shape: str = "linear", end: 
 
 
 class Optimizer:
-    """Updates the sharded `module` of one network, called `policy` or `critic`, with AdamW and gradient clipping.
+    """Updates the sharded `module` of one network, called `policy` or `critic`, by learner.optimizer, with clipping.
 
     The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps). With learner.offload moments
-    the moments are in CPU memory, but for those of one parameter at a time during a step.
+    AdamW's moments are in CPU memory, but for those of one parameter at a time during a step.
     """
 
     def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
@@ -75,12 +75,11 @@ class Optimizer:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._offloads = config.offload == "moments"
         parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
-        self._adamws = [
-            torch.optim.AdamW(_groups(part, config.weight_decay), lr=lr, betas=config.betas, fused=True)
-            for part in parts
-        ]
-        self._adamw_of: dict[Tensor, torch.optim.AdamW] = {
-            parameter: adamw for part, adamw in zip(parts, self._adamws, strict=True) for parameter in part
+        self._inner = [open_optimizer(config, part, lr) for part in parts]
+        if not isinstance(self._inner[0], torch.optim.AdamW):
+            check_sharded(config, self._parameters)
+        self._inner_of: dict[Tensor, torch.optim.Optimizer] = {
+            parameter: inner for part, inner in zip(parts, self._inner, strict=True) for parameter in part
         }
         first = self._parameters[0]
         self._device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
@@ -117,8 +116,8 @@ class Optimizer:
             scale = self._grad_clip / (grad_norm + 1e-6)
             if scale < 1:
                 torch._foreach_mul_(gradients, scale)
-            for adamw in self._adamws:
-                self._step_part(adamw, lr)
+            for inner in self._inner:
+                self._step_part(inner, lr)
             self._steps += 1
         self.drop()
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
@@ -132,8 +131,8 @@ class Optimizer:
 
     def drop(self) -> None:
         """Drop the gradients: a step has used them, or none will, as a KL limit has ended the update of this batch."""
-        for adamw in self._adamws:
-            adamw.zero_grad(set_to_none=True)
+        for inner in self._inner:
+            inner.zero_grad(set_to_none=True)
 
     def largest_weight(self) -> Tensor:
         """Return the largest magnitude of the weights in this rank's shards, a scalar; NaN if one of them is NaN."""
@@ -149,40 +148,63 @@ class Optimizer:
         self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return AdamW's own tensors for a parameter, not copies; they are zeros before the first step."""
-        state: dict[str, Tensor] = self._adamw_of[parameter].state[parameter]
-        if not state:
+        """Return the optimizer's own tensors for a parameter, not copies, and its numbers as tensors.
+
+        AdamW's are zeros before the first step, those of others are made by it.
+        """
+        inner = self._inner_of[parameter]
+        state = inner.state[parameter]
+        if not state and isinstance(inner, torch.optim.AdamW):
             state["step"] = torch.zeros((), device=parameter.device)
             for moment in _MOMENTS:
                 state[moment] = _zeros_on_cpu(parameter) if self._offloads else torch.zeros_like(parameter.detach())
-        return state
+            if inner.param_groups[0]["amsgrad"]:
+                state["max_exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        return {
+            key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            for key, value in state.items() if isinstance(value, (Tensor, int, float))
+        }
 
-    def _step_part(self, adamw: torch.optim.AdamW, lr: float) -> None:
-        """Take a step with the parameters of one AdamW, whose moments are on their device meanwhile."""
-        for group in adamw.param_groups:
+    def make_state(self) -> None:
+        """Make the state of all parameters, to be loaded into, by a step without gradient and learning rate.
+
+        Weights must be loaded after it, as some optimizers move them also by such a step.
+        """
+        for inner in self._inner:
+            if isinstance(inner, torch.optim.AdamW):
+                continue
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            for group in inner.param_groups:
+                group["lr"] = 0.0
+            inner.step()
+        self.drop()
+
+    def set_numbers(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Set the numbers in the optimizer's state of a parameter; its tensors were loaded in place."""
+        own = self._inner_of[parameter].state[parameter]
+        for key, value in own.items():
+            if isinstance(value, (int, float)):
+                own[key] = type(value)(state[key].item())
+
+    def _step_part(self, inner: torch.optim.Optimizer, lr: float) -> None:
+        """Take a step with the parameters of one optimizer, whose moments are on their device meanwhile."""
+        for group in inner.param_groups:
             group["lr"] = lr
         if not self._offloads:
-            adamw.step()
+            inner.step()
             return
-        (parameter,) = adamw.param_groups[0]["params"]
+        (parameter,) = inner.param_groups[0]["params"]
         if parameter.grad is None:
             return
-        state = self.state_of(parameter)
+        self.state_of(parameter)  # makes it before the first step
+        state = inner.state[parameter]
         kept = {moment: state[moment] for moment in _MOMENTS}
         state |= {moment: tensor.to(self._device, non_blocking=True) for moment, tensor in kept.items()}
-        adamw.step()
+        inner.step()
         for moment, tensor in kept.items():
             tensor.copy_(state[moment])
         state |= kept
-
-
-def _groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameters as AdamW's groups: biases and norms, which have one dimension, have no weight decay."""
-    decays = {parameter: weight_decay if parameter.ndim > 1 else 0.0 for parameter in parameters}
-    return [
-        {"params": [parameter for parameter in parameters if decays[parameter] == decay], "weight_decay": decay}
-        for decay in dict.fromkeys(decays.values())
-    ]
 
 
 def _zeros_on_cpu(parameter: Tensor) -> Tensor:

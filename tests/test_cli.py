@@ -47,7 +47,8 @@ def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: 
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"async-rl: error: config file {tmp_path}/none.yaml can't be read: No such file or directory\n"
+        == f"async-rl: error: config file {tmp_path}/none.yaml can't be read: No such file or directory. "
+        "`async-rl init` writes one to begin with\n"
     )
 
 

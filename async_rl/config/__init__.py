@@ -33,14 +33,13 @@ from async_rl.config.learning import (
     SftConfig,
 )
 from async_rl.config.network import NetworkConfig
+from async_rl.config.outputs import CheckpointConfig, LoggingConfig
 from async_rl.config.section import Section, section
 from async_rl.config.system import (
-    CheckpointConfig,
     EvalPlacement,
     JudgePlacement,
     LearnerPlacement,
     Limit,
-    LoggingConfig,
     PlacementConfig,
     RolloutPlacement,
     RunConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -124,10 +124,15 @@ class LearnerConfig:
     """Groups in a batch."""
     lr: PositiveFloat = 1e-6
     """The policy's learning rate."""
+    optimizer: str = "AdamW"
+    """The optimizer of policy and critic: a name in torch.optim, such as Adam or SGD, or module:name of a class or
+    function that takes (parameters, lr=...) and the `optimizer_params`, and makes a torch.optim.Optimizer."""
+    optimizer_params: Section[dict[str, Any]] = field(default_factory=dict)
+    """Further arguments of the optimizer, such as {eps: 1.0e-6} or {momentum: 0.9}."""
     betas: List[tuple[Share, Share]] = (0.9, 0.999)
-    """The betas of AdamW."""
+    """The betas of AdamW; those of another optimizer belong into `optimizer_params`."""
     weight_decay: NonNegativeFloat = 0.0
-    """The weight decay of AdamW. Biases and norms, the weights of one dimension, have none."""
+    """The weight decay of the optimizer. Biases and norms, the weights of one dimension, have none."""
     max_tokens_per_microbatch: PositiveInt = 16_384
     """The most tokens of a rank in one forward and backward pass, padding included."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
@@ -163,6 +168,21 @@ class LearnerConfig:
     the group as well. It must divide the ranks of a node."""
     max_skipped_steps: PositiveInt = 3
     """An optimizer step whose loss or gradient is not finite is skipped and counted; this many in a row end the run."""
+
+    def __post_init__(self) -> None:
+        check(
+            ":" in self.optimizer or self.optimizer.isidentifier(), "learner.optimizer", self.optimizer,
+            "a name in torch.optim, or module:name",
+        )
+        check(
+            self.optimizer == "AdamW" or self.offload != "moments", "learner.offload", self.offload,
+            f"none or all with learner.optimizer {self.optimizer}", "Only AdamW's moments are moved one at a time.",
+        )
+        own = {"lr", "params", "weight_decay", *(("betas",) if self.optimizer == "AdamW" else ())}
+        check(
+            not own & set(self.optimizer_params), "learner.optimizer_params", dict(self.optimizer_params),
+            f"without {', '.join(sorted(own))}", "These are keys of the section learner.",
+        )
 
     @property
     def max_tokens_per_forward(self) -> int:

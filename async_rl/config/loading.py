@@ -54,7 +54,8 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
     try:
         content, lines = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"config file {path} can't be read: {error.strerror}") from None
+        hint = "" if path.exists() else ". `async-rl init` writes one to begin with"
+        raise ConfigError(f"config file {path} can't be read: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from None
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""The sections run, weight_sync, placement, checkpoint, logging and timeouts of the configuration."""
+"""The sections run, weight_sync, placement and timeouts of the configuration."""
 
 from __future__ import annotations
 
@@ -219,33 +219,6 @@ class PlacementConfig:
         return math.ceil(self.num_servers / (self.rollout.nodes or self.learner.nodes))
 
 
-@section("checkpoint")
-class CheckpointConfig:
-    """The checkpoints: how often learner and buffer are saved in run_dir/checkpoints, as one consistent state, and
-    which checkpoints are kept.
-    """
-
-    every_steps: NonNegativeInt = 100
-    """Learner steps between two checkpoints; one more is saved at the end. 0: only after Ctrl-C or SIGTERM."""
-    keep_last: PositiveInt = 2
-    """The number of newest checkpoints to keep."""
-    keep_best: NonNegativeInt = 0
-    """The number of further checkpoints to keep: those that are the best on held-out prompts."""
-    best_by: Literal["accuracy", "reward"] = "accuracy"
-    """The measure by which they are the best: accuracy, the share of right answers (eval/accuracy), or reward, the mean
-    reward (eval/reward)."""
-
-
-@section("logging")
-class LoggingConfig:
-    """The loggers that get the metrics besides run_dir/metrics.jsonl: wandb and trackio."""
-
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """The mode of wandb. auto: online when the user is logged in, else disabled."""
-    trackio: bool = False
-    """Whether the same metrics go to trackio, where it is installed (`pip install trackio`)."""
-    project: str = "async-rl"
-    """The project in wandb and trackio."""
 
 
 class Limit(NamedTuple):

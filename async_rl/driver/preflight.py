@@ -25,6 +25,7 @@ from async_rl.errors import ConfigError
 from async_rl.network import interface_of
 from async_rl.network.ports import check_ports
 from async_rl.storage.free_space import check_disk
+from async_rl.storage.hub_upload import check_login
 from async_rl.storage.model_folder import (
     ROLES,
     check_model_folder,
@@ -77,6 +78,10 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     for name, entry in config.engine_entries.items():
         what = "how the learner updates servers"
         checks.append(PreflightCheck(what, name, partial(_check_admin, name, entry, config.weight_sync.verify)))
+    optimizer = partial(_check_optimizer, config)
+    checks.append(PreflightCheck("learner.optimizer", config.learner.optimizer, optimizer, everywhere=True))
+    if pushed := config.checkpoint.push_to_hub:
+        checks.append(PreflightCheck("checkpoint.push_to_hub", pushed, lambda: check_login(config)))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
@@ -165,6 +170,12 @@ def _check_loading(key: str, path: str, settings: ModelConfig, splits_rows: bool
         from learner.models.frozen import freeze
 
         freeze(model, settings.frozen)
+
+
+def _check_optimizer(config: Config) -> None:
+    from learner.optimizer_choice import check_optimizer
+
+    check_optimizer(config.learner)
 
 
 def check_model(config: Config) -> None:

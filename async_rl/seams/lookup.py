@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from async_rl.errors import ConfigError, raised_at
-from async_rl.seams.own_packages import OWN_PACKAGES, PROJECT
+from async_rl.seams.user_modules import import_module
 
 Entry = TypeVar("Entry")
 
@@ -54,55 +51,17 @@ def import_object(name: str, key: str) -> Any:
     if os.getcwd() not in sys.path:  # Python does not search it for an installed command
         sys.path.append(os.getcwd())
     try:
-        module = _import_module(module_name)
+        module = import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         at = raised_at(error)
         place = f", at {at}" if at and not at.startswith(__file__) else ""
         raise ConfigError(
             f"{key} {name!r} can't be imported from {os.getcwd()}: {type(error).__name__}: {error}{place}"
-            f"{''.join(advice for package, advice in _hidden() if repr(package)[:-1] in str(error))}"
         ) from error
-    for package, advice in _hidden():
-        if sys.modules.get(package, module) in vars(module).values():
-            raise ConfigError(f"{key} {name!r}: {module.__file__} imports {package}{advice}")
     if not hasattr(module, attribute):
         file = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{key} {name!r}: {file} defines no {attribute}")
     return getattr(module, attribute)
-
-
-def _import_module(name: str) -> ModuleType:
-    """Import a module. One of the working directory that another hides from Python is loaded as `user_<name>`."""
-    file = _beside(name)
-    found = importlib.util.find_spec(name) if file else None
-    if file is None or found is None or os.path.realpath(found.origin or "") == os.path.realpath(file):
-        return importlib.import_module(name)
-    own_name = f"user_{name}"
-    loaded = sys.modules.get(own_name)
-    if loaded is None or loaded.__file__ != str(file):  # a file of another working directory may bear the name, too
-        spec = importlib.util.spec_from_file_location(own_name, file)
-        assert spec is not None and spec.loader is not None
-        sys.modules[own_name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[own_name])
-        except BaseException:
-            del sys.modules[own_name]
-            raise
-    return sys.modules[own_name]
-
-
-def _beside(name: str) -> Path | None:
-    """Return the file of the module or package `name` in the working directory; None if there is none."""
-    files = (Path.cwd() / f"{name}.py", Path.cwd() / name / "__init__.py")
-    return next((file for file in files if file.is_file()), None)
-
-
-def _hidden() -> Iterator[tuple[str, str]]:
-    """Yield the packages of this project that hide a file of the working directory, each with advice for an error."""
-    for package in OWN_PACKAGES:
-        file = _beside(package)
-        if file and not file.samefile(Path(PROJECT, package, "__init__.py")):
-            yield package, f". That is the package of async-rl, which hides {file} from `import`: rename that file"
 
 
 def implementation(code: str | Callable[..., Any], key: str) -> Callable[..., Any]:

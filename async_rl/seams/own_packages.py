@@ -6,6 +6,7 @@ Names such as `buffer` are common, and Python searches the working directory fir
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -26,5 +27,17 @@ class _OwnPackages:
 
 
 def find_own_packages_first() -> None:
-    """Have every later import in this process take OWN_PACKAGES from the folder of this package."""
+    """Have every later import in this process take OWN_PACKAGES from the folder of this package.
+
+    A program may have imported modules of its own by these names before: it keeps them, but the names are ours now.
+    """
     sys.meta_path.insert(0, _OwnPackages)
+    others = {package for package in OWN_PACKAGES if package in sys.modules and not _is_own(sys.modules[package])}
+    for name in [name for name in sys.modules if name.partition(".")[0] in others]:
+        del sys.modules[name]
+
+
+def _is_own(module: ModuleType) -> bool:
+    """Return whether the module is the package of its name in PROJECT, or PROJECT has none (a wheel: benchmarks)."""
+    own = Path(PROJECT, module.__name__, "__init__.py")
+    return not own.exists() or os.path.realpath(module.__file__ or "") == os.path.realpath(own)

@@ -58,6 +58,11 @@ def checkpoint_folder(run_dir: Path, version: int) -> Path:
     return run_dir / FOLDER / f"step_{version}"
 
 
+def model_folder(run_dir: Path, version: int) -> Path:
+    """Return the Hugging Face folder of a version, which checkpoint.models_every_steps asks for."""
+    return run_dir / "models" / f"step_{version}"
+
+
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Return {version: folder} of the complete checkpoints, oldest first."""
     found = {}

@@ -27,7 +27,7 @@ def check_disk(config: Config) -> None:
     """Check that the run directory can be written and has the disk space that the run needs.
 
     A run needs RUN_BYTES, the checkpoints that exist at the same time, and copies of the model's files: one for the
-    result, and two for a weight transport that passes weights through folders.
+    result, those of checkpoint.models_every_steps, and two for a weight transport that passes weights through folders.
 
     Raises:
         ConfigError: the directory can't be written or has too little space.
@@ -56,6 +56,8 @@ def run_bytes(config: Config) -> int:
     model = Path(config.model.path)
     model_bytes = sum(file.stat().st_size for file in weight_files(model)) if model.is_dir() else 0
     num_models = 3 if _may_write_model_folders(config) else 1
+    if config.checkpoint.models_every_steps:
+        num_models += config.run.steps // config.checkpoint.models_every_steps
     return RUN_BYTES + num_models * model_bytes + _num_checkpoints(config) * _checkpoint_bytes(config)
 
 

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from async_rl.config import Config
 from async_rl.telemetry.examples import Example
 from async_rl.telemetry.figures import Figures, over_steps
-from async_rl.telemetry.trackio_run import open_trackio_run
+from async_rl.telemetry.tensorboard_run import TensorboardRun, open_tensorboard_run
+from async_rl.telemetry.trackio_run import TrackioRun, open_trackio_run
 from async_rl.telemetry.wandb_run import open_wandb_run
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
@@ -71,7 +72,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
 
 
 class MetricsLogger:
-    """Writes metrics to `run_dir/metrics.jsonl` and the console, and with the same keys to wandb and trackio if on.
+    """Writes metrics to `run_dir/metrics.jsonl` and the console, and with the same keys to trackers that are on.
 
     The file has one JSON object per line; a value that is not finite is written as null, as JSON has no NaN. An
     existing file is replaced, or with run.resume continued. Only one thread may use a logger.
@@ -96,7 +97,10 @@ class MetricsLogger:
         self._task = self._bar.add_task("training", total=self._steps)
         self._bar.start()
         self._wandb = open_wandb_run(config, run_dir, self.note)
-        self._trackio = open_trackio_run(config, self.note)
+        trackers: tuple[TrackioRun | TensorboardRun | None, ...] = (
+            open_trackio_run(config, self.note), open_tensorboard_run(config, run_dir, self.note)
+        )
+        self._trackers = [tracker for tracker in trackers if tracker]
 
     def log(self, step: int, values: dict[str, float], examples: Sequence[Example] = ()) -> None:
         """Write and print the metrics of a finished step. Its example answers are for wandb alone."""
@@ -133,8 +137,8 @@ class MetricsLogger:
         self.figures.add({key: value for key, value in record.items() if math.isfinite(value)})
         if self._wandb is not None:
             self._wandb.log(record, examples, self.figures)
-        if self._trackio is not None:
-            self._trackio.log(record)
+        for tracker in self._trackers:
+            tracker.log(record)
 
     def _written_at_s(self) -> float:
         """Return the seconds that the run has trained until now, which is when its next line is written."""
@@ -146,9 +150,8 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None
-        if self._trackio is not None:
-            self._trackio.close()
-            self._trackio = None
+        while self._trackers:
+            self._trackers.pop().close()
 
 
 _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (

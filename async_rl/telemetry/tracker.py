@@ -1,4 +1,4 @@
-"""The common part of the trackers (wandb, trackio): their failures can't end a run."""
+"""The common part of the trackers (wandb, trackio, TensorBoard): their failures can't end a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Tracker:
-    """Passes metrics to the run object of a tracking library, for wandb and trackio.
+    """Passes metrics to the run object of a tracking library.
 
     After the first failure, which `note` reports, nothing more is passed on.
     """

@@ -94,7 +94,7 @@ def _first_page(request: Request) -> Response:
 def bokeh_folder() -> Path:
     """Return the folder of the chart library's JavaScript, without importing its Python part."""
     spec = find_spec("bokeh")
-    assert spec is not None and spec.submodule_search_locations, "bokeh is a dependency of this package"
+    assert spec is not None and spec.submodule_search_locations, "the command has checked the extra `page`"
     return Path(spec.submodule_search_locations[0]) / "server" / "static" / "js"
 
 

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from async_rl.config import LearnerConfig, ModelConfig
+from async_rl.config import Config, LearnerConfig, ModelConfig
+from async_rl.storage.checkpoints import model_folder
 from async_rl.storage.model_folder import MARKERS, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
@@ -142,6 +143,13 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
     merged = merged_parameters(policy.lm)
     return to_checkpoint(policy.lm, ((name, tensor.to(dtype)) for name, tensor in merged))
+
+
+def due_folders(config: Config, version: int, *, is_last: bool) -> list[Path]:
+    """Return the folders in which the policy is saved after the step that made `version`."""
+    every_steps = config.checkpoint.models_every_steps
+    due = [model_folder(config.run_dir, version)] if every_steps and version % every_steps == 0 else []
+    return [*due, config.run_dir / "model"] if is_last else due
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:

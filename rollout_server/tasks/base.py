@@ -16,6 +16,7 @@ import numpy.typing as npt
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
+from async_rl.seams.extras import check_extra
 from async_rl.types import IntArray, Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.rules import NUMBER_RULES, find_number
@@ -151,12 +152,17 @@ TASKS = {
     "": "rollout_server.tasks.env_task:EnvTask",
 }
 """The class of each kind of task: `task.name: reasoning_gym/<dataset>`, `task.path: <file>`, or neither."""
+_EXTRAS = {"reasoning_gym": "reasoning-gym"}
+"""The extra of this package that a kind of task needs."""
 
 
 def open_task(config: Config, tokenizer: Any) -> Task:
     """Return the run's task: of the class `module:name` in `task.name`, or else of the one in `TASKS` that fits."""
     name = config.task.name
-    place = name if ":" in name else TASKS["files" if config.task.path else name.partition("/")[0]]
+    kind = "files" if config.task.path else name.partition("/")[0]
+    if kind in _EXTRAS:
+        check_extra(_EXTRAS[kind], f"task.name {name!r}")
+    place = name if ":" in name else TASKS[kind]
     found = import_object(place, "task.name")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"task.name {name!r} must be a subclass of {Task.__module__}.Task, got {found!r}")

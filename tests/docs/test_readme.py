@@ -113,6 +113,11 @@ ELSEWHERE = {
     "learner.lr=6e-4": "benchmarks/results, by hand",
     f"{QUICKSTART_SWEEP} correction_3e-4 {CORRECTIONS} run.steps=200 learner.decay_fraction=0 eval.samples=4 "
     "learner.lr=3e-4": "benchmarks/results, by hand",
+    "pip wheel --no-deps --wheel-dir dist .": "tests/e2e/test_wheel.py",
+    "pip install 'dist/async_rl-0.1.0-py3-none-any.whl[all]'": "tests/e2e/test_wheel.py, without the extras",
+    "async-rl init": "tests/e2e/test_wheel.py",
+    "async-rl sft quickstart.yaml": "tests/e2e/test_wheel.py",
+    "async-rl train quickstart.yaml": "tests/e2e/test_wheel.py",
     "pip install torch==2.13.0+cpu || pip install torch==2.13.0": "scripts/setup.sh",
     "pip install -c constraints/cpu.txt -r requirements/sglang-cpu.txt -e '.[dev,peers]'": "scripts/setup.sh",
     "pip install -c constraints/cpu.txt --no-deps -r requirements/sglang-cpu-nodeps.txt": "scripts/setup.sh",
@@ -269,7 +274,7 @@ def test_the_configuration_page_is_that_of_the_schema() -> None:
 def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
     files = [file.read_text() for file in (ROOT / "tests" / "extensions").glob("*.py")]
     shown = blocks(DOCUMENTS["CONTRIBUTING.md"], "python")
-    assert len(shown) == 7
+    assert len(shown) == 8
     assert [block for block in shown if block not in files] == []
 
 

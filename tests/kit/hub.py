@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import pytest
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/(revision|tree)/([^/]+)")
 _API_DEFAULT = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)")
 _FILE = re.compile(r"(?:/(datasets))?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_UPLOAD = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main")
 PIECE_BYTES = 1 << 16
 
 
@@ -31,6 +33,7 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     is_gated: bool = False
+    is_private: bool = False
 
     def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
         """Add a commit with these files to a branch; returns its hash."""
@@ -64,6 +67,9 @@ class HubServer:
                 hub.answer(self)
 
             do_HEAD = do_GET
+
+            def do_POST(self) -> None:
+                hub.take(self)
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -118,6 +124,31 @@ class HubServer:
             self._send_api(request, repo, found[2], kind, unquote(found[4]))
         elif found := _API_DEFAULT.fullmatch(path):
             self._send_api(request, self._of(found[1]).get(found[2]), found[2], "revision", "main")
+        else:
+            _send(request, 404, {}, b"")
+
+    def take(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer the requests of an upload: a new repository, how files are to be sent (in the commit), the commit."""
+        path = unquote(urlsplit(request.path).path)
+        content = request.rfile.read(int(request.headers["Content-Length"]))
+        self.requests[f"POST {path}"] += 1
+        found = _UPLOAD.fullmatch(path)
+        if self.status or request.headers.get("Authorization") != f"Bearer {self.TOKEN}":
+            _send(request, self.status or 401, {}, b"")
+        elif path == "/api/repos/create":
+            asked = json.loads(content)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            self.models.setdefault(name, Repository()).is_private = asked.get("visibility") == "private"
+            _send_json(request, {"url": f"{self.url}/{name}", "name": name, "id": name})
+        elif found and found[2] == "preupload":
+            ways = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(content)["files"]]  # fmt: skip
+            _send_json(request, {"files": ways})
+        elif found:
+            lines = [json.loads(line) for line in content.splitlines()]
+            files = {line["value"]["path"]: b64decode(line["value"]["content"]) for line in lines[1:]}
+            commit, page = self.models[found[1]].commit(files), f"{self.url}/{found[1]}"
+            _send_json(request, {"success": True, "commitOid": commit, "commitUrl": f"{page}/commit/{commit}"})
         else:
             _send(request, 404, {}, b"")
 

@@ -73,6 +73,11 @@ CASES: dict[str, dict[str, Any]] = {
     "critic that warms up": {
         "algorithm": AlgorithmConfig(advantage="gae"), "critic": CriticConfig(lr=1e-3, warmup_steps=3),
     },
+    "SGD": {"learner": {"optimizer": "SGD", "optimizer_params": {"momentum": 0.9}}},
+    "AdamW with a third tensor": {"learner": {"optimizer_params": {"amsgrad": True}}},
+    "Adam": {"learner": {"optimizer": "Adam", "optimizer_params": {"amsgrad": True}}},
+    "an optimizer from outside": {"learner": {"optimizer": "tests.extensions.optimizer:MuonWithAdamW"}},
+    "an optimizer with numbers in its state": {"learner": {"optimizer": "tests.kit.learner.optimizers:Counting"}},
 }
 
 

@@ -1,4 +1,4 @@
-"""Schedules, weight decay and frozen weights of the policy's optimizer."""
+"""The policy's optimizer: which one, schedules, weight decay and frozen weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from async_rl.config import LoraConfig, ModelConfig
 from async_rl.errors import ConfigError
 from learner.optimizer import decayed
+from learner.optimizer_choice import check_optimizer
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.updates import weights_of
+from tests.kit.learner.updates import values_of, weights_of
 
 CPU = torch.device("cpu")
 
@@ -82,3 +83,53 @@ def test_patterns_that_fit_nothing_or_everything_are_refused(
 def test_frozen_weights_beside_adapters_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.frozen must be empty with model\.lora\.rank"):
         ModelConfig(path="m", frozen=("*.bias",), lora=LoraConfig(rank=4))
+
+
+def test_another_optimizer_of_torch_moves_the_weights_by_its_own_rule(tiny_model_path: Path, one_rank: None) -> None:
+    """The first step of SGD is the clipped gradient times the rate, whatever the momentum."""
+    learner = {"lr": 0.1, "grad_clip": 0.5, "optimizer": "SGD", "optimizer_params": {"momentum": 0.9}}
+    updater = Updater(learner_config(tiny_model_path, learner=learner), CPU)
+    before = weights_of(updater)
+    metrics = values_of(updater.update(make_batch()))
+    moved = torch.cat([(after - before[name]).flatten() for name, after in weights_of(updater).items()])
+    assert moved.norm().item() == pytest.approx(0.1 * min(0.5, metrics["policy/grad_norm"]), rel=1e-4)
+
+
+def test_an_optimizer_from_outside_trains_matrices_by_a_rule_of_their_own(
+    tiny_model_path: Path, one_rank: None
+) -> None:
+    """The first step of Muon moves a matrix by about its rate in its main direction, AdamW each number."""
+    settings = {"optimizer": "tests.extensions.optimizer:MuonWithAdamW", "optimizer_params": {"muon_factor": 20.0}}
+    updater = Updater(learner_config(tiny_model_path, learner={"lr": 1e-3, "grad_clip": 1e9, **settings}), CPU)
+    before = weights_of(updater)
+    updater.update(make_batch())
+    moved = {name: after - before[name] for name, after in weights_of(updater).items()}
+    matrix = next(tensor for name, tensor in moved.items() if name.endswith("layers.0.self_attn.q_proj.weight"))
+    norm = next(tensor for name, tensor in moved.items() if name.endswith("model.norm.weight"))
+    assert torch.linalg.matrix_norm(matrix, 2).item() == pytest.approx(20 * 1e-3, rel=0.4)
+    assert norm.abs().max().item() == pytest.approx(1e-3, rel=0.01)
+
+
+def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_model_path: Path, one_rank: None) -> None:
+    """torch's Adafactor takes a norm in place, which DTensor has not."""
+    with pytest.raises(ConfigError, match=r"learner\.optimizer Adafactor can't train weights that FSDP has sharded"):
+        Updater(learner_config(tiny_model_path, learner={"optimizer": "Adafactor"}), CPU)
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        ({"optimizer": "adamw"}, r"optimizer must be .*SGD, or module:name, got 'adamw'\. Did you mean AdamW\?"),
+        ({"optimizer": "LBFGS"}, "learner.optimizer must be"),
+        ({"optimizer": "Muon"}, "learner.optimizer Muon can't be made for this model .*2D"),
+        ({"optimizer": "SGD", "optimizer_params": {"eps": 1}}, "SGD can't be made .* unexpected keyword argument"),
+        ({"optimizer": "Rprop", "weight_decay": 0.1}, "learner.weight_decay must be 0 with learner.optimizer Rprop"),
+        ({"optimizer": "collections:Counter"}, "must make a torch.optim.Optimizer, got|can't be made"),
+        ({"optimizer": "two words"}, "learner.optimizer must be a name in torch.optim, or module:name"),
+        ({"optimizer": "SGD", "offload": "moments"}, "learner.offload must be none or all with learner.optimizer SGD"),
+        ({"optimizer_params": {"lr": 1}}, "learner.optimizer_params must be without betas, lr"),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_refused_before_the_start(learner: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(learner_config(learner=learner).learner)

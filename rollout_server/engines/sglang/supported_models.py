@@ -24,8 +24,11 @@ def why_refused(config: Config) -> str:
             "only one model with unpacked weights has a second set of them"
         )
     sglang = importlib.util.find_spec("sglang")
+    if sglang is None or not sglang.submodule_search_locations:
+        gpu = "pip install 'async-rl[sglang-gpu]'"
+        return f"it is not installed. With a GPU: {gpu}; else see docs/installing.md, or set rollout.engine: hf"
     model = transformers.AutoConfig.from_pretrained(config.model.path, local_files_only=True)
-    if sglang is None or not sglang.submodule_search_locations or not model.architectures:
+    if not model.architectures:
         return ""
     name = model.architectures[0]
     folder = Path(sglang.submodule_search_locations[0]) / "srt" / "models"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,4 +72,13 @@ def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ConfigError, match="its weights are quantised, and those can't be staged"):
+        check_model(config)
+
+
+def test_a_run_with_sglang_is_refused_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_with(tmp_path, "qwen2", "Qwen2ForCausalLM")
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(ConfigError, match=r"engine sglang can't serve .*: it is not installed.*'async-rl\[sglang-gpu"):
         check_model(config)

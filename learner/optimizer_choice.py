@@ -1,0 +1,112 @@
+"""Makes the optimizer that `learner.optimizer` names: one of torch.optim, or a class or function as `module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, zeros
+
+from async_rl.config import LearnerConfig
+from async_rl.errors import ConfigError
+from async_rl.seams import import_object
+
+_UNFIT = ("LBFGS", "Optimizer", "SparseAdam")
+"""Names of torch.optim that need several passes a step, are no optimizer, or take sparse gradients alone."""
+
+
+def open_optimizer(config: LearnerConfig, parameters: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
+    """Return a new optimizer of the parameters, those of one dimension without weight decay.
+
+    Raises:
+        ConfigError: there is none of this name, or it can't be made with these parameters and optimizer_params.
+    """
+    make = _find(config.optimizer)
+    given = dict(config.optimizer_params)
+    if make is torch.optim.AdamW:
+        given = {"betas": config.betas, "fused": True, **given}
+    if "weight_decay" in inspect.signature(make).parameters:
+        groups = _groups(parameters, config.weight_decay)
+    elif config.weight_decay:
+        raise ConfigError(
+            f"learner.weight_decay must be 0 with learner.optimizer {config.optimizer}, which has none, got "
+            f"{config.weight_decay}"
+        )
+    else:
+        groups = [{"params": list(parameters)}]
+    try:
+        optimizer = make(groups, lr=lr, **given)
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"learner.optimizer {config.optimizer} can't be made for this model with learner.optimizer_params "
+            f"{config.optimizer_params}: {type(error).__name__}: {error}"
+        ) from None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"learner.optimizer {config.optimizer} must make a torch.optim.Optimizer, got an object of type "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def check_optimizer(config: LearnerConfig) -> None:
+    """Raise the ConfigError of `open_optimizer` for a matrix and a bias, which every model has, in place of a model."""
+    open_optimizer(config, [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))], config.lr)
+
+
+def check_sharded(config: LearnerConfig, parameters: Sequence[Tensor]) -> None:
+    """Take a step with small weights that are sharded as the parameters are. Collective.
+
+    Raises:
+        ConfigError: the optimizer can't, as some of torch's can't with the DTensors of FSDP.
+    """
+    like = {parameter.ndim: parameter for parameter in parameters if isinstance(parameter, DTensor)}
+    small = [
+        nn.Parameter(zeros(*[64] * ndim, device_mesh=each.device_mesh, placements=each.placements))
+        for ndim, each in like.items()
+    ]
+    if not small:
+        return
+    optimizer = open_optimizer(config, small, config.lr)
+    try:
+        for _ in range(2):  # the first step makes the state
+            for parameter in small:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    except Exception as error:  # whatever an optimizer raises
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"learner.optimizer {config.optimizer} can't train weights that FSDP has sharded: {type(error).__name__}: "
+            f"{reason}. Take another one"
+        ) from error
+
+
+def _find(name: str) -> Callable[..., Any]:
+    if ":" in name:
+        found = import_object(name, "learner.optimizer")
+        if not callable(found):
+            raise ConfigError(f"learner.optimizer {name} must be a class or a function, got {found!r:.100}")
+        return found  # type: ignore[no-any-return]
+    known = {
+        each: kind for each, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and each not in _UNFIT
+    }
+    if name not in known:
+        lower = {each.lower(): each for each in known}
+        near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+        hint = f". Did you mean {lower[near[0]]}?" if near else ""
+        raise ConfigError(f"learner.optimizer must be {', '.join(known)}, or module:name, got {name!r}{hint}")
+    return known[name]
+
+
+def _groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters as an optimizer's groups: biases and norms, of one dimension, have no weight decay."""
+    decays = {parameter: weight_decay if parameter.ndim > 1 else 0.0 for parameter in parameters}
+    return [
+        {"params": [parameter for parameter in parameters if decays[parameter] == decay], "weight_decay": decay}
+        for decay in dict.fromkeys(decays.values())
+    ]

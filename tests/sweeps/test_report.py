@@ -18,7 +18,7 @@ from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record,
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import TAIL, Run, Setting, read_results, read_runs, settings_of
+from async_rl.sweeps.results import Run, Setting, read_results, read_runs, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
 from tests.kit.runs import logged
 from tests.kit.sweeps import base_yaml, make_sweep, write_cell
@@ -314,26 +314,6 @@ def test_what_clipping_held_back_and_the_gradient_stand_beside_every_run(sweep: 
     steps = [{**step, **dict(zip(keys, of, strict=True))} for step, of in zip(run.steps, measured, strict=False)]
     values = dataclasses.replace(run, steps=steps).values()
     assert [values[name] for name in names] == pytest.approx([0.2, 0.03, 1.5])
-
-
-def test_the_worst_steps_and_the_mean_over_time_are_told_of_every_run(sweep: Path, printed: str) -> None:
-    run = read_runs(sweep)[0]
-    assert all(math.isnan(run.values()[name]) for name in ("is_weight_largest", "waited_for_late"))
-    steps: list[dict[str, float | None]] = [
-        {
-            "step": float(number), "time/since_first_step_s": float(number**2), "reward/mean": number / 10,
-            "offpolicy/kl_behaviour_proximal_k3": kl, "offpolicy/is_weight_var": 2 * kl,
-            "offpolicy/is_weight_max": 9 * kl, "buffer/waited_for_late_s": 0.5, "time/step_s": 2.0,
-        }
-        for number, kl in enumerate((9.0, 0.1, 0.2, 0.3, 0.7, 0.4))
-    ]  # fmt: skip
-    values = dataclasses.replace(run, steps=steps).values()
-    assert [values[f"kl_{name}"] for name in TAIL] == pytest.approx([0.3, 0.64, 0.7])  # the first step is left out
-    assert [values[f"is_variance_{name}"] for name in TAIL] == pytest.approx([0.6, 1.28, 1.4])
-    assert values["is_weight_largest"] == pytest.approx(6.3) and values["waited_for_late"] == pytest.approx(0.25)
-    seconds, rewards = (1, 3, 5, 7, 9), (0.1, 0.2, 0.3, 0.4, 0.5)
-    assert values["reward_over_time"] == pytest.approx(sum(s * r for s, r in zip(seconds, rewards, strict=True)) / 25)
-    assert "reward, mean over the time" in printed
 
 
 def test_depths_stand_between_the_bounds_in_tables_and_prediction(tmp_path: Path) -> None:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from async_rl.sweeps.report import write_report
+from async_rl.sweeps.results import TAIL, read_runs
+
+
+def test_the_worst_steps_and_the_mean_over_time_are_told_of_every_run(sweep: Path) -> None:
+    run = read_runs(sweep)[0]
+    assert all(math.isnan(run.values()[name]) for name in ("is_weight_largest", "waited_for_late"))
+    steps: list[dict[str, float | None]] = [
+        {
+            "step": float(number), "time/since_first_step_s": float(number**2), "reward/mean": number / 10,
+            "offpolicy/kl_behaviour_proximal_k3": kl, "offpolicy/is_weight_var": 2 * kl,
+            "offpolicy/is_weight_max": 9 * kl, "buffer/waited_for_late_s": 0.5, "time/step_s": 2.0,
+        }
+        for number, kl in enumerate((9.0, 0.1, 0.2, 0.3, 0.7, 0.4))
+    ]  # fmt: skip
+    values = dataclasses.replace(run, steps=steps).values()
+    assert [values[f"kl_{name}"] for name in TAIL] == pytest.approx([0.3, 0.64, 0.7])  # the first step is left out
+    assert [values[f"is_variance_{name}"] for name in TAIL] == pytest.approx([0.6, 1.28, 1.4])
+    assert values["is_weight_largest"] == pytest.approx(6.3) and values["waited_for_late"] == pytest.approx(0.25)
+    seconds, rewards = (1, 3, 5, 7, 9), (0.1, 0.2, 0.3, 0.4, 0.5)
+    assert values["reward_over_time"] == pytest.approx(sum(s * r for s, r in zip(seconds, rewards, strict=True)) / 25)
+    assert "reward, mean over the time" in write_report(sweep)

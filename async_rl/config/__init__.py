@@ -21,6 +21,7 @@ from async_rl.config.data import (
     TaskConfig,
     slots_at,
 )
+from async_rl.config.guard import GuardConfig
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (
     CriticConfig,
@@ -70,6 +71,7 @@ class Config:
     weight_sync: Section[WeightSyncConfig] = field(default_factory=WeightSyncConfig)
     placement: Section[PlacementConfig] = field(default_factory=PlacementConfig)
     eval: Section[EvalConfig] = field(default_factory=EvalConfig)
+    guard: Section[GuardConfig] = field(default_factory=GuardConfig)
     checkpoint: Section[CheckpointConfig] = field(default_factory=CheckpointConfig)
     sft: Section[SftConfig] = field(default_factory=SftConfig)
     reward_training: Section[RewardTrainingConfig] = field(default_factory=RewardTrainingConfig)

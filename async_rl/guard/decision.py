@@ -55,7 +55,9 @@ class Finding:
         for name in names:
             signal = SIGNALS[name]
             side = "at least" if signal.is_floor else "at most"
-            told.append(f"{signal.text.format(self.values[name])} (guard.{name}_limit: {side} {signal.limit(config):g})")
+            told.append(
+                f"{signal.text.format(self.values[name])} (guard.{name}_limit: {side} {signal.limit(config):g})"
+            )
         return "; ".join(told)
 
 

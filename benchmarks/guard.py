@@ -92,7 +92,7 @@ def signal_versions(records: Sequence[Record], config: GuardConfig) -> dict[str,
 
 
 def verdicts(runs: Sequence[Run], config: GuardConfig, has_gold: bool) -> tuple[int, int, float, int, int]:
-    """Return (over-optimised runs, those that keep 0.9 of the gain, the mean share kept, sound runs, false alarms)."""
+    """Return (over-optimised runs, those that keep 0.9 of the gain, mean share kept, sound runs, false alarms)."""
     kept, false = [], 0
     for run in runs:
         found = first_trouble(run.records, config, has_gold)

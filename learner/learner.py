@@ -34,7 +34,7 @@ from learner.gpu_turns import GpuTurns
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import save_policy
 from learner.pusher import open_pushers
-from learner.rank_status import rank_status
+from learner.rank_status import PAUSE, rank_status
 from learner.ranks import init_distributed
 from learner.step_times import step_times
 from learner.updater import Updater
@@ -89,7 +89,7 @@ class Learner:
         if state:
             self.version = self._saved_version = state.version
             self.evaluations.schedule.resume(state.version)
-            self._updater.objective.kl_coef = state.kl_coef
+            self._updater.objective.restore(state.kl_coef)
         trains_own_rows = rank % config.learner.sequence_parallel == 0  # else another rank records the same rows
         records = config.buffer.journal and trains_own_rows
         self._log_ratios = LogRatioRecorder(config, rank, state) if records else None
@@ -119,6 +119,9 @@ class Learner:
                     continue
                 if taken.why == "checkpoint wanted":
                     self._checkpoint_on_request()
+                    continue
+                if taken.why == "paused":
+                    self._pause()
                     continue
                 yield from self._end_early(taken)
                 break
@@ -307,6 +310,12 @@ class Learner:
         self.requests.saved()
         if self.version > self._saved_version:
             self._push_metrics += self._checkpoint()
+
+    def _pause(self) -> None:
+        """Wait for the end of the guard's pause, for a few seconds at a time."""
+        with self._timeline.span("other", PAUSE):
+            if self.rank == 0:
+                self.requests.wait_paused()
 
     def _is_last(self, now_s: float) -> bool:
         """Return whether the step that ends now is the last, by run.steps or run.seconds; the same on every rank."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from async_rl.config import TimeoutsConfig
 from async_rl.telemetry.status import Status
 
+PAUSE = "pause"
+"""The name of the span of a learner that the guard has paused."""
 _WORDS = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
 
 
@@ -32,4 +34,6 @@ def rank_status(
             servers = pushed_to.get(name, pushed_to["push"])  # each may die in a push: it is repeated without that one
             limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
             return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
+    if name == PAUSE:
+        return Status(doing="is paused by the guard", waits_on="the user: async-rl guard", since_s=since_s)
     return Status(doing=_WORDS.get(state, state), since_s=since_s)

@@ -213,6 +213,13 @@ class Config:
         return self.eval.pin_version and self.placement.eval.servers == 0
 
     @property
+    def guard_action(self) -> str:
+        """What the guard does on trouble: guard.action, where auto is warn or "", which is nothing."""
+        if self.guard.action != "auto":
+            return self.guard.action
+        return "warn" if self.reward_model.path or self.eval.gold_reward else ""
+
+    @property
     def drops_zero_variance(self) -> bool:
         """Whether the buffer drops groups whose rewards are all equal: algorithm.filter_zero_variance, if it applies.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.config.check import check
+from async_rl.config.guard import check_guard
 from async_rl.config.staging import check_staging
 from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
 
@@ -29,6 +30,7 @@ def check_cross_section(config: Config) -> None:
     _check_best(config)
     _check_eval_servers(config)
     _check_judge(config)
+    check_guard(config)
     _check_updates(config)
     if config.placement.rollout.engines:
         for name in config.engine_entries:

@@ -300,6 +300,10 @@ class EvalConfig:
     right_above: float = 1.0
     """An answer with this reward or more counts as right, 1e-6 less being allowed for. Verifiers may give partial
     credit, and several rewards add up to more than 1: eval/reward has all of it, eval/accuracy only what is right."""
+    gold_reward: str = ""
+    """The reward that the guard holds to be true: a name as in task.reward, or `task` for the task's own. It scores
+    held-out answers only, and is not trained on. Empty: with a reward model the rewards of held-out answers, which
+    are the rule's, else none."""
     pin_version: bool = False
     """The next push waits for an evaluation beside training, so that all its answers come from one version. Otherwise
     no push waits, and eval/oldest_version and eval/newest_version tell which versions sampled the answers. With

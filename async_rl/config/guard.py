@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from async_rl.config.check import check
 from async_rl.config.section import Unbounded, section
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
 
 Above1 = Annotated[Unbounded, Field(gt=1)]
 Positive = Annotated[Unbounded, Field(gt=0)]
@@ -66,3 +70,28 @@ class GuardConfig:
     def lr_factor(self) -> float:
         """The factor of the policy's learning rate after the rollbacks so far."""
         return float(self.tighten_by**-self.rollbacks) if self.tighten == "lr" else 1.0
+
+
+def check_guard(config: Config) -> None:
+    """Check that the guard has the gold rewards, checkpoints and settings that its action needs."""
+    guard, evals, every = config.guard, config.eval.every_steps, config.checkpoint.every_steps
+    gold = config.eval.gold_reward
+    check(
+        not gold or (config.eval.size > 0 and evals > 0), "eval.gold_reward", gold,
+        "empty without eval.size and eval.every_steps", "It scores the answers of evaluations beside training.",
+    )
+    check(
+        not gold or not config.reward_model.path, "eval.gold_reward", gold, "empty with reward_model.path",
+        "The rewards of held-out answers are the gold rewards then: set task.reward.",
+    )
+    if guard.action not in ("rollback", "stop_at_best"):
+        return
+    check(
+        every > 0 and guard.every_steps % every == 0 and evals % every == 0, "checkpoint.every_steps", every,
+        f"a divisor of guard.every_steps = {guard.every_steps} and eval.every_steps = {evals} with guard.action "
+        f"{guard.action}", "The guard goes back to a checkpoint of a version that it has measured.",
+    )
+    check(
+        guard.action != "rollback" or guard.tighten != "kl" or config.algorithm.kl.kind != "none", "guard.tighten",
+        guard.tighten, "lr with algorithm.kl.kind none", "Without a KL penalty there is none to raise.",
+    )

@@ -12,8 +12,10 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.driver.run_control import StepListener
 from async_rl.driver.run_timeline import RunTimeline
+from async_rl.guard.decision import Finding, Guard
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
+from async_rl.storage.guard_events import accepted_signals, checkpoint_before
 from async_rl.storage.run_dir import write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
 from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
@@ -65,6 +67,8 @@ class RunLog:
         self._staleness_max: float | None = None
         self._restored: list[dict[str, float | None]] = []
         """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
+        self.guard = Guard(config.guard, accepted_signals(self.run_dir)) if config.guard_action else None
+        """Follows the metrics, if the run is guarded."""
         self._resumes = 0
         if saved := resumed_training_state(config):
             self.version, self._resumes = saved.version, lineage_of(self.run_dir)
@@ -73,6 +77,12 @@ class RunLog:
             for record in past:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
+        self._finding: Finding | None = None
+        """What the guard found in the step or evaluation that is being logged."""
+        self._trouble: Finding | None = None
+        """The newest trouble, until it is acted on."""
+        self.end_reason = ""
+        """The reason of the driver for which the learner was stopped."""
         self._pending: list[_OpenStep] = []
         """The steps of learner/0 that are not logged yet."""
         self._from_workers: list[Metric] = []
@@ -96,16 +106,41 @@ class RunLog:
         if lost := [step for step in missing if step not in restored]:
             self.logger.note(f"step {numbers_text(lost)}: not logged before the run ended; no file has the metrics")
 
-    def _note_values(self, version: int, values: Values) -> None:
-        """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation."""
+    def _note_values(self, version: int, values: Values) -> Values:
+        """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation.
+
+        Returns the signals of the guard as metrics, `guard/<name>`.
+        """
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
         if "eval/accuracy" in values:
             self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
             self.evals[1:] = [(version, values)]
+        found = self.guard.add(version, values) if self.guard else None
+        if found is None:
+            return {}
+        self._finding = found
+        return {f"guard/{name}": value for name, value in found.values.items()}
+
+    def _tell_finding(self) -> None:
+        """Say which signals of the guard are beyond their limits since the last step or evaluation."""
+        found, self._finding = self._finding, None
+        if found is None:
+            return
+        if found.new:
+            self.logger.alarm(f"guard: step {found.version}: {found.text(self._config.guard, found.new)}")
+        if found.is_trouble:
+            self._trouble = found
+
+    def take_trouble(self) -> Finding | None:
+        """Return the newest finding of the guard that is trouble, once."""
+        found, self._trouble = self._trouble, None
+        return found
 
     def _prune(self) -> None:
-        prune(self.run_dir, self._config.checkpoint, self._best_values)
+        wanted = self.guard.needed() if self.guard and self._config.guard.acts else []
+        needed = {checkpoint_before(self.run_dir, version) for version in wanted}
+        prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 
     def add(self, process: str, report: Report) -> None:
         """Add a report of `process` to the log, and log the steps that it completes."""
@@ -121,7 +156,7 @@ class RunLog:
             case TrainingEnded():
                 self.timeline.add(report)
                 if process == "learner/0":
-                    self.ended = report.reason
+                    self.ended = self.end_reason or report.reason
                     self.logger.note(report.reason)
                     if report.metrics:
                         self.logger.log_late(report.version, reduce_metrics(report.metrics))
@@ -195,9 +230,10 @@ class RunLog:
         values = reduce_metrics(m for report in reports for m in report.metrics if m.key.startswith("eval/"))
         if values:
             version = reports[0].version
-            self._note_values(version, values)
+            values |= self._note_values(version, values)
             self._prune()
             self.logger.log_eval(version, values)
+            self._tell_finding()
             self._evals_to_tell |= values
 
     def skipped_eval(self, version: int, reason: str) -> None:
@@ -235,9 +271,10 @@ class RunLog:
             write_config(self._config)
             for record in self._restored:
                 self.logger.log_restored(record)
-        self._note_values(report.version, values)
+        values |= self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values, report.examples)
+        self._tell_finding()
         evals, self._evals_to_tell = self._evals_to_tell, {}
         self._on_step(report.version, values | evals)
 

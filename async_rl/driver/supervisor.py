@@ -28,6 +28,7 @@ from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.judges import Judges
 from async_rl.driver.restart_limit import RestartLimit
+from async_rl.driver.run_guard import RunGuard
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.server_memory import ServerMemory
 from async_rl.driver.signals import StopSignals
@@ -69,6 +70,7 @@ class Supervisor:
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
+        self.guard = RunGuard(config, processes, log, log.guard, self.watchdog) if log.guard else None
         self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
 
     def train(
@@ -101,6 +103,8 @@ class Supervisor:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         with signals.deferred(lambda: loop.call_soon_threadsafe(stop.set)):
             signals.check()
+            if self.guard:
+                self.guard.begin()
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
                 servers_kept, watch = map(self._keep_server, servers), self._watch(signals)
@@ -243,6 +247,8 @@ class Supervisor:
             if signals.at_once:  # the second signal was raised in another thread than this one
                 raise KeyboardInterrupt("ended at once")
             self._log.close_overdue()
+            if self.guard:
+                self.guard.look()
             await self._changed.notify()
             for name, error in dead:
                 if name == "buffer":
@@ -293,6 +299,8 @@ class Supervisor:
         stream = self._streams[name] = run.options(num_returns="streaming").remote()
         async for report in self._processes.reports(name, stream):
             self._log.add(name, report)
+            if self.guard:
+                self.guard.act()
             if name == "learner/0":
                 self._on_learner_report(report)
             if self._tuner:

@@ -9,7 +9,7 @@ It acts on nothing: async_rl/driver/run_guard.py does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from async_rl.config.guard import GuardConfig
@@ -70,7 +70,7 @@ class Guard:
 
     def __init__(self, config: GuardConfig, accepted: Iterable[str] = ()) -> None:
         self._config = config
-        self.accepted: Set[str] = set(accepted)
+        self.accepted = set(accepted)
         self._start: list[Values] = []
         self._window: list[Values] = []
         """The steps since the last multiple of guard.every_steps."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
+from async_rl.storage.model_folder import forbidden_tokens
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
 from async_rl.weights.base import serving_dtype
@@ -72,6 +73,7 @@ class Updater:
         """The type of activations, and of the weights that servers get."""
         self.ranks = ranks = open_ranks(config, device)
         self.policy = open_policy(config.model, dtype)
+        self.policy.forbidden = forbidden_tokens(config)
         offloads = config.learner.offload == "all"
         shard(self.policy, ranks, config.learner, offloads)
         self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
@@ -296,7 +298,8 @@ class Updater:
             tokens=ids, segments=None, positions=None, where=torch.arange(count, device=self.device),
             targets=ids[0, 1:], temperature=torch.ones(count, device=self.device),
         )
-        logprobs: list[float] = self.policy(inputs)[0].tolist()
+        with self.policy.over_all_tokens():  # as servers score texts
+            logprobs: list[float] = self.policy(inputs)[0].tolist()
         return logprobs
 
 

@@ -258,6 +258,14 @@ def _check_engine(config: Config) -> None:
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
         f"{_either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
     )
+    check(
+        not rollout.forbid_special_tokens or entry.forbids_tokens, "rollout.forbid_special_tokens", True,
+        f"false {with_engine}", f"Its logprobs would be of other tokens too. {_engines_with(lambda e: e.forbids_tokens)}",
+    )
+    check(
+        not rollout.forbid_special_tokens or config.learner.sequence_parallel == 1, "rollout.forbid_special_tokens",
+        True, "false with learner.sequence_parallel above 1", "The ranks that split a head know no forbidden tokens.",
+    )
     taken = [name for name in rollout.server_args if name.replace("_", "-") in entry.sets_flags]
     check(
         not taken, "rollout.server_args", rollout.server_args, f"without {', '.join(entry.sets_flags)} {with_engine}",

@@ -196,6 +196,9 @@ class RolloutConfig(OnePart):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling. Below 1 the logged logprobs are not those of the sampling distribution: ratios are biased, and
     the run says so."""
+    forbid_special_tokens: bool = False
+    """Never sample a special token of the tokenizer but those that end an answer: no reward has seen one in an answer.
+    The learner's logprobs are those of the same narrowed distribution, so that importance ratios stay right."""
     concurrency: PositiveInt = 256
     """Groups that one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.errors import WeightSyncError
+from async_rl.storage.model_folder import forbidden_tokens
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_engine import HttpEngine, cache_key
 from rollout_server.engines.open_reply import OpenReply
@@ -37,6 +39,7 @@ class SGLangEngine(HttpEngine):
             self.url = url
             return
         free_bytes = psutil.virtual_memory().available
+        self._forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes)
         self._server = sglang_process(self._name, flags, self._log_file, self._config)
         await self._server.start()
@@ -46,7 +49,7 @@ class SGLangEngine(HttpEngine):
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
         prefix = f"{request.key}.{next(self._attempts)}."
         priority = self._priority(request)
-        bodies = [request_body(request, replies, self._end_tokens, prefix, priority)]
+        bodies = [request_body(request, replies, self._end_tokens, prefix, priority, self._forbidden)]
         if len(replies) > 1:
             bodies.insert(0, primer_body(request, prefix, priority))
         for body in bodies:
@@ -122,19 +125,23 @@ def primer_body(request: GenerationRequest, prefix: str, priority: int) -> dict[
 
 
 def request_body(
-    request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int
+    request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int,
+    forbidden: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the body of one /generate request that samples the missing rest of each of `replies`.
 
     Args:
         prefix: what the ids of the replies' requests begin with.
         priority: as for `primer_body`.
+        forbidden: tokens that are not sampled. SGLang adds the bias to the logits of which it returns logprobs.
     """
     prompt = request.prompt.tokens.tolist()
     sampling = {  # every parameter that could exclude tokens, even if it has SGLang's default
         "stop_token_ids": end_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_k": -1,
         "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }
+    if forbidden:
+        sampling["logit_bias"] = {str(token): -1e9 for token in forbidden}
     return {
         "rid": [f"{prefix}{i}." for i in range(len(replies))],
         "input_ids": [prompt + reply.tokens for reply in replies],

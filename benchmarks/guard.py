@@ -117,8 +117,8 @@ def summary(runs: Sequence[Run], config: GuardConfig) -> str:
 
 
 def run_table(runs: Sequence[Run], config: GuardConfig) -> Table:
-    header = ("run", "seed", "gold at the start", "at its peak", "at step", "at the end", "trouble with gold", "back to",
-              "kept", "trouble without", "back to", "kept", "signals, and the steps at which they fired")  # fmt: skip
+    header = ("run", "seed", "gold at the start", "at its peak", "at step", "at the end", "trouble with gold",
+              "back to", "kept", "trouble without", "back to", "kept", "signals and their first steps")  # fmt: skip
     rows = []
     for run in runs:
         peak = max(range(len(run.gold)), key=run.gold.__getitem__)

@@ -140,7 +140,7 @@ def supervised(seed: int = 0, steps: int = 200) -> Qwen2ForCausalLM:
 
 
 def reward_model(start: Qwen2ForCausalLM, setting: Setting, rng: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a Bradley-Terry model of comparisons of answers of `start`, whose rewards there have mean 0, deviation 1."""
+    """Return a Bradley-Terry model of comparisons of answers of `start`, whose rewards have mean 0 and deviation 1."""
     asked = prompts(2 * setting.comparisons, rng)
     first, second = sample(start, asked, rng), sample(start, asked, rng)
     ahead = gold_reward(asked, first) - gold_reward(asked, second)

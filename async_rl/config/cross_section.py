@@ -260,7 +260,7 @@ def _check_engine(config: Config) -> None:
     )
     check(
         not rollout.forbid_special_tokens or entry.forbids_tokens, "rollout.forbid_special_tokens", True,
-        f"false {with_engine}", f"Its logprobs would be of other tokens too. {_engines_with(lambda e: e.forbids_tokens)}",
+        f"false {with_engine}", _engines_with(lambda e: e.forbids_tokens),
     )
     check(
         not rollout.forbid_special_tokens or config.learner.sequence_parallel == 1, "rollout.forbid_special_tokens",

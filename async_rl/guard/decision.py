@@ -85,7 +85,7 @@ class Guard:
         measured: dict[str, float] = {}
         if "batch/episodes" in values:
             measured |= self._add_step(version, values)
-        rule = mean_of(self._since_gold).get("reward/rule_correlation", math.nan)
+        rule = mean_of(self._since_gold).get("guard/rule_correlation", math.nan)
         if evaluation := gold_evaluation(version, values, rule):
             self._gold.append(evaluation)
             self._since_gold.clear()

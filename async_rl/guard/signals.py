@@ -73,7 +73,7 @@ def mean_of(steps: Iterable[Values]) -> dict[str, float]:
     """Return the means over steps of the metrics that signals read, each over the steps that have it."""
     keys = (
         "kl/reference", "response/length_mean", "response/truncated_fraction", "response/distinct_fraction",
-        "reward/mean", "reward/std", "reward/rule_correlation",
+        "reward/mean", "reward/std", "guard/rule_correlation",
     )  # fmt: skip
     found = {key: [step[key] for step in steps if key in step] for key in keys} if (steps := list(steps)) else {}
     return {key: math.fsum(values) / len(values) for key, values in found.items() if values}
@@ -107,7 +107,7 @@ def gold_evaluation(version: int, values: Values, rule_correlation: float = math
     """Return the gold rewards in the metrics of an evaluation; None: there are none.
 
     Args:
-        rule_correlation: that of reward/rule_correlation, which stands in where an evaluation can't know the rewards.
+        rule_correlation: that of guard/rule_correlation, which stands in where an evaluation can't know the rewards.
     """
     if "eval/gold" not in values:
         return None

@@ -120,6 +120,7 @@ ENGINES: dict[str, EngineEntry] = {
         releases_memory=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
+        forbids_tokens=True,
         sets_flags=(
             "model-path", "host", "port", "weight-version", "served-model-name", "tp-size", "custom-weight-loader",
         ),
@@ -150,7 +151,8 @@ ENGINES: dict[str, EngineEntry] = {
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "folder"),
         staging=("device",),
-        computes_in_worker=True, forbids_tokens=True,
+        forbids_tokens=True,
+        computes_in_worker=True,
     ),
 }
 

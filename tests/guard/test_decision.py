@@ -76,7 +76,7 @@ def test_with_gold_rewards_they_alone_decide_and_the_best_is_gone_back_to() -> N
 def test_the_correlation_of_a_rule_and_a_reward_model_is_that_of_the_steps_between_evaluations() -> None:
     guard = Guard(GuardConfig(every_steps=2))
     for version in range(1, 7):
-        guard.add(version, STEP | {"reward/rule_correlation": 0.0 if version > 4 else 0.09})
+        guard.add(version, STEP | {"guard/rule_correlation": 0.0 if version > 4 else 0.09})
         if version % 2 == 0:
             found = guard.add(version, gold(1.0))
     assert found is not None and found.is_trouble and found.beyond == ("gold_correlation",)

@@ -34,9 +34,7 @@ from async_rl.telemetry.status import PAUSED, RUNNING
 class RunGuard:
     """Acts on what the guard of the log finds, while the supervisor is training."""
 
-    def __init__(
-        self, config: Config, processes: ActorGroup, log: RunLog, guard: Guard, watchdog: Watchdog
-    ) -> None:
+    def __init__(self, config: Config, processes: ActorGroup, log: RunLog, guard: Guard, watchdog: Watchdog) -> None:
         self._config = config
         self._run_dir = config.run_dir
         self._processes = processes
@@ -101,7 +99,11 @@ class RunGuard:
         signals = tuple(name for name in finding.beyond if name not in self._guard.accepted)
         text = finding.text(self._config.guard, signals)
         return GuardEvent(
-            kind="pause", version=finding.version, back_to=finding.back_to, signals=signals, text=text,
+            kind="pause",
+            version=finding.version,
+            back_to=finding.back_to,
+            signals=signals,
+            text=text,
             lineage=self._lineage,
         )
 

@@ -1,7 +1,7 @@
 """The file in which a run keeps what its guard did, and the file by which the user answers a guard that has paused.
 
-    run_dir/guard.jsonl          one line for each pause, answer, rollback and stop; also a resumed run adds to it
-    run_dir/guard_answer         go_on, rollback or stop: written by `async-rl guard`, removed by the run
+run_dir/guard.jsonl          one line for each pause, answer, rollback and stop; also a resumed run adds to it
+run_dir/guard_answer         go_on, rollback or stop: written by `async-rl guard`, removed by the run
 """
 
 from __future__ import annotations

@@ -109,6 +109,8 @@ class RunGuard:
 
     def _stand(self, event: GuardEvent) -> None:
         self._pause, self._paused_s = event, time.monotonic()
+        if (version := checkpoint_before(self._run_dir, event.back_to)) is not None:
+            self._log.kept_checkpoints.add(version)
         how = f"async-rl guard {self._run_dir} --go-on | --rollback | --stop"
         self._watchdog.note = f"{PAUSED} by the guard since step {event.version}: {event.text}. It waits for: {how}"
         self._log.logger.alarm(f"guard: {self._watchdog.note}")
@@ -118,6 +120,7 @@ class RunGuard:
         guard = self._config.guard
         if (version := self._checkpoint(event)) is None:
             return
+        self._log.kept_checkpoints.add(version)
         self._record(event, "rollback", version)
         change = {"kl": "raises the KL coefficient", "lr": "lowers the learning rate"}[guard.tighten]
         self._log.logger.alarm(
@@ -129,6 +132,7 @@ class RunGuard:
     def _stop_at_best(self, event: GuardEvent) -> None:
         if (version := self._checkpoint(event)) is None:
             return
+        self._log.kept_checkpoints.add(version)
         self._record(event, "stop", version)
         reason = f"the guard ended the run at step {event.version}, with the model of version {version}: {event.text}"
         self._log.logger.alarm(f"guard: {reason}")

@@ -81,6 +81,8 @@ class RunLog:
         """What the guard found in the step or evaluation that is being logged."""
         self._trouble: Finding | None = None
         """The newest trouble, until it is acted on."""
+        self.kept_checkpoints: set[int] = set()
+        """The versions to which the guard goes back, or may be told to."""
         self.end_reason = ""
         """The reason of the driver for which the learner was stopped."""
         self._pending: list[_OpenStep] = []
@@ -139,7 +141,7 @@ class RunLog:
 
     def _prune(self) -> None:
         wanted = self.guard.needed() if self.guard and self._config.guard.acts else []
-        needed = {checkpoint_before(self.run_dir, version) for version in wanted}
+        needed = {checkpoint_before(self.run_dir, version) for version in wanted} | self.kept_checkpoints
         prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 
     def add(self, process: str, report: Report) -> None:

@@ -87,7 +87,8 @@ class Guard:
             measured |= self._add_step(version, values)
         rule = mean_of(self._since_gold).get("guard/rule_correlation", math.nan)
         if evaluation := gold_evaluation(version, values, rule):
-            self._gold.append(evaluation)
+            # a resumed run makes the evaluation of its checkpoint's version again
+            self._gold = [*(each for each in self._gold if each.version < version), evaluation]
             self._since_gold.clear()
             measured |= gold_signals(self._gold)
         return self._find(version, measured) if measured else None

@@ -331,7 +331,7 @@ GOLD = ("eval.gold_reward=task", "eval.every_steps=5")
         (["checkpoint.every_steps=0"], r"checkpoint.every_steps must be a divisor of"),
         (["eval.every_steps=7"], r"and eval.every_steps = 7 with guard.action rollback, got 5"),
         (["guard.tighten=kl"], r"guard.tighten must be lr with algorithm.kl.kind none, got 'kl'"),
-        (["eval.gold_reward=task"], r"eval.gold_reward must be empty without eval.size and eval.every_steps, got 'task'"),
+        (["eval.gold_reward=task"], r"empty without eval.size and eval.every_steps, got 'task'"),
         ([*GOLD, "reward_model.path=x"], r"eval.gold_reward must be empty with reward_model.path"),
         (["rollout.forbid_special_tokens=true", "rollout.engine=vllm"], r"false with rollout.engine vllm, got True"),
     ],

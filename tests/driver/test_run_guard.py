@@ -90,6 +90,7 @@ def test_a_rollback_is_to_the_checkpoint_of_three_windows_before_which_was_kept(
     assert summary == {"rolled_back": 4}
     run.step(8, is_bad=True)
     assert run.kinds() == ["rollback"], "the run is ending"
+    assert 4 in list_checkpoints(run.run_dir), "also after further steps"
 
 
 def test_after_its_last_rollback_the_next_trouble_ends_the_run(tmp_path: Path) -> None:

@@ -83,6 +83,14 @@ def test_the_correlation_of_a_rule_and_a_reward_model_is_that_of_the_steps_betwe
     assert round(found.values["gold_correlation"], 6) == 0.06
 
 
+def test_an_evaluation_that_a_resumed_run_makes_again_counts_once() -> None:
+    guard = Guard(GuardConfig(every_steps=1))
+    for version, mean in ((5, 0.0), (10, 1.0), (10, 3.0)):
+        assert guard.add(version, gold(mean)) is None, "there are two evaluations"
+    found = guard.add(15, gold(5.0))
+    assert found is not None and guard.needed() == [10, 5, 10, 15]
+
+
 def test_a_history_read_from_a_file_gives_the_same_as_one_that_was_followed() -> None:
     followed, read = (Guard(GuardConfig(every_steps=1)) for _ in range(2))
     for version in range(1, 9):

@@ -20,12 +20,13 @@ from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
 from async_rl.guard.decision import Finding, Guard
-from async_rl.storage.checkpoints import checkpoint_folder, lineage_of
+from async_rl.storage.checkpoints import checkpoint_folder
 from async_rl.storage.guard_events import (
     GuardEvent,
     add_guard_event,
     checkpoint_before,
     open_pause,
+    read_guard_events,
     take_answer,
 )
 from async_rl.telemetry.status import PAUSED, RUNNING
@@ -41,7 +42,8 @@ class RunGuard:
         self._log = log
         self._guard = guard
         self._watchdog = watchdog
-        self._lineage = lineage_of(config.run_dir) if config.run.resume else 0
+        self._rolled_back: GuardEvent | None = None
+        """The rollback with which this run goes on, until its first step."""
         self._pause: GuardEvent | None = None
         self._paused_s = 0.0
         """time.monotonic() at which the learner was paused."""
@@ -54,9 +56,16 @@ class RunGuard:
         take_answer(self._run_dir)  # an old one is not for this run
         if self._config.run.resume and (event := open_pause(self._run_dir)):
             self._stand(event)
+        events = read_guard_events(self._run_dir)
+        self._rolled_back = events[-1] if events and events[-1].kind == "rollback" else None
 
     def act(self) -> None:
         """Act on the newest finding of the log, if it is trouble."""
+        if not self._log.timeline.step_ends_s:  # until its first step a resumed run may be undone
+            return
+        if self._rolled_back:
+            self._record(self._rolled_back, "resumed")
+            self._rolled_back = None
         finding = self._log.take_trouble()
         if finding is None or self._ends or self._pause:
             return
@@ -99,13 +108,8 @@ class RunGuard:
         signals = tuple(name for name in finding.beyond if name not in self._guard.accepted)
         text = finding.text(self._config.guard, signals)
         return GuardEvent(
-            kind="pause",
-            version=finding.version,
-            back_to=finding.back_to,
-            signals=signals,
-            text=text,
-            lineage=self._lineage,
-        )
+            kind="pause", version=finding.version, back_to=finding.back_to, signals=signals, text=text
+        )  # fmt: skip
 
     def _stand(self, event: GuardEvent) -> None:
         self._pause, self._paused_s = event, time.monotonic()
@@ -145,11 +149,11 @@ class RunGuard:
             self._log.logger.alarm(f"guard: {event.text}. There is no checkpoint to go back to yet; the run goes on")
         return version
 
-    def _record(self, pause: GuardEvent, kind: Literal["go_on", "rollback", "stop"], back_to: int = -1) -> None:
+    def _record(self, pause: GuardEvent, kind: Literal["go_on", "rollback", "resumed", "stop"], back_to: int = -1) -> None:
         back_to = pause.back_to if back_to < 0 else back_to
-        event = replace(pause, kind=kind, back_to=back_to, lineage=self._lineage, time_s=time.time())
+        event = replace(pause, kind=kind, back_to=back_to, time_s=time.time())
         add_guard_event(self._run_dir, event)
-        self._ended_by = event if kind != "go_on" else None
+        self._ended_by = event if kind in ("rollback", "stop") else None
 
     def complete(self, summary: dict[str, Any]) -> None:
         """After the end of the processes, write the model with which the guard ends the run, and add to the summary.

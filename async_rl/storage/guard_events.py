@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import checkpoint_folder, find_checkpoint, lineage_of, list_checkpoints, run_dir_of
+from async_rl.storage.checkpoints import checkpoint_folder, find_checkpoint, list_checkpoints, run_dir_of
 from async_rl.storage.run_dir import is_locked
 
 _FILE, _ANSWER = "guard.jsonl", "guard_answer"
@@ -25,7 +25,8 @@ Answer = Literal["go_on", "rollback", "stop"]
 class GuardEvent:
     """An act of the guard, or the user's answer to a pause."""
 
-    kind: Literal["pause", "go_on", "rollback", "stop"]
+    kind: Literal["pause", "go_on", "rollback", "resumed", "stop"]
+    """resumed: after a rollback the run has made its first step from there."""
     version: int
     """The version at which the trouble was found."""
     back_to: int
@@ -34,8 +35,6 @@ class GuardEvent:
     """The signals beyond their limits; with go_on the user has accepted them."""
     text: str = ""
     """The signals in words."""
-    lineage: int
-    """How often the run had been resumed."""
     time_s: float = field(default_factory=time.time)
 
 
@@ -66,9 +65,10 @@ def accepted_signals(run_dir: Path) -> set[str]:
 
 
 def pending_rollback(run_dir: Path) -> Path | None:
-    """Return the checkpoint from which a run has to go on, because its guard rolls back and no step was made since."""
+    """Return the checkpoint from which a run has to go on, because its guard rolls back and no step was made since.
+    """
     events = read_guard_events(run_dir)
-    if not events or events[-1].kind != "rollback" or events[-1].lineage != lineage_of(run_dir):
+    if not events or events[-1].kind != "rollback":
         return None
     folder = checkpoint_folder(run_dir, events[-1].back_to)
     return folder if folder.is_dir() else None

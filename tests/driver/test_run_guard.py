@@ -12,7 +12,7 @@ from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
 from async_rl.messages.reports import EvaluationDone, StepDone, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.guard_events import read_guard_events
+from async_rl.storage.guard_events import pending_rollback, read_guard_events
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Span
 from tests.kit.configs import make_config
@@ -147,3 +147,15 @@ def test_gold_rewards_of_evaluations_decide_where_there_are_some(tmp_path: Path)
     (event,) = read_guard_events(run.run_dir)
     # in threes: 1, 4/3, 1, -1/3, with an error of 192 answers of variance 1: .072. The first fall is of 4.6 of these
     assert (event.kind, event.version, event.back_to, event.signals) == ("stop", 5, 3, ("gold_fall",))
+
+
+def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="rollback")
+    first.step(1)
+    first.step(2, is_bad=True)
+    first.log.close()
+    again = Run(tmp_path, str(checkpoint_folder(first.run_dir, 1)), action="rollback", rollbacks=1)
+    again.guard.begin()
+    assert again.kinds() == ["rollback"] and pending_rollback(first.run_dir) == checkpoint_folder(first.run_dir, 1)
+    again.step(2)
+    assert again.kinds() == ["rollback", "resumed"] and pending_rollback(first.run_dir) is None

@@ -43,8 +43,8 @@ def test_a_run_goes_back_with_a_higher_kl_coefficient_and_then_stops_at_the_best
     summary = run(load_config(smoke_yaml, guarded(tmp_path, "rollback", "guard.max_rollbacks=1")))
     run_dir = tmp_path / "guarded"
     events = read_guard_events(run_dir)
-    assert [(event.kind, event.version, event.back_to, event.lineage) for event in events] == [
-        ("rollback", 2, 1, 0), ("stop", 2, 1, 1)
+    assert [(event.kind, event.version, event.back_to) for event in events] == [
+        ("rollback", 2, 1), ("resumed", 2, 1), ("stop", 2, 1)
     ]
     assert set(events[0].signals) == {"cut", "kl_per_token"}
     assert summary["model_version"] == 1 and summary["resumes"] == 1 and "model of version 1" in summary["ended"]

@@ -30,9 +30,9 @@ def config_of(run_dir: Path, resume: Path | str = "") -> Config:
     return make_config(run={"dir": str(run_dir.parent), "name": run_dir.name, "resume": str(resume)})
 
 
-def add(run_dir: Path, kind: str, lineage: int = 0) -> GuardEvent:
+def add(run_dir: Path, kind: str) -> GuardEvent:
     event = GuardEvent(  # type: ignore[call-overload]
-        kind=kind, version=30, back_to=15, signals=("kl", "proxy"), text="the KL is 12", lineage=lineage, time_s=1.0
+        kind=kind, version=30, back_to=15, signals=("kl", "proxy"), text="the KL is 12", time_s=1.0
     )
     add_guard_event(run_dir, event)
     return event
@@ -78,10 +78,10 @@ def test_the_checkpoint_to_go_back_to_is_the_newest_before_or_else_the_oldest(tm
 
 def test_a_resume_goes_on_with_a_rollback_that_has_not_begun_and_counts_all(tmp_path: Path) -> None:
     add_checkpoints(tmp_path, 15, 30)
-    (tmp_path / "config.lineage_0.yaml").touch()  # resumed once
-    add(tmp_path, "rollback", lineage=0)
-    assert pending_rollback(tmp_path) is None, "the resume was this rollback"
-    add(tmp_path, "rollback", lineage=1)
+    add(tmp_path, "rollback")
+    add(tmp_path, "resumed")
+    assert pending_rollback(tmp_path) is None, "the run has made a step since"
+    add(tmp_path, "rollback")
     assert pending_rollback(tmp_path) == checkpoint_folder(tmp_path, 15)
     resumed = with_rollbacks(config_of(tmp_path, tmp_path))
     assert (resumed.run.resume, resumed.guard.rollbacks) == (str(checkpoint_folder(tmp_path, 15)), 2)

@@ -39,11 +39,14 @@ def ask_buffer(
 ) -> Taken:
     """Wait on rank 0 for batch number `version` and return its frames, or a NoBatch that says why there is none.
 
-    Every few seconds `asked` and `is_push_wanted` are called; the wait ends if one of them returns something true.
+    Every few seconds `asked` and `is_push_wanted` are called; the wait ends if one of them returns something true. In a
+    pause the buffer is not asked: it may have a batch at once.
 
     Raises:
         WaitTimeoutError: there was no batch within timeouts.work_s, and no other reason to end the wait.
     """
+    if (wanted := asked()) and wanted.why == "paused":
+        return wanted
     try:
         frames = client.take_raw(version, lambda: asked() is not None or is_push_wanted())
     except NothingToLearnError as error:

@@ -149,7 +149,9 @@ class RunGuard:
             self._log.logger.alarm(f"guard: {event.text}. There is no checkpoint to go back to yet; the run goes on")
         return version
 
-    def _record(self, pause: GuardEvent, kind: Literal["go_on", "rollback", "resumed", "stop"], back_to: int = -1) -> None:
+    def _record(
+        self, pause: GuardEvent, kind: Literal["go_on", "rollback", "resumed", "stop"], back_to: int = -1
+    ) -> None:
         back_to = pause.back_to if back_to < 0 else back_to
         event = replace(pause, kind=kind, back_to=back_to, time_s=time.time())
         add_guard_event(self._run_dir, event)

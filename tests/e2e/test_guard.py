@@ -23,10 +23,13 @@ pytestmark = pytest.mark.e2e
 
 
 def guarded(folder: Path, action: str, *more: str) -> list[str]:
-    """Settings by which trouble is found at version 2: two kinds of signals are beyond limits that are near 0."""
+    """Settings by which trouble is found at version 2: two kinds of signals are beyond limits that are near 0.
+
+    The entropy moves the policy, whose answers are all wrong, and most of them are cut off.
+    """
     return [
         f"run.dir={folder}", "run.name=guarded", "run.steps=5", "rollout.engine=hf", "eval.size=0",
-        "algorithm.kl.kind=k2_loss", "algorithm.kl.coef=0.01", "checkpoint.every_steps=1", "checkpoint.keep_last=1",
+        "algorithm.kl.kind=k2_loss", "algorithm.kl.coef=0.01", "algorithm.entropy_coef=0.1", "checkpoint.every_steps=1", "checkpoint.keep_last=1",
         f"guard.action={action}", "guard.every_steps=1", "guard.kl_per_token_limit=1e-9", "guard.cut_limit=1e-3", *more,
     ]  # fmt: skip
 

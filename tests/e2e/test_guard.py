@@ -29,7 +29,8 @@ def guarded(folder: Path, action: str, *more: str) -> list[str]:
     """
     return [
         f"run.dir={folder}", "run.name=guarded", "run.steps=5", "rollout.engine=hf", "eval.size=0",
-        "algorithm.kl.kind=k2_loss", "algorithm.kl.coef=0.01", "algorithm.entropy_coef=0.1", "checkpoint.every_steps=1", "checkpoint.keep_last=1",
+        "algorithm.kl.kind=k2_loss", "algorithm.kl.coef=0.01", "algorithm.entropy_coef=0.1",
+        "checkpoint.every_steps=1", "checkpoint.keep_last=1",
         f"guard.action={action}", "guard.every_steps=1", "guard.kl_per_token_limit=1e-9", "guard.cut_limit=1e-3", *more,
     ]  # fmt: skip
 

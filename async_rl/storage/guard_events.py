@@ -7,6 +7,7 @@ run_dir/guard_answer         go_on, rollback or stop: written by `async-rl guard
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,14 +44,21 @@ def read_guard_events(run_dir: Path) -> list[GuardEvent]:
     file = run_dir / _FILE
     if not file.is_file():
         return []
-    lines = file.read_text().splitlines(keepends=True)
-    fields = [json.loads(line) for line in lines if line.endswith("\n")]
+    fields = map(json.loads, _whole_lines(file))
     return [GuardEvent(**{**each, "signals": tuple(each["signals"])}) for each in fields]
 
 
 def add_guard_event(run_dir: Path, event: GuardEvent) -> None:
-    with (run_dir / _FILE).open("a") as file:
-        file.write(json.dumps(asdict(event)) + "\n")
+    """Add an event to those of a run, in place of a last line that a crash has cut short."""
+    file = run_dir / _FILE
+    partial = file.with_name(f"{_FILE}.partial")
+    lines = _whole_lines(file) if file.is_file() else []
+    partial.write_text("".join([*lines, json.dumps(asdict(event)) + "\n"]))
+    partial.replace(file)
+
+
+def _whole_lines(file: Path) -> list[str]:
+    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def open_pause(run_dir: Path) -> GuardEvent | None:
@@ -90,7 +98,7 @@ def with_rollbacks(config: Config) -> Config:
     run_dir = run_dir_of(find_checkpoint(config.run.resume))
     rollbacks = sum(event.kind == "rollback" for event in read_guard_events(run_dir))
     checkpoint = pending_rollback(run_dir)
-    if checkpoint and Path(config.run.resume).absolute() == run_dir:
+    if checkpoint and Path(os.path.abspath(config.run.resume)) == run_dir:
         config = replace(config, run=replace(config.run, resume=str(checkpoint)))
     return replace(config, guard=replace(config.guard, rollbacks=rollbacks))
 

@@ -59,6 +59,8 @@ def test_events_are_read_as_they_were_written_without_a_line_that_was_cut_short(
     with (tmp_path / "guard.jsonl").open("a") as file:
         file.write('{"kind": "rollb')
     assert read_guard_events(tmp_path) == events
+    events.append(add(tmp_path, "go_on"))
+    assert read_guard_events(tmp_path) == events
     assert accepted_signals(tmp_path) == {"kl", "proxy"}
 
 

@@ -26,26 +26,26 @@ from async_rl.config.guard import GuardConfig
 from async_rl.guard.decision import Finding, Guard
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table, write_page
-from benchmarks.over_optimised_letters import EVERY, Record, Setting, supervised, train
+from benchmarks.over_optimised_letters import EVERY, LettersRun, Record, supervised, train
 
 TUNING = (
-    *(Setting("300 comparisons", seed) for seed in range(4)),
-    *(Setting("KL penalty 0.3", seed, beta=0.3) for seed in range(10, 13)),
-    *(Setting("gold itself", seed, is_gold=True) for seed in range(20, 22)),
+    *(LettersRun("300 comparisons", seed) for seed in range(4)),
+    *(LettersRun("KL penalty 0.3", seed, beta=0.3) for seed in range(10, 13)),
+    *(LettersRun("gold itself", seed, is_gold=True) for seed in range(20, 22)),
 )
 JUDGED = (
-    *(Setting("150 comparisons", seed, comparisons=150) for seed in range(100, 105)),
-    *(Setting("lr 1.2e-3", seed, lr=1.2e-3, steps=60) for seed in range(110, 115)),
-    *(Setting("KL penalty 0.4, lr 1e-3", seed, beta=0.4, lr=1e-3, steps=60) for seed in range(120, 125)),
-    *(Setting("gold itself, lr 1e-3", seed, is_gold=True, lr=1e-3, steps=60) for seed in range(130, 135)),
+    *(LettersRun("150 comparisons", seed, comparisons=150) for seed in range(100, 105)),
+    *(LettersRun("lr 1.2e-3", seed, lr=1.2e-3, steps=60) for seed in range(110, 115)),
+    *(LettersRun("KL penalty 0.4, lr 1e-3", seed, beta=0.4, lr=1e-3, steps=60) for seed in range(120, 125)),
+    *(LettersRun("gold itself, lr 1e-3", seed, is_gold=True, lr=1e-3, steps=60) for seed in range(130, 135)),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """The records of a run, and its true gold rewards, [evaluation], smoothed over three evaluations."""
 
-    setting: Setting
+    setting: LettersRun
     records: Sequence[Record]
     versions: Sequence[int]
     gold: Sequence[float]
@@ -64,11 +64,11 @@ class Run:
         return (self.gold[self.versions.index(version)] - self.gold[0]) / self.gain if self.gain > 0 else 0.0
 
 
-def made(setting: Setting, records: Sequence[Record]) -> Run:
+def made(setting: LettersRun, records: Sequence[Record]) -> RecordedRun:
     evaluated = [record for record in records if "true/gold" in record]
     raw = [record["true/gold"] for record in evaluated]
     parts = [raw[max(0, i - 1) : i + 2] for i in range(len(raw))]
-    return Run(setting, records, [int(each["step"]) for each in evaluated], [sum(part) / len(part) for part in parts])
+    return RecordedRun(setting, records, [int(each["step"]) for each in evaluated], [sum(part) / len(part) for part in parts])
 
 
 def first_trouble(records: Sequence[Record], config: GuardConfig, has_gold: bool) -> Finding | None:
@@ -91,7 +91,7 @@ def signal_versions(records: Sequence[Record], config: GuardConfig) -> dict[str,
     return first
 
 
-def verdicts(runs: Sequence[Run], config: GuardConfig, has_gold: bool) -> tuple[int, int, float, int, int]:
+def verdicts(runs: Sequence[RecordedRun], config: GuardConfig, has_gold: bool) -> tuple[int, int, float, int, int]:
     """Return (over-optimised runs, those that keep 0.9 of the gain, mean share kept, sound runs, false alarms)."""
     kept, false = [], 0
     for run in runs:
@@ -103,7 +103,7 @@ def verdicts(runs: Sequence[Run], config: GuardConfig, has_gold: bool) -> tuple[
     return len(kept), sum(k >= 0.9 for k in kept), sum(kept) / max(1, len(kept)), len(runs) - len(kept), false
 
 
-def summary(runs: Sequence[Run], config: GuardConfig) -> str:
+def summary(runs: Sequence[RecordedRun], config: GuardConfig) -> str:
     lines = []
     for words, has_gold in (("with 64 gold labels an evaluation", True), ("without gold labels", False)):
         over, good, mean, sound, false = verdicts(runs, config, has_gold)
@@ -116,7 +116,7 @@ def summary(runs: Sequence[Run], config: GuardConfig) -> str:
     return "\n".join([*lines, f"- without a guard: {lost:.2f} of the gain is left in the mean."])
 
 
-def run_table(runs: Sequence[Run], config: GuardConfig) -> Table:
+def run_table(runs: Sequence[RecordedRun], config: GuardConfig) -> Table:
     header = ("run", "seed", "gold at the start", "at its peak", "at step", "at the end", "trouble with gold",
               "back to", "kept", "trouble without", "back to", "kept", "signals and their first steps")  # fmt: skip
     rows = []
@@ -133,7 +133,7 @@ def run_table(runs: Sequence[Run], config: GuardConfig) -> Table:
     return Table(header, rows)
 
 
-def recorded(settings: Sequence[Setting], work: Path) -> list[Run]:
+def recorded(settings: Sequence[LettersRun], work: Path) -> list[RecordedRun]:
     """Return the runs of the settings; those that `work` does not hold are made."""
     work.mkdir(parents=True, exist_ok=True)
     start, runs = None, []

@@ -30,8 +30,8 @@ which the true mean is taken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What distinguishes a run: its reward, the comparisons of the reward model, the learning rate and the penalty."""
+class LettersRun:
+    """The settings of a run: its reward, the comparisons of the reward model, the learning rate and the penalty."""
 
     name: str
     seed: int
@@ -47,7 +47,7 @@ class Setting:
 Record = dict[str, float]
 
 
-def train(setting: Setting, start: Qwen2ForCausalLM) -> list[Record]:
+def train(setting: LettersRun, start: Qwen2ForCausalLM) -> list[Record]:
     """Train from the supervised model `start`; return the metrics of each step and of each evaluation, in order.
 
     `true/gold` is the mean gold reward of HELD_OUT answers, which the guard does not see.
@@ -77,7 +77,7 @@ def _learn(
     asked: Tensor,
     answers: Tensor,
     reward: Callable[[Tensor, Tensor], Tensor],
-    setting: Setting,
+    setting: LettersRun,
 ) -> Record:
     mask, rewards = mask_of(answers), reward(asked, answers)
     logprobs = token_logprobs(policy, asked, answers)
@@ -139,7 +139,7 @@ def supervised(seed: int = 0, steps: int = 200) -> Qwen2ForCausalLM:
     return model.eval().requires_grad_(True)
 
 
-def reward_model(start: Qwen2ForCausalLM, setting: Setting, rng: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
+def reward_model(start: Qwen2ForCausalLM, setting: LettersRun, rng: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a Bradley-Terry model of comparisons of answers of `start`, whose rewards have mean 0 and deviation 1."""
     asked = prompts(2 * setting.comparisons, rng)
     first, second = sample(start, asked, rng), sample(start, asked, rng)

@@ -214,7 +214,7 @@ class Config:
 
     @property
     def guard_action(self) -> str:
-        """What the guard does on trouble: guard.action, where auto is warn or "", which is nothing."""
+        """The action of the guard on trouble: guard.action, where auto is warn or "", which is nothing."""
         if self.guard.action != "auto":
             return self.guard.action
         return "warn" if self.reward_model.path or self.eval.gold_reward else ""

@@ -47,7 +47,7 @@ class GuardConfig:
     gold_correlation_limit: Annotated[float, Field(ge=-1, lt=1)] = 0.1
     """The smallest correlation of reward and gold reward, in the mean of three evaluations. -1: any."""
     tighten: Literal["kl", "lr"] = "kl"
-    """What a rollback changes. kl: algorithm.kl.coef is raised, and algorithm.kl.target lowered. lr: learner.lr is
+    """The setting that a rollback changes. kl: algorithm.kl.coef is raised, and algorithm.kl.target lowered. lr: learner.lr is
     lowered."""
     tighten_by: Above1 = 2.0
     """The factor by which each rollback changes it."""

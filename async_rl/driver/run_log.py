@@ -78,7 +78,7 @@ class RunLog:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
         self._finding: Finding | None = None
-        """What the guard found in the step or evaluation that is being logged."""
+        """The finding of the guard in the step or evaluation that is being logged."""
         self._trouble: Finding | None = None
         """The newest trouble, until it is acted on."""
         self.kept_checkpoints: set[int] = set()

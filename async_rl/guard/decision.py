@@ -41,9 +41,9 @@ class Finding:
     values: Mapping[str, float]
     """The signals that were measured, by name."""
     beyond: tuple[str, ...]
-    """Those beyond their limits."""
+    """The signals beyond their limits."""
     new: tuple[str, ...]
-    """Those that were within their limits when they were measured last."""
+    """The signals among these that were within their limits when they were measured last."""
     is_trouble: bool
     """Whether the reward is being over-optimised."""
     back_to: int

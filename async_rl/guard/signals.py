@@ -66,7 +66,7 @@ class GoldEvaluation:
     labels: float
     """The number of answers."""
     correlation: float
-    """Of the gold rewards and the rewards that are trained on; NaN: not known."""
+    """The correlation of the gold rewards and the rewards that are trained on; NaN: not known."""
 
 
 def mean_of(steps: Iterable[Values]) -> dict[str, float]:

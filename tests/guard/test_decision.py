@@ -73,7 +73,7 @@ def test_with_gold_rewards_they_alone_decide_and_the_best_is_gone_back_to() -> N
     assert set(guard.needed()) == {15, 20, 25, 30}
 
 
-def test_the_correlation_of_a_rule_and_a_reward_model_is_that_of_the_steps_between_evaluations() -> None:
+def test_the_correlation_with_a_rule_is_that_of_the_steps_between_evaluations() -> None:
     guard = Guard(GuardConfig(every_steps=2))
     for version in range(1, 7):
         guard.add(version, STEP | {"guard/rule_correlation": 0.0 if version > 4 else 0.09})

@@ -125,7 +125,7 @@ def test_forbidden_tokens_are_left_out_of_the_distributions(
     torch.testing.assert_close(head.grad, small.grad)
 
 
-def test_a_forbidden_target_such_as_a_token_of_a_prompt_has_logprob_0_and_finite_gradients() -> None:
+def test_a_forbidden_target_has_logprob_0_and_finite_gradients() -> None:
     states, head, _, temperature = inputs()
     logprobs, _ = score_tokens(states, head, torch.full((7,), 4), temperature, torch.tensor([4]))
     assert logprobs.tolist() == [0.0] * 7

@@ -68,7 +68,8 @@ def made(setting: LettersRun, records: Sequence[Record]) -> RecordedRun:
     evaluated = [record for record in records if "true/gold" in record]
     raw = [record["true/gold"] for record in evaluated]
     parts = [raw[max(0, i - 1) : i + 2] for i in range(len(raw))]
-    return RecordedRun(setting, records, [int(each["step"]) for each in evaluated], [sum(part) / len(part) for part in parts])
+    gold = [sum(part) / len(part) for part in parts]
+    return RecordedRun(setting, records, [int(each["step"]) for each in evaluated], gold)
 
 
 def first_trouble(records: Sequence[Record], config: GuardConfig, has_gold: bool) -> Finding | None:

@@ -139,7 +139,9 @@ def supervised(seed: int = 0, steps: int = 200) -> Qwen2ForCausalLM:
     return model.eval().requires_grad_(True)
 
 
-def reward_model(start: Qwen2ForCausalLM, setting: LettersRun, rng: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
+def reward_model(
+    start: Qwen2ForCausalLM, setting: LettersRun, rng: torch.Generator
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a Bradley-Terry model of comparisons of answers of `start`, whose rewards have mean 0 and deviation 1."""
     asked = prompts(2 * setting.comparisons, rng)
     first, second = sample(start, asked, rng), sample(start, asked, rng)

@@ -47,8 +47,8 @@ class GuardConfig:
     gold_correlation_limit: Annotated[float, Field(ge=-1, lt=1)] = 0.1
     """The smallest correlation of reward and gold reward, in the mean of three evaluations. -1: any."""
     tighten: Literal["kl", "lr"] = "kl"
-    """The setting that a rollback changes. kl: algorithm.kl.coef is raised, and algorithm.kl.target lowered. lr: learner.lr is
-    lowered."""
+    """The setting that a rollback changes. kl: algorithm.kl.coef is raised, and algorithm.kl.target lowered. lr:
+    learner.lr is lowered."""
     tighten_by: Above1 = 2.0
     """The factor by which each rollback changes it."""
     max_rollbacks: PositiveInt = 2

@@ -1,8 +1,8 @@
 """The signals that a reward is being over-optimised, as pure functions of the metrics of a run.
 
-Each is a number that grows as the reward is hacked, but for the correlation, which falls. Measured on a task whose true
-reward is known (benchmarks/results/guard.md); the slope of the reward against the KL, identical answers of a group, the
-spread of the reward and ensembles of reward models fired always or never there, and are no signals.
+Each is a number that grows as the reward is hacked, but for the correlation, which falls. The slope of the reward
+against the KL, identical answers of a group, the spread of the reward and ensembles of reward models are no signals: on
+tasks whose true reward is known, as that of benchmarks/guard.py, they fire always or never.
 """
 
 from __future__ import annotations

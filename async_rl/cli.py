@@ -151,6 +151,18 @@ def _add_commands(commands: Any) -> None:
     trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
     trajectories.add_argument("--text", action="store_true", help="add prompt and answer as text and ground truth")
 
+    about = "answer a run that its guard has paused, or show what its guard did"
+    guard = add("guard", _guard, about, "runs/my-run --go-on")
+    guard.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    answers = guard.add_mutually_exclusive_group()
+    for flag, about in (
+        ("--go-on", "go on; the signals that fired are accepted"),
+        ("--rollback", "go back to the checkpoint before the trouble, with smaller moves"),
+        ("--stop", "end the run, with the model of that checkpoint"),
+    ):
+        name = flag.removeprefix("--").replace("-", "_")
+        answers.add_argument(flag, dest="answer", action="store_const", const=name, help=about)
+
     status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
@@ -286,6 +298,17 @@ def _status(args: argparse.Namespace) -> int:
     from async_rl.telemetry.status import format_status
 
     print(format_status(args.run_dir), end="")
+    return 0
+
+
+def _guard(args: argparse.Namespace) -> int:
+    from async_rl.storage.guard_events import answer_pause, guard_text
+
+    if args.answer:
+        answer_pause(args.run_dir, args.answer)
+        print(f"{args.run_dir} has the answer, and acts on it within seconds")
+    else:
+        print(guard_text(args.run_dir), end="")
     return 0
 
 

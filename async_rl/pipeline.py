@@ -29,6 +29,7 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
+from async_rl.storage.guard_events import with_rollbacks
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.hub_upload import upload_model
@@ -90,19 +92,32 @@ def run(
         signals.check()
         cautions = check_inputs(located(config, check=signals.check))
         signals.check()
-        with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
-            try:
-                summary = _run(config, signals, cautions, control or RunControl())
-            except (ProcessDiedError, WaitTimeoutError) as error:
-                if not list_checkpoints(config.run_dir):
-                    raise
-                raise type(error)(f"{error}\nresume with: async-rl train --resume {config.run_dir}") from None
-            if signals.requested:
-                has_checkpoint = bool(list_checkpoints(config.run_dir))
-                raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}" * has_checkpoint)
+        control = control or RunControl()
+        summary = _run_once(with_rollbacks(config), signals, cautions, beside, control)
+        while "rolled_back" in summary:
+            again = replace(config, run=replace(config.run, resume=summary["run_dir"]))
+            summary = _run_once(with_rollbacks(again), signals, cautions, beside, control)
     if "ended" in summary and summary["steps"] == 0:
         raise NothingToLearnError(f"the run has learned nothing, it ended without a step: {summary['ended']}")
     return summary
+
+
+def _run_once(
+    config: Config, signals: StopSignals, cautions: Sequence[str],
+    beside: Callable[[Path], AbstractContextManager[object]], control: RunControl,
+) -> dict[str, Any]:  # fmt: skip
+    """Train until the end, an interrupt or a rollback of the guard, after which the caller resumes the run."""
+    with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
+        try:
+            summary = _run(config, signals, cautions, control)
+        except (ProcessDiedError, WaitTimeoutError) as error:
+            if not list_checkpoints(config.run_dir):
+                raise
+            raise type(error)(f"{error}\nresume with: async-rl train --resume {config.run_dir}") from None
+        if signals.requested:
+            has_checkpoint = bool(list_checkpoints(config.run_dir))
+            raise KeyboardInterrupt(f"resume with: async-rl train --resume {config.run_dir}" * has_checkpoint)
+        return summary
 
 
 def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control: RunControl) -> dict[str, Any]:
@@ -133,7 +148,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
             control.connect(processes.actors["learner/0"])
             supervisor.train(buffer_address, revive_buffer, signals, judges)
             servers = supervisor.end_restarts()
-            if not signals.requested:
+            if not signals.requested and not log.end_reason:
                 _evaluate_trained(config, processes, log, servers)
             counters = _close_buffer(config, processes, log, revive_buffer)
             supervisor.watchdog.write_status(NORMAL_END)
@@ -144,6 +159,8 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
             processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
         upload_model(config, run_dir / "model", log.logger.note)
+    if supervisor.guard:
+        supervisor.guard.complete(summary)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot_learning_curve(run_dir)
     return summary

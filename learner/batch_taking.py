@@ -20,11 +20,12 @@ class NoBatch:
 
     `push wanted`: a rollout server came back and waits for weights; the batch is asked for again after the push.
     `checkpoint wanted`: so does the program that trains; the batch is asked for again after the checkpoint.
+    `paused`: the guard has paused the run; the batch is asked for again, also while the pause lasts.
     `stopped`: the user has stopped the run. `ended`: the program has ended it early, as if it were complete.
     `nothing to learn`: the buffer will hand out no batch any more.
     """
 
-    why: Literal["push wanted", "checkpoint wanted", "stopped", "ended", "nothing to learn"]
+    why: Literal["push wanted", "checkpoint wanted", "paused", "stopped", "ended", "nothing to learn"]
     reason: str = ""
     """The reason of the buffer or of the program why no batch will follow."""
 
@@ -38,11 +39,14 @@ def ask_buffer(
 ) -> Taken:
     """Wait on rank 0 for batch number `version` and return its frames, or a NoBatch that says why there is none.
 
-    Every few seconds `asked` and `is_push_wanted` are called; the wait ends if one of them returns something true.
+    Every few seconds `asked` and `is_push_wanted` are called; the wait ends if one of them returns something true. In a
+    pause the buffer is not asked: it may have a batch at once.
 
     Raises:
         WaitTimeoutError: there was no batch within timeouts.work_s, and no other reason to end the wait.
     """
+    if (wanted := asked()) and wanted.why == "paused":
+        return wanted
     try:
         frames = client.take_raw(version, lambda: asked() is not None or is_push_wanted())
     except NothingToLearnError as error:

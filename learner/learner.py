@@ -33,6 +33,7 @@ from learner.gpu_turns import GpuTurns
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import due_folders, save_policy
 from learner.pusher import open_pushers
+from learner.rank_status import PAUSE, rank_status
 from learner.ranks import init_distributed
 from learner.run_limit import RunLimit
 from learner.step_times import step_times
@@ -88,7 +89,7 @@ class Learner:
         if state:
             self.version = self._saved_version = state.version
             self.evaluations.schedule.resume(state.version)
-            self._updater.objective.kl_coef = state.kl_coef
+            self._updater.objective.restore(state.kl_coef)
         trains_own_rows = rank % config.learner.sequence_parallel == 0  # else another rank records the same rows
         records = config.buffer.journal and trains_own_rows
         self._log_ratios = LogRatioRecorder(config, rank, state) if records else None
@@ -118,6 +119,9 @@ class Learner:
                     continue
                 if taken.why == "checkpoint wanted":
                     self._checkpoint_on_request()
+                    continue
+                if taken.why == "paused":
+                    self._pause()
                     continue
                 yield from self._end_early(taken)
                 break
@@ -279,22 +283,9 @@ class Learner:
 
     def status(self) -> Status:
         """Return what this rank does now, and on whom it waits since when; may be called from any thread."""
-        state, name, since_s = self._timeline.now()
-        timeouts, others = self.config.timeouts, "buffer" if self.rank == 0 else "learner/0"
-        match state:
-            case "eval":
-                on = "the held-out evaluation"
-                return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
-            case "wait_data":
-                doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
-                return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
-            case "sync":
-                weights = self.evaluations.weights if name == "eval push" else self._weights
-                servers = weights.servers if weights else ()  # each may die in a push: it is repeated without that one
-                limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
-                return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
-        words = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
-        return Status(doing=words.get(state, state), since_s=since_s)
+        evaluating = self.evaluations.weights
+        pushed_to = {"push": self._weights.servers, "eval push": evaluating.servers if evaluating else ()}
+        return rank_status(self.rank, self._timeline.now(), self.config.timeouts, pushed_to)
 
     def _checkpoint(self) -> list[Metric]:
         """Start a checkpoint of learner and buffer, and return metrics once the learner's state is copied."""
@@ -318,6 +309,12 @@ class Learner:
         self.requests.saved()
         if self.version > self._saved_version:
             self._push_metrics += self._checkpoint()
+
+    def _pause(self) -> None:
+        """Wait for the end of the guard's pause, for a few seconds at a time."""
+        with self._timeline.span("other", PAUSE):
+            if self.rank == 0:
+                self.requests.wait_paused()
 
     def _save(self, *, is_last: bool) -> None:
         """Save the policy in the folders that are due now: run_dir/models/step_N, and at the end run_dir/model."""

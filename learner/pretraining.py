@@ -107,7 +107,8 @@ class PretrainingTerm:
         total = torch.zeros((), device=self._device)
         for packs in plan_microbatches(pieces, shares, budget, self._layout)[self._ranks.share]:
             micro = collate(batch, packs or filler, zeros, self._device, is_trained=bool(packs))
-            logprobs, _ = self._policy(micro.inputs)
+            with self._policy.over_all_tokens():  # the text was not sampled
+                logprobs, _ = self._policy(micro.inputs)
             nll = -torch.where(micro.response.trained, logprobs, 0.0).sum()
             term = self._coef * nll / num_tokens
             (term * shares).backward()  # FSDP averages gradients over ranks

@@ -26,11 +26,19 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
+from async_rl.storage.model_folder import forbidden_tokens
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
 from async_rl.weights.base import serving_dtype
 from learner.algorithms.corrections import log_ratios
-from learner.algorithms.diagnostics import MetricAccumulator, Totals, batch_metrics, explained_variance, token_metrics
+from learner.algorithms.diagnostics import (
+    MetricAccumulator,
+    Totals,
+    batch_metrics,
+    explained_variance,
+    rule_metrics,
+    token_metrics,
+)
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
 from learner.algorithms.step_size import step_scale, weight_sums
@@ -65,10 +73,12 @@ class Updater:
         """The type of activations, and of the weights that servers get."""
         self.ranks = ranks = open_ranks(config, device)
         self.policy = open_policy(config.model, dtype)
+        self.policy.forbidden = forbidden_tokens(config)
         offloads = config.learner.offload == "all"
         shard(self.policy, ranks, config.learner, offloads)
         self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
-        self.optimizers = {"policy": Optimizer("policy", self.policy, config.learner.lr, config.learner)}
+        lr = config.learner.lr * config.guard.lr_factor
+        self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]
         self._reference = None
@@ -100,9 +110,9 @@ class Updater:
         algorithm = self.config.algorithm
         metrics: list[Metric] = []
         if self._reward_model:
-            rewards = [reward for group in batch.groups for reward in group.episode_rewards]
-            metrics.append(Metric("reward/rule_mean", sum(rewards) / len(rewards)))
-            batch = self._reward_model.score(batch)
+            rule = batch
+            batch = self._reward_model.score(rule)
+            metrics += rule_metrics(rule, batch)
 
         advantages = batch_advantages(self.config, batch)
         minibatches = self.at_step_start(self.pack(batch, advantages))
@@ -288,7 +298,8 @@ class Updater:
             tokens=ids, segments=None, positions=None, where=torch.arange(count, device=self.device),
             targets=ids[0, 1:], temperature=torch.ones(count, device=self.device),
         )
-        logprobs: list[float] = self.policy(inputs)[0].tolist()
+        with self.policy.over_all_tokens():  # as servers score texts
+            logprobs: list[float] = self.policy(inputs)[0].tolist()
         return logprobs
 
 

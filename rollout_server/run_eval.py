@@ -26,14 +26,21 @@ Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
 """Plays the episodes of a request and returns them with their rewards; those that failed have no rows."""
 
 
+GoldRewards = Callable[[Prompt, Sequence[Episode]], Awaitable[list[float | None]]]
+"""Returns the gold rewards of a prompt's episodes; None where there is no verdict."""
+
+
 class Evaluation:
     """Answers the held-out prompts at eval.temperature and scores them, each time that `run` is called."""
 
-    def __init__(self, config: Config, answer: Answer, task: Task, stats: WorkerStats) -> None:
+    def __init__(
+        self, config: Config, answer: Answer, task: Task, stats: WorkerStats, gold: GoldRewards | None = None
+    ) -> None:
         self._config = config
         self._answer = answer
         self._task = task
         self._stats = stats
+        self._gold = gold
         self._numbers = itertools.count()  # of the prompts of all evaluations
 
     async def run(self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)) -> EvaluationDone:
@@ -55,6 +62,7 @@ class Evaluation:
             held_out = await asyncio.to_thread(self._task.eval_prompts)
             prompts = held_out[part[0] :: part[1]]
             groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
+            gold = await self._gold_metrics(prompts, groups)
         if not prompts:
             return EvaluationDone(version=version, spans=self._stats.drain_spans())
         judged = [[each for each in group if each is None or each.has_verdict] for group in groups]
@@ -62,6 +70,7 @@ class Evaluation:
         metrics = [Metric("eval/no_verdict", num_unjudged, "sum")] if num_unjudged else []
         if any(judged):
             known = {prompt.source for prompt in held_out}
+            metrics += gold
             metrics += self._metrics(version, [prompt.source for prompt in prompts], judged, known)
         return EvaluationDone(version=version, metrics=tuple(metrics), spans=self._stats.drain_spans())
 
@@ -92,6 +101,32 @@ class Evaluation:
             *_source_metrics(sources, rewards, known, evaluation),
             *(Metric(f"eval/reward/{name}", value) for each in episodes for name, value in each.rewards.items()),
         )
+
+    async def _gold_metrics(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Episode | None]]
+    ) -> list[Metric]:
+        """Return the moments of the gold rewards of held-out answers, and of their rewards, for async_rl/guard.
+
+        With a reward model the rule's rewards are the gold ones; the model is in the learner, which knows the others.
+        """
+        pairs: list[tuple[float, float | None]] = []
+        for prompt, group in zip(prompts, groups, strict=True):
+            episodes = [episode for episode in group if episode and episode.rows]
+            if self._gold and episodes:
+                try:
+                    gold = await self._gold(prompt, episodes)
+                except RewardError:
+                    continue
+                pairs += [(g, e.reward) for g, e in zip(gold, episodes, strict=True) if g is not None]
+            elif self._config.reward_model.path:
+                pairs += [(episode.reward, None) for episode in episodes]
+        known = [(gold, proxy) for gold, proxy in pairs if proxy is not None]
+        moments = {"gold": [g for g, _ in pairs], "gold_squared": [g * g for g, _ in pairs]} | {
+            "proxy": [p for _, p in known], "proxy_squared": [p * p for _, p in known],
+            "gold_times_proxy": [g * p for g, p in known],
+        }  # fmt: skip
+        metrics = [_mean(f"eval/{name}", sum(values), len(values)) for name, values in moments.items() if values]
+        return [*metrics, Metric("eval/gold_labels", float(len(pairs)), "sum")] if pairs else []
 
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore

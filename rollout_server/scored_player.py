@@ -13,6 +13,7 @@ from async_rl.config import Config
 from async_rl.errors import RewardError, WaitTimeoutError, raised_at
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
+from async_rl.types import Prompt
 from rollout_server.engines.base import Engine, GenerationRequest, Purpose, SampledReply
 from rollout_server.engines.stop_texts import StopTexts
 from rollout_server.episode_log import EpisodeLog
@@ -32,10 +33,12 @@ class ScoredPlayer:
 
     Args:
         index: the index of the server in `config.server_names`.
+        gold: the reward that held-out answers get besides, which is not trained on.
     """
 
     def __init__(
-        self, config: Config, index: int, engine: Engine, task: Task, rewards: Sequence[NamedReward], tokenizer: Any
+        self, config: Config, index: int, engine: Engine, task: Task, rewards: Sequence[NamedReward], tokenizer: Any,
+        gold: Sequence[NamedReward] = (),
     ) -> None:
         self.name = config.server_names[index]
         self.engine = engine
@@ -48,7 +51,8 @@ class ScoredPlayer:
         self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self.stats.waiting)
         self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
         self._scoring = Scoring(config, rewards, self.stats.waiting) if rewards else None
-        self._evaluation = Evaluation(config, self.play, task, self.stats)
+        self._gold = Scoring(config, gold, self.stats.waiting) if gold else None
+        self._evaluation = Evaluation(config, self.play, task, self.stats, self._gold_rewards if gold else None)
 
     async def play(self, request: GenerationRequest) -> list[Episode]:
         """Play the episodes of a request, score them, and return them with rewards, unless the environment gave all.
@@ -86,6 +90,8 @@ class ScoredPlayer:
         """Return the metrics of episodes and rewards since the last call, and the counts of the agents' endpoint."""
         counts = self._player.drain_counts().items()
         scoring = self._scoring.drain_metrics() if self._scoring else []
+        if self._gold:
+            self._gold.drain_metrics()  # they have the names of the rewards that are trained on
         endpoint = [Metric(f"endpoint/{key}", count, "sum") for key, count in counts]
         return [*self.log.drain_metrics(), *endpoint, *scoring]
 
@@ -96,8 +102,16 @@ class ScoredPlayer:
     async def aclose(self) -> None:
         """End what the episodes and the rewards needed. The engine goes on."""
         await self._player.aclose()
-        if self._scoring:
-            await self._scoring.aclose()
+        for scoring in filter(None, (self._scoring, self._gold)):
+            await scoring.aclose()
+
+    async def _gold_rewards(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
+        """Return the gold reward of each of a prompt's episodes; None: it has no rows, or the reward gave no verdict.
+        """
+        assert self._gold is not None
+        scored = [episode for episode in episodes if episode.rows]
+        verdicts = iter(await self._gold.score(prompt.question, scored))
+        return [next(verdicts).reward if episode.rows else None for episode in episodes]
 
     async def _score(
         self, scoring: Scoring, request: GenerationRequest, episodes: list[Episode]

@@ -21,6 +21,7 @@ from async_rl.config.data import (
     TaskConfig,
     slots_at,
 )
+from async_rl.config.guard import GuardConfig
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (
     CriticConfig,
@@ -69,6 +70,7 @@ class Config:
     weight_sync: Section[WeightSyncConfig] = field(default_factory=WeightSyncConfig)
     placement: Section[PlacementConfig] = field(default_factory=PlacementConfig)
     eval: Section[EvalConfig] = field(default_factory=EvalConfig)
+    guard: Section[GuardConfig] = field(default_factory=GuardConfig)
     checkpoint: Section[CheckpointConfig] = field(default_factory=CheckpointConfig)
     sft: Section[SftConfig] = field(default_factory=SftConfig)
     reward_training: Section[RewardTrainingConfig] = field(default_factory=RewardTrainingConfig)
@@ -208,6 +210,13 @@ class Config:
     def evaluations_hold_pushes(self) -> bool:
         """Whether a push waits for the end of an evaluation: eval.pin_version, if rollout servers evaluate."""
         return self.eval.pin_version and self.placement.eval.servers == 0
+
+    @property
+    def guard_action(self) -> str:
+        """The action of the guard on trouble: guard.action, where auto is warn or "", which is nothing."""
+        if self.guard.action != "auto":
+            return self.guard.action
+        return "warn" if self.reward_model.path or self.eval.gold_reward else ""
 
     @property
     def drops_zero_variance(self) -> bool:

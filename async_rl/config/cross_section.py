@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.config.check import check
+from async_rl.config.guard import check_guard
 from async_rl.config.staging import check_staging
 from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
 
@@ -29,6 +30,7 @@ def check_cross_section(config: Config) -> None:
     _check_best(config)
     _check_eval_servers(config)
     _check_judge(config)
+    check_guard(config)
     _check_updates(config)
     if config.placement.rollout.engines:
         for name in config.engine_entries:
@@ -255,6 +257,14 @@ def _check_engine(config: Config) -> None:
     check(
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
         f"{_either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
+    )
+    check(
+        not rollout.forbid_special_tokens or entry.forbids_tokens, "rollout.forbid_special_tokens", True,
+        f"false {with_engine}", _engines_with(lambda e: e.forbids_tokens),
+    )
+    check(
+        not rollout.forbid_special_tokens or config.learner.sequence_parallel == 1, "rollout.forbid_special_tokens",
+        True, "false with learner.sequence_parallel above 1", "The ranks that split a head know no forbidden tokens.",
     )
     taken = [name for name in rollout.server_args if name.replace("_", "-") in entry.sets_flags]
     check(

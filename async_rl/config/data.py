@@ -200,6 +200,9 @@ class RolloutConfig(OnePart):
     """Texts that end a reply, e.g. ["Question:"], also an evaluation's. It ends with the token that completes one;
     that token stays in the reply, is seen by the reward, and is trained on, because it was sampled. vLLM samples on
     until an end token or the longest reply, and what follows is cut off."""
+    forbid_special_tokens: bool = False
+    """Never sample a special token of the tokenizer but those that end an answer: no reward has seen one in an answer.
+    The learner's logprobs are those of the same narrowed distribution, so that importance ratios stay right."""
     concurrency: PositiveInt = 256
     """Groups that one worker keeps in flight at most; admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
@@ -304,6 +307,10 @@ class EvalConfig:
     right_above: float = 1.0
     """An answer with this reward or more counts as right, 1e-6 less being allowed for. Verifiers may give partial
     credit, and several rewards add up to more than 1: eval/reward has all of it, eval/accuracy only what is right."""
+    gold_reward: str = ""
+    """The reward that the guard holds to be true: a name as in task.reward, or `task` for the task's own. It scores
+    held-out answers only, and is not trained on. Empty: with a reward model the rewards of held-out answers, which
+    are the rule's, else none."""
     pin_version: bool = False
     """The next push waits for an evaluation beside training, so that all its answers come from one version. Otherwise
     no push waits, and eval/oldest_version and eval/newest_version tell which versions sampled the answers. With

@@ -259,6 +259,8 @@ class TimeoutsConfig:
     after wire_s / 3."""
     shutdown_s: Seconds = 30.0
     """How long a process that was asked to end may take."""
+    pause_s: Seconds = 259_200.0
+    """How long a run that its guard has paused waits for `async-rl guard`, before it ends with a checkpoint."""
     interrupt_s: Seconds = 300.0
     """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM, before the run ends without them.
     """

@@ -128,11 +128,11 @@ class RolloutActor:
         return Worker(self._config, self._open_player(), buffer_address)
 
     def _open_player(self) -> ScoredPlayer:
-        from rollout_server.rewards.base import open_rewards
+        from rollout_server.rewards.base import open_gold_reward, open_rewards
         from rollout_server.scored_player import ScoredPlayer
 
-        rewards = open_rewards(self._config, self._task)
-        return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer)
+        rewards, gold = (each(self._config, self._task) for each in (open_rewards, open_gold_reward))
+        return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer, gold)
 
     async def kv_tokens(self) -> int:
         """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""
@@ -238,6 +238,16 @@ class LearnerActor:
     def save(self) -> None:
         """Have a checkpoint written after the current step; returns at once. Called on rank 0 only."""
         self._learner.requests.save()
+
+    @ray.method(concurrency_group="control")
+    def pause(self) -> None:
+        """Have `run` take no further batch until `go_on`, `stop` or `end`; returns at once. Rank 0 only."""
+        self._learner.requests.pause()
+
+    @ray.method(concurrency_group="control")
+    def go_on(self) -> None:
+        """End the pause; returns at once. Called on rank 0 only."""
+        self._learner.requests.go_on()
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
 from async_rl.driver.run_control import StepListener
-from async_rl.messages.reports import EvaluationDone, Report, StepDone, TimedReport, TrainingEnded, WorkerReport
+from async_rl.driver.run_timeline import RunTimeline
+from async_rl.guard.decision import Finding, Guard
+from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
+from async_rl.storage.guard_events import accepted_signals, checkpoint_before
 from async_rl.storage.run_dir import write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
-from async_rl.telemetry.chrome_trace import ChromeTrace
-from async_rl.telemetry.clock import HostClocks
 from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
-from async_rl.telemetry.plot_timeline import plot_timeline
-from async_rl.telemetry.timeline import RESTART, Sample, Span, Usage
+from async_rl.telemetry.timeline import RESTART, Span
 
 Values = dict[str, float]
 
@@ -50,10 +49,9 @@ class RunLog:
         """The metrics of the evaluations that ended since `on_step` was called last."""
         self._config = config
         self.logger = MetricsLogger(config, config.run_dir)
-        self._trace = ChromeTrace(self.run_dir / "timeline.json", time.monotonic())
+        self.timeline = RunTimeline(self.run_dir)
         self.evals: list[tuple[int, Values]] = []
         """(version, metrics) of the first and of the last evaluation."""
-        self.step_ends_s: list[float] = []
         self.version = 0
         """The policy version of the last step that was logged."""
         self.ended = ""
@@ -69,6 +67,8 @@ class RunLog:
         self._staleness_max: float | None = None
         self._restored: list[dict[str, float | None]] = []
         """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
+        self.guard = Guard(config.guard, accepted_signals(self.run_dir)) if config.guard_action else None
+        """Follows the metrics, if the run is guarded."""
         self._resumes = 0
         if saved := resumed_training_state(config):
             self.version, self._resumes = saved.version, lineage_of(self.run_dir)
@@ -77,15 +77,16 @@ class RunLog:
             for record in past:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
-        self._usage = Usage()
-        """The utilisation from the end of the first step to the end of the last but one."""
-        self._recent: dict[str, list[Span]] = {}
-        """[pool] the spans that ended after the last step but one; adjacent spans of one state are merged."""
-        self._samples: list[Sample] = []
-        """Samples taken after the end of the last step but one."""
+        self._finding: Finding | None = None
+        """The finding of the guard in the step or evaluation that is being logged."""
+        self._trouble: Finding | None = None
+        """The newest trouble, until it is acted on."""
+        self.kept_checkpoints: set[int] = set()
+        """The versions to which the guard goes back, or may be told to."""
+        self.end_reason = ""
+        """The reason of the driver for which the learner was stopped."""
         self._pending: list[_OpenStep] = []
         """The steps of learner/0 that are not logged yet."""
-        self._clocks = HostClocks()
         self._from_workers: list[Metric] = []
         self._awaited = {name for name in config.server_names if name.startswith("rollout")}
         """The processes of which a step waits for the spans; the evaluation servers work beside the steps."""
@@ -107,22 +108,47 @@ class RunLog:
         if lost := [step for step in missing if step not in restored]:
             self.logger.note(f"step {numbers_text(lost)}: not logged before the run ended; no file has the metrics")
 
-    def _note_values(self, version: int, values: Values) -> None:
-        """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation."""
+    def _note_values(self, version: int, values: Values) -> Values:
+        """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation.
+
+        Returns the signals of the guard as metrics, `guard/<name>`.
+        """
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
         if "eval/accuracy" in values:
             self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
             self.evals[1:] = [(version, values)]
+        found = self.guard.add(version, values) if self.guard else None
+        if found is None:
+            return {}
+        self._finding = found
+        return {f"guard/{name}": value for name, value in found.values.items()}
+
+    def _tell_finding(self) -> None:
+        """Say which signals of the guard are beyond their limits since the last step or evaluation."""
+        found, self._finding = self._finding, None
+        if found is None:
+            return
+        if found.new:
+            self.logger.alarm(f"guard: step {found.version}: {found.text(self._config.guard, found.new)}")
+        if found.is_trouble:
+            self._trouble = found
+
+    def take_trouble(self) -> Finding | None:
+        """Return the newest finding of the guard that is trouble, once."""
+        found, self._trouble = self._trouble, None
+        return found
 
     def _prune(self) -> None:
-        prune(self.run_dir, self._config.checkpoint, self._best_values)
+        wanted = self.guard.needed() if self.guard and self._config.guard.acts else []
+        needed = {checkpoint_before(self.run_dir, version) for version in wanted} | self.kept_checkpoints
+        prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 
     def add(self, process: str, report: Report) -> None:
         """Add a report of `process` to the log, and log the steps that it completes."""
         match report:
             case StepDone():
-                spans = self._add_usage(report)
+                spans = self.timeline.add(report)
                 self._reported_steps[process] = report.version
                 for text in report.alarms:
                     self.logger.alarm(text)
@@ -130,21 +156,21 @@ class RunLog:
                     end_s = max((span.end_s for span in spans if span.pool == process), default=0.0)
                     self._pending.append(_OpenStep(report, end_s, time.monotonic()))
             case TrainingEnded():
-                self._add_usage(report)
+                self.timeline.add(report)
                 if process == "learner/0":
-                    self.ended = report.reason
+                    self.ended = self.end_reason or report.reason
                     self.logger.note(report.reason)
                     if report.metrics:
                         self.logger.log_late(report.version, reduce_metrics(report.metrics))
             case WorkerReport():
-                spans = self._add_usage(report)
+                spans = self.timeline.add(report)
                 self._from_workers.extend(report.metrics)
                 self._num_failed += sum(int(m.value) for m in report.metrics if m.key == "rollout/failed")
                 for text in report.notes:
                     self.logger.note(text)
                 newest_s = max((span.end_s for span in spans), default=0.0)
                 waited_for = self._reported_until_s.get(process)
-                is_back = process in self._awaited and newest_s >= (self.step_ends_s or [0.0])[-1]
+                is_back = process in self._awaited and newest_s >= (self.timeline.step_ends_s or [0.0])[-1]
                 if waited_for is not None or is_back:
                     self._reported_until_s[process] = max(waited_for or 0.0, newest_s)
         self._close_steps()
@@ -168,7 +194,7 @@ class RunLog:
         weights = f"with the weights of version {version}" if version is not None else "for the next evaluation"
         self.logger.note(f"{process} is back, {weights}")
         back_s = time.monotonic()
-        self._add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
+        self.timeline.add_spans([Span(process, "other", self._lost_s.pop(process, back_s), back_s, RESTART)])
 
     def close_overdue(self) -> None:
         """Log the steps that have waited for reports for timeouts.silent_s, without these, and say so on the console.
@@ -202,13 +228,14 @@ class RunLog:
             reports: those of all parts of the evaluation.
         """
         for report in reports:
-            self._add_usage(report)
+            self.timeline.add(report)
         values = reduce_metrics(m for report in reports for m in report.metrics if m.key.startswith("eval/"))
         if values:
             version = reports[0].version
-            self._note_values(version, values)
+            values |= self._note_values(version, values)
             self._prune()
             self.logger.log_eval(version, values)
+            self._tell_finding()
             self._evals_to_tell |= values
 
     def skipped_eval(self, version: int, reason: str) -> None:
@@ -216,24 +243,6 @@ class RunLog:
         self._num_skipped_evals += 1
         self.logger.note(f"version {version} is not evaluated: {reason}")
         self.add_metrics([Metric("eval/skipped", float(self._num_skipped_evals), "last")])
-
-    def _add_usage(self, report: TimedReport) -> list[Span]:
-        """Keep the spans and samples of a report; returns the spans in times of the driver's clock."""
-        shift_s = self._clocks.behind_s(report.clock, report.sent_s)
-        spans = [replace(s, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in report.spans]
-        self._add_spans(spans)
-        self._samples.extend(replace(sample, time_s=sample.time_s + shift_s) for sample in report.samples)
-        return spans
-
-    def _add_spans(self, spans: Sequence[Span]) -> None:
-        """Keep spans in times of the driver's clock; adjacent ones of one state become one."""
-        for span in spans:
-            recent = self._recent.setdefault(span.pool, [])
-            last = recent[-1] if recent else None
-            if last and (last.state, last.name, last.end_s) == (span.state, span.name, span.start_s):
-                recent[-1] = replace(last, end_s=span.end_s)
-            else:
-                recent.append(span)
 
     def _close_steps(self) -> None:
         while self._pending:
@@ -248,16 +257,13 @@ class RunLog:
         report, end_s = step.report, step.end_s
         values = reduce_metrics([*report.metrics, *self._from_workers])
         self._from_workers.clear()
-        is_first = not self.step_ends_s
+        is_first = not self.timeline.step_ends_s
         if not is_first:
-            end_s = max(end_s, self.step_ends_s[-1])
-            self._add_last_step(self._usage)
-            self._write_trace(self.step_ends_s[-1])
-        self.step_ends_s.append(end_s)
-        values.update(self._add_last_step(Usage()).metrics())
-        values["time/since_first_step_s"] = end_s - self.step_ends_s[0]
-        if not is_first and end_s > self.step_ends_s[-2]:
-            values["time/step_s"] = end_s - self.step_ends_s[-2]
+            end_s = max(end_s, self.timeline.step_ends_s[-1])
+        values.update(self.timeline.end_step(end_s).metrics())
+        values["time/since_first_step_s"] = end_s - self.timeline.step_ends_s[0]
+        if not is_first and end_s > self.timeline.step_ends_s[-2]:
+            values["time/step_s"] = end_s - self.timeline.step_ends_s[-2]
         if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
             values["throughput/trained_tokens_per_s"] = values["batch/response_tokens"] / step_s
         self._last_reward = values.get("reward/mean")
@@ -267,45 +273,19 @@ class RunLog:
             write_config(self._config)
             for record in self._restored:
                 self.logger.log_restored(record)
-        self._note_values(report.version, values)
+        values |= self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values, report.examples)
+        self._tell_finding()
         evals, self._evals_to_tell = self._evals_to_tell, {}
         self._on_step(report.version, values | evals)
 
-    def _add_last_step(self, usage: Usage) -> Usage:
-        """Add time, spans and samples of the newest logged step, unless it is the first, to `usage`, and return that.
-
-        `_usage` gets a step only when the next one is logged, because ranks report its last spans with the next step.
-        """
-        start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
-        if end_s > start_s:
-            usage.add([span for recent in self._recent.values() for span in recent], self._samples, start_s, end_s)
-        return usage
-
-    def _write_trace(self, until_s: float) -> None:
-        """Move the spans that ended by `until_s`, and the samples from before it, from memory to timeline.json."""
-        ended = [span for recent in self._recent.values() for span in recent if span.end_s <= until_s]
-        self._trace.add(ended, [sample for sample in self._samples if sample.time_s < until_s])
-        self._recent = {
-            pool: [span for span in recent if span.end_s > until_s] for pool, recent in self._recent.items()
-        }
-        self._samples = [sample for sample in self._samples if sample.time_s >= until_s]
-
-    def _usage_of_run(self) -> Usage:
-        return self._add_last_step(copy.deepcopy(self._usage))
-
     def close(self) -> None:
         """Log the steps not logged yet, complete and plot timeline.json, and close all. Also called after a crash."""
-        with contextlib.closing(self.logger), contextlib.closing(self._trace):
+        with contextlib.closing(self.logger), contextlib.closing(self.timeline):
             while self._pending:
                 self._close_step(self._pending.pop(0))
             self._prune()
-            usage = self._usage_of_run()
-            self._write_trace(float("inf"))
-            busy = {pool: shares["busy"] for pool, shares in usage.shares().items()}
-            ends_s = [self._trace.clock_s(end_s) for end_s in self.step_ends_s]
-            plot_timeline(self._trace.spans(), busy, ends_s, self.run_dir / "timeline.png")
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
         """Return the content of summary.json, by key.
@@ -337,7 +317,7 @@ class RunLog:
         if self.ended:
             summary["ended"] = self.ended
         if seconds > 0:
-            usage = self._usage_of_run()
+            usage = self.timeline.usage_of_run()
             summary |= {key: value for key in usage.metrics() if (value := figures.get(key)) is not None}
             summary["pools"] = usage.shares()
             summary["episodes_per_s"] = figures.total("batch/episodes") / seconds

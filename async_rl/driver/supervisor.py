@@ -23,10 +23,12 @@ from ray.actor import ActorHandle
 from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import server_class
+from async_rl.driver.change import Change
 from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.judges import Judges
 from async_rl.driver.restart_limit import RestartLimit
+from async_rl.driver.run_guard import RunGuard
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.server_memory import ServerMemory
 from async_rl.driver.signals import StopSignals
@@ -68,6 +70,7 @@ class Supervisor:
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
+        self.guard = RunGuard(config, processes, log, log.guard, self.watchdog) if log.guard else None
         self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
 
     def train(
@@ -93,13 +96,15 @@ class Supervisor:
         servers = [name for name in names if name in self._servers]
         self._learning = {name for name in names if name.startswith("learner")}
         self._buffer: ActorHandle | None = self._processes.actors["buffer"]
-        self._changed = asyncio.Condition()
+        self._changed = Change()
         """Notified when a report was logged, a server was lost, or a new buffer runs."""
         for name in names:
             self.watchdog.begin(name)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         with signals.deferred(lambda: loop.call_soon_threadsafe(stop.set)):
             signals.check()
+            if self.guard:
+                self.guard.begin()
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
                 servers_kept, watch = map(self._keep_server, servers), self._watch(signals)
@@ -109,7 +114,8 @@ class Supervisor:
                 if self._tuner:
                     await self._tuner.tell_outlook()
                 limit = self._config.timeouts.limit("startup_s")
-                await self._wait_until(lambda: not self._log.has_open_steps, limit, "the rollout servers' last reports")
+                what = "the rollout servers' last reports"
+                await self._changed.wait_until(lambda: not self._log.has_open_steps, limit, what)
                 await self._evaluations.wait()
                 for task in background:
                     task.cancel()
@@ -135,7 +141,7 @@ class Supervisor:
             self._restarts.count(name, error)
             self._log.logger.note(f"{name} is lost, and started again: {str(error).splitlines()[0]}")
             self._remove_server(name)
-            await self._notify()
+            await self._changed.notify()
             gets_weights = name in self._config.server_names
             if gets_weights:
                 self._processes.actors["learner/0"].leave_server.remote(name)
@@ -181,7 +187,7 @@ class Supervisor:
         timeouts = self._config.timeouts
         restart_limit = Limit(2 * timeouts.startup_s, "twice timeouts.startup_s")
         while True:
-            await self._wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
+            await self._changed.wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
             buffer: Any = self._buffer
             limit, what = timeouts.limit("wire_s"), f"an answer about the groups of {name}"
             try:
@@ -228,7 +234,7 @@ class Supervisor:
                 await self._revive_buffer(error)
             self.watchdog.begin("buffer")
             self._buffer = self._processes.actors["buffer"]
-            await self._notify()
+            await self._changed.notify()
 
     async def _serve_buffer(self) -> None:
         with self._processes.named_failure("buffer"):
@@ -241,7 +247,9 @@ class Supervisor:
             if signals.at_once:  # the second signal was raised in another thread than this one
                 raise KeyboardInterrupt("ended at once")
             self._log.close_overdue()
-            await self._notify()
+            if self.guard:
+                self.guard.look()
+            await self._changed.notify()
             for name, error in dead:
                 if name == "buffer":
                     if self._buffer is None:  # a new buffer is starting
@@ -285,31 +293,21 @@ class Supervisor:
         if self._lives[name].cancel():
             self._reasons.setdefault(name, error)
 
-    async def _wait_until(self, condition: Callable[[], bool], limit: Limit, what: str) -> None:
-        """Wait until `condition` is true, which is checked after each `_notify`; after `limit`, WaitTimeoutError."""
-        try:
-            async with asyncio.timeout(limit.seconds), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            raise WaitTimeoutError(f"the driver waited {limit} for {what}") from None
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     async def _read_reports(self, name: str) -> None:
         """Log the reports of a process and act on learner/0's, until its `run` ends. `_watch` finds one that hangs."""
         run: Any = self._processes.actors[name].run
         stream = self._streams[name] = run.options(num_returns="streaming").remote()
         async for report in self._processes.reports(name, stream):
             self._log.add(name, report)
+            if self.guard:
+                self.guard.act()
             if name == "learner/0":
                 self._on_learner_report(report)
             if self._tuner:
                 disturbs = self._evaluations.take_from_training
                 if decision := self._tuner.add(report, len(self._rollouts), disturbs):
                     self._tasks.create_task(decision)
-            await self._notify()
+            await self._changed.notify()
 
     def _on_learner_report(self, report: LearnerReport) -> None:
         match report:

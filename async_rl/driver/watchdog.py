@@ -13,7 +13,7 @@ from ray import ObjectRef
 from async_rl.config import Config
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.telemetry.status import Status, write_status
+from async_rl.telemetry.status import RUNNING, Status, write_status
 
 WATCH_INTERVAL_S = 5.0
 ANSWER_S = 0.3
@@ -29,6 +29,8 @@ class Watchdog:
         self._statuses: dict[str, Status] = {}
         self._heard_s: dict[str, float] = {}
         self._questions: dict[str, asyncio.Task[Status | None]] = {}
+        self.note = RUNNING
+        """The state of the whole run: that it runs, or why it is paused."""
 
     def begin(self, name: str) -> None:
         """Watch process `name`, which has just been started; count its silence from now on."""
@@ -57,7 +59,7 @@ class Watchdog:
             if status := self._questions.pop(name).result():
                 self._statuses[name] = status
                 self._heard_s[name] = time.monotonic()
-        self.write_status("running")
+        self.write_status(self.note)
         dead = [*self._overdue(), *self._silent(asked & self._questions.keys())]
         if dead:
             await self._processes.dump_stacks()
@@ -67,7 +69,7 @@ class Watchdog:
         """Write the last status of every process to status.json.
 
         Args:
-            note: the state of the whole run: `running`, or how it ended.
+            note: the state of the whole run: `running`, `paused` and why, or how it ended.
         """
         known = [
             self._processes.place(name, self._statuses[name])

@@ -43,6 +43,8 @@ class EngineEntry:
     """The model runs in the worker's own process, not in a process that the engine starts."""
     sets_flags: tuple[str, ...] = ()
     """Flags of the server's program that the engine sets and relies on: they must not be in rollout.server_args."""
+    forbids_tokens: bool = False
+    """It can exclude tokens from sampling (rollout.forbid_special_tokens), with logprobs of what is left."""
     parses_tool_calls: bool = False
     """A server has the parsers of tool calls that rollout.tool_parser names, at SGLang's /parse_function_call."""
     packages: tuple[str, ...] = ()
@@ -118,6 +120,7 @@ ENGINES: dict[str, EngineEntry] = {
         releases_memory=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
+        forbids_tokens=True,
         sets_flags=(
             "model-path", "host", "port", "weight-version", "served-model-name", "tp-size", "custom-weight-loader",
         ),
@@ -148,6 +151,7 @@ ENGINES: dict[str, EngineEntry] = {
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "folder"),
         staging=("device",),
+        forbids_tokens=True,
         computes_in_worker=True,
     ),
 }

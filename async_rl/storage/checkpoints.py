@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,15 +171,19 @@ def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
             folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
 
 
-def prune(run_dir: Path, config: CheckpointConfig, values: Mapping[int, float]) -> None:
+def prune(
+    run_dir: Path, config: CheckpointConfig, values: Mapping[int, float], needed: Collection[int | None] = ()
+) -> None:
     """Remove the checkpoints that neither checkpoint.keep_last nor checkpoint.keep_best keeps.
 
     Args:
         values: [version] the value of what checkpoint.best_by names, where it is known.
+        needed: the versions of further ones that are kept.
     """
     found = list_checkpoints(run_dir)
     for version in to_remove(list(found), config, values):
-        shutil.rmtree(found[version])
+        if version not in needed:
+            shutil.rmtree(found[version])
 
 
 def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping[int, float]) -> list[int]:

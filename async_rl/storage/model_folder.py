@@ -16,6 +16,8 @@ from async_rl.storage.hub_names import SCHEME
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from async_rl.config import Config
+
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
@@ -256,6 +258,18 @@ def end_tokens(path: str | Path) -> list[int]:
         named = getattr(source, "eos_token_id", None)
         tokens.update(named if isinstance(named, list) else [] if named is None else [named])
     return sorted(tokens)
+
+
+def forbidden_tokens(config: Config) -> tuple[int, ...]:
+    """Return the ids of the tokens that answers must not hold, () unless rollout.forbid_special_tokens is set.
+
+    They are all special tokens of the tokenizer but those that end an answer.
+    """
+    if not config.rollout.forbid_special_tokens:
+        return ()
+    tokenizer: Any = load_tokenizer(config.model.path)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return tuple(sorted((special | set(tokenizer.all_special_ids)) - set(end_tokens(config.model.path))))
 
 
 def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> PretrainedConfig:

@@ -15,6 +15,9 @@ from pathlib import Path
 from async_rl.errors import ConfigError
 
 NORMAL_END = "ended normally"
+RUNNING = "running"
+PAUSED = "paused"
+"""The note on a run that its guard has paused begins with this word."""
 STALE_S = 30.0
 """A running driver writes the status more often than this."""
 
@@ -48,11 +51,16 @@ def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
     """Replace `run_dir/status.json` by the given statuses.
 
     Args:
-        note: the state of the whole run: `running`, or how it ended.
+        note: the state of the whole run: `running`, `paused` and why, or how it ended.
     """
     partial = run_dir / "status.json.partial"
     partial.write_text(json.dumps({"note": note, "time_s": time.time(), "processes": [asdict(s) for s in statuses]}))
     os.replace(partial, run_dir / "status.json")
+
+
+def goes_on(note: str) -> bool:
+    """Return whether a run with this note in its status had not ended when it was written."""
+    return note == RUNNING or note.startswith(PAUSED)
 
 
 def format_status(run_dir: Path) -> str:
@@ -72,7 +80,7 @@ def format_status(run_dir: Path) -> str:
     text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
     if saved["note"] == NORMAL_END:
         return text
-    if saved["note"] != "running":
+    if not goes_on(saved["note"]):
         text += "The processes before that end:\n"
     elif age_s > STALE_S:
         text += "The driver has stopped writing its status: it was killed, or hangs. The processes before that:\n"

@@ -18,7 +18,7 @@ from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.run_dir import resuming_since_s
 from async_rl.sweeps.cells import Bound
-from async_rl.telemetry.status import STALE_S
+from async_rl.telemetry.status import RUNNING, STALE_S, goes_on
 from async_rl.view.journal_reader import JournalReader
 from async_rl.view.metrics_file import MetricsFile
 from async_rl.view.timeline_file import TimelineFile
@@ -107,16 +107,18 @@ class RunFiles:
         note, age_s = str(saved.get("note", "")), time.time() - saved["time_s"]
         processes = [_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict)]
         resuming_s = resuming_since_s(self.folder)
-        if resuming_s is not None and (note != "running" or age_s > STALE_S):
+        if resuming_s is not None and (not goes_on(note) or age_s > STALE_S):
             text = (
                 f"A resume began {_duration(max(0.0, time.time() - resuming_s))} ago and has made no step yet: its "
                 "processes start, or it was killed."
             )
             return RunState("resuming", text, [])
-        if note != "running":
+        if not goes_on(note):
             text = f"The run {note}" if note.startswith("ended") else f"The run has ended: {note}"
             return RunState("ended", text if text.endswith((".", "!", "?")) else f"{text}.", processes)
         if age_s <= STALE_S:
+            if note != RUNNING:
+                return RunState("paused", f"The run is {note}", processes)
             return RunState("running", "The run goes on.", processes)
         text = (
             f"The run's driver wrote its status {_duration(age_s)} ago and not since: it was killed, it hangs, or this "

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.telemetry.metrics import Metric, Reduction
-from async_rl.types import Batch
+from async_rl.types import Batch, Row
 from learner.algorithms.losses import kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_row
 from learner.episodes import rows_by_episode, tokens_by_episode
@@ -254,6 +254,27 @@ def explained_variance(totals: Totals) -> float:
     return float(1.0 - unexplained / variance) if variance > 1e-12 else 0.0
 
 
+def rule_metrics(by_rule: Batch, by_model: Batch) -> list[Metric]:
+    """Return the mean reward of a batch by the task's rule, and its correlation with the rewards of a reward model.
+
+    There is no correlation if either gives all answers the same reward.
+    """
+    rule, model = (
+        np.array([reward for group in batch.groups for reward in group.episode_rewards])
+        for batch in (by_rule, by_model)
+    )
+    metrics = [Metric("reward/rule_mean", float(rule.mean()))]
+    if rule.std() > 0 and model.std() > 0:
+        metrics.append(Metric("guard/rule_correlation", float(np.corrcoef(rule, model)[0, 1])))
+    return metrics
+
+
+def distinct_fraction(rows: Sequence[Row]) -> float:
+    """Return the share of distinct tokens among the trained ones of an episode; 1 if there are none."""
+    tokens = np.concatenate([row.tokens[row.mask] for row in rows])
+    return len(np.unique(tokens)) / len(tokens) if len(tokens) else 1.0
+
+
 def batch_metrics(batch: Batch) -> list[Metric]:
     """Return reward, staleness and length metrics of episodes, and the buffer's counters.
 
@@ -273,6 +294,7 @@ def batch_metrics(batch: Batch) -> list[Metric]:
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
         "response/truncated_fraction": finish_reasons.count("length") / len(episodes),
+        "response/distinct_fraction": np.mean([distinct_fraction(rows) for rows in episodes]),
         **batch.counters,
     }
     if any(group.episodes for group in batch.groups):

@@ -95,7 +95,8 @@ class Objective:
         aggregation = find_entry(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation")
         self._normaliser, self._divides_by_length = aggregation
         self._whitens_at_start = whitens_at_start(config)
-        self.kl_coef = algorithm.kl.coef
+        self.kl_coef = algorithm.kl.coef * config.guard.kl_factor
+        self._kl_target = algorithm.kl.target / config.guard.kl_factor
         takes_several = algorithm.steps_per_batch > 1
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start
@@ -105,6 +106,11 @@ class Objective:
         self.computes_values = takes_several or self._whitens_at_start
         """Whether a forward pass at step start computes the old values, if there is a critic."""
         self.needs_reference = algorithm.kl.kind != "none"
+
+    def restore(self, kl_coef: float) -> None:
+        """Go on with the coefficient of a checkpoint, if it is adapted; a fixed one is the configuration's."""
+        if self._kl_target > 0:
+            self.kl_coef = kl_coef
 
     def normaliser(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> float:
         """Return the number, at least 1, that the summed policy loss of the (group, row) `pairs` is divided by.
@@ -224,13 +230,12 @@ class Objective:
         1909.08593, section 2.2. `vtrace/reach` is the share of a final reward that reaches the first token of a row
         of median length: the product of the traces lam * min(rho, 1) over the row.
         """
-        kl = self.config.algorithm.kl
         metrics, tokens = [], max(float(totals["tokens"].sum()), 1.0)
         if "reference_k3" in totals:
             divergence = float(totals["reference_k3"]) / tokens
             metrics += [Metric("kl/reference", divergence), Metric("kl/coef", self.kl_coef, "last")]
-            if kl.target > 0 and math.isfinite(divergence):
-                error = min(max(divergence / kl.target - 1, -0.2), 0.2)
+            if self._kl_target > 0 and math.isfinite(divergence):
+                error = min(max(divergence / self._kl_target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + KL_STEP * error
         if "log_trace" in totals:
             median = np.median([row.mask.sum() for group in batch.groups for row in group.rows])

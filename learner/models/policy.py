@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,17 @@ class Policy(Network):
     def __init__(self, lm: Any, compute_dtype: torch.dtype) -> None:
         super().__init__(lm, compute_dtype)
         self._dropouts = dropouts(lm)
+        self.forbidden: tuple[int, ...] = ()
+        """Tokens that the engine does not sample, and that the distributions leave out."""
+
+    @contextmanager
+    def over_all_tokens(self) -> Iterator[None]:
+        """Inside the `with` block no token is forbidden."""
+        forbidden, self.forbidden = self.forbidden, ()
+        try:
+            yield
+        finally:
+            self.forbidden = forbidden
 
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
         """Return (logprobs [N], entropies [N]) of the N response tokens at the logged temperature, float32.
@@ -53,7 +65,8 @@ class Policy(Network):
             dropout.train(torch.is_grad_enabled())
         states, head = self.hidden_states(inputs), self.lm.get_output_embeddings()
         if self.sequence is None:
-            return score_tokens(states, head.weight, inputs.targets, inputs.temperature)
+            forbidden = torch.tensor(self.forbidden, device=states.device) if self.forbidden else None
+            return score_tokens(states, head.weight, inputs.targets, inputs.temperature, forbidden)
         scores: tuple[Tensor, Tensor] = head(
             states, inputs.targets, inputs.temperature, owners(inputs, self.sequence)
         )

@@ -41,6 +41,7 @@ class Reference:
                     f"reference.path {path} must have the policy's vocabulary of {expected} tokens, got {found}"
                 )
             shard(self._policy, ranks, config.learner, offload=config.reference.offload)
+            self._policy.forbidden = policy.forbidden
 
     @property
     def lm(self) -> Any:

@@ -19,40 +19,50 @@ from torch import Tensor
 LOGITS_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 """[device] the most memory that float32 logits take; more tokens are scored in chunks. On a GPU each chunk reads and
 writes the whole gradient of the head, in float32, which takes longer than the rest of the chunk unless it is large."""
+FORBIDDEN = -1e30
+"""The logit of a token that is not sampled: its probability is 0, and 0 times its logarithm is no NaN."""
 _PARTS = 8
 """Temporary tensors of the logits' shape have this part of a chunk's rows."""
 
 
-def score_tokens(states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def score_tokens(
+    states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities of the N target tokens, entropies of their distributions), [N] float32 with gradient.
 
     Hidden states are [N, hidden], output embeddings [V, hidden], targets and temperature [N].
+
+    Args:
+        forbidden: ids of tokens that the distributions leave out. A target that is one of them was not sampled; its
+            logprob is 0.
     """
-    scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature)
+    scored: tuple[Tensor, Tensor] = _ScoreTokens.apply(states, head, targets, temperature, forbidden)
     return scored
 
 
 class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor
+        ctx: Any, states: Tensor, head: Tensor, targets: Tensor, temperature: Tensor, forbidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         size = max(1, LOGITS_BYTES[head.device.type] // (4 * head.shape[0]))
         scores = []
         for x, y, t in zip(states.split(size), targets.split(size), temperature.split(size), strict=True):
-            logp = _log_softmax(x, head, t)
+            logp = _log_softmax(x, head, t, forbidden)
             chosen = logp.gather(1, y[:, None])[:, 0]
+            if forbidden is not None:
+                chosen.masked_fill_(torch.isin(y, forbidden), 0.0)
             kept = logp if len(states) <= size and (states.requires_grad or head.requires_grad) else None
             scores.append((chosen, torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in split_rows(logp)])))
             del logp  # before the next chunk is made
         logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        ctx.size, ctx.kept = size, kept
+        ctx.size, ctx.kept, ctx.forbidden = size, kept, forbidden
         ctx.save_for_backward(states, head, targets, temperature, entropies)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
         states, head, targets, temperature, entropies = ctx.saved_tensors
         of_states = torch.empty_like(states)
         # Each chunk rounds the sum once more: forty chunks in bfloat16 would more than double the gradient's error.
@@ -60,8 +70,9 @@ class _ScoreTokens(torch.autograd.Function):
         of_head = torch.zeros_like(head, dtype=summed) if ctx.needs_input_grad[1] else None
         for start in range(0, len(states), ctx.size):
             part = slice(start, start + ctx.size)
-            logp = _log_softmax(states[part], head, temperature[part]) if ctx.kept is None else ctx.kept
-            ctx.kept = None
+            kept = ctx.kept
+            logp = _log_softmax(states[part], head, temperature[part], ctx.forbidden) if kept is None else kept
+            ctx.kept = kept = None
             of_chunk = (None if grad is None else grad[part] for grad in grads)
             of_logprobs, of_entropies = of_chunk
             of_logits = grad_of_logits(logp, entropies[part], of_logprobs, of_entropies)
@@ -75,13 +86,16 @@ class _ScoreTokens(torch.autograd.Function):
             elif of_head is not None:
                 of_head += of_logits.T @ states[part]
             del of_logits  # before the next chunk is made
-        return of_states, None if of_head is None else of_head.to(head.dtype), None, None
+        return of_states, None if of_head is None else of_head.to(head.dtype), None, None, None
 
 
-def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
-    """Return log_softmax(states head^T / temperature), [n, V], in float32 or better."""
+def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor, forbidden: Tensor | None) -> Tensor:
+    """Return log_softmax(states head^T / temperature), [n, V], in float32 or better; FORBIDDEN where it is forbidden.
+    """
     logits = states @ head.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature[:, None])
+    if forbidden is not None:
+        logits.index_fill_(1, forbidden, FORBIDDEN)
     for part in split_rows(logits):
         part.sub_(part.logsumexp(1, keepdim=True))
     return logits

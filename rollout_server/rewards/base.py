@@ -10,7 +10,7 @@ without special tokens, or a `Reward`, which declares more (rollout_server/rewar
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from async_rl.config import Config, RewardConfig
@@ -106,6 +106,23 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
             logs_score=bool(config.task.rewards), about=about,
         ))
     return tuple(found)
+
+
+def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
+    """Return the reward that eval.gold_reward names, `task` being the task's own; () if it is empty.
+
+    Raises:
+        ConfigError: there is no such reward, or the environment or the agent gives the rewards.
+    """
+    name = config.eval.gold_reward
+    if not name:
+        return ()
+    check(
+        not config.task.gives_rewards, "eval.gold_reward", name, "empty with task.env or task.agent",
+        "It scores answers to questions.",
+    )
+    alone = replace(config.task, reward="" if name == "task" else name, rewards=())
+    return open_rewards(replace(config, task=alone), task)
 
 
 def is_async(function: Score) -> bool:

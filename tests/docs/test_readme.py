@@ -99,6 +99,10 @@ ELSEWHERE = {
         "benchmarks/results, by hand",
     "python -m benchmarks.reward_accuracy --seeds 5 --out benchmarks/results/reward_accuracy":
         "benchmarks/results, by hand",
+    "async-rl guard runs/my-run": "tests/e2e/test_guard.py",
+    "async-rl guard runs/my-run --go-on": "tests/e2e/test_guard.py",
+    "async-rl guard runs/my-run --rollback": "tests/driver/test_run_guard.py, without a run",
+    "async-rl guard runs/my-run --stop": "tests/driver/test_run_guard.py, without a run",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",

@@ -232,7 +232,7 @@ def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: 
         run.step()
     summary = log.summary({})
     log.close()
-    whole = Usage().add(run.spans, run.samples, log.step_ends_s[0], log.step_ends_s[-1])
+    whole = Usage().add(run.spans, run.samples, log.timeline.step_ends_s[0], log.timeline.step_ends_s[-1])
     for pool, shares in whole.shares().items():
         assert summary["pools"][pool] == pytest.approx(shares, abs=1e-9)
     assert whole.metrics().keys() <= summary.keys()
@@ -253,7 +253,7 @@ def test_a_step_has_the_samples_of_every_pool_however_many_come_in_one_report(tm
     for _ in range(3):
         run.step()
     log.close()
-    ends_s = log.step_ends_s
+    ends_s = log.timeline.step_ends_s
     for line, (start_s, end_s) in zip(lines(tmp_path)[1:], pairwise(ends_s), strict=True):
         expected = Usage().add(run.spans, run.samples, start_s, end_s).metrics()
         assert (line["occupancy/rollout"], line["gpu/learner"]) == pytest.approx(

@@ -34,3 +34,8 @@ def test_the_buffers_answer_decides_what_the_learner_does_next(
 
     client: Any = Client()
     assert ask_buffer(client, 3, lambda: asked, lambda: asked is None) == expected
+
+
+def test_a_paused_learner_does_not_ask_for_a_batch() -> None:
+    client: Any = None
+    assert ask_buffer(client, 3, lambda: NoBatch("paused"), lambda: False) == NoBatch("paused")

@@ -54,3 +54,19 @@ def test_a_checkpoint_that_is_asked_for_is_written_once_and_training_goes_on(
             learner.requests.save()
     assert versions == [1, 2, 3, 4]
     assert list(list_checkpoints(tmp_path / "run")) == [2]
+
+
+def test_a_pause_lasts_until_it_is_ended_and_a_stop_comes_first() -> None:
+    requests = DriverRequests()
+    requests.pause()
+    assert requests.why_no_batch() == NoBatch("paused")
+    requests.save()
+    assert requests.why_no_batch() == NoBatch("checkpoint wanted")
+    requests.saved()
+    requests.go_on()
+    requests.wait_paused()  # returns at once
+    assert requests.why_no_batch() is None
+    requests.pause()
+    requests.stop()
+    requests.wait_paused()
+    assert requests.why_no_batch() == NoBatch("stopped")

@@ -244,6 +244,7 @@ def test_metrics_of_a_batch_count_episodes_by_hand() -> None:
     expected = {
         "reward/mean": 1.0, "reward/std": 0.75, "batch/episodes": 2, "batch/response_tokens": 7,
         "response/length_mean": 3.5, "response/length_max": 5, "response/truncated_fraction": 0.0,
+        "response/distinct_fraction": 0.9,  # 4 of 5 and 2 of 2
         "response/timeout_fraction": 0.5, "episode/rows": 1.5,
         "staleness/mean": 1.5, "staleness/max": 2, "staleness/in_flight": 0.5, "staleness/in_queue": 1.0,
         "staleness/episodes_1": 1, "staleness/episodes_2": 1,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.cli import main
-from async_rl.config import EvalConfig
+from async_rl.config import Config, EvalConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.types import Prompt
 from rollout_server.engines.base import GenerationRequest
+from rollout_server.episodes.conversation.rows import WholeRow
 from rollout_server.episodes.episode import Episode
 from rollout_server.run_eval import (
     Evaluation,
+    GoldRewards,
     _at_k_metrics,
     _reward_metrics,
     _source_metrics,
@@ -102,6 +106,44 @@ def test_held_out_prompts_are_answered_at_a_temperature_of_their_own(
     evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
     asyncio.run(evaluation.run(0, beside_training=False))
     assert {(request.temperature, request.top_p) for request in requests} == {asked}
+
+
+ROW = WholeRow(
+    tokens=np.array([5, 6]), logprobs=np.array([0.0, -1.0]), versions=np.zeros(2, np.int32),
+    mask=np.array([False, True]), num_start_tokens=1, turn_ends=(1,), turn_rewards=(0.0,), finish_reason="stop",
+)  # fmt: skip
+
+
+def evaluated(config: Config, gold: GoldRewards | None) -> dict[str, float]:
+    """The metrics of an evaluation whose answers have the rewards 1, 0, 3 and 2."""
+    rewards = itertools.cycle([1.0, 0.0, 3.0, 2.0])
+
+    async def answer(request: GenerationRequest) -> list[Episode]:
+        return [Episode(rows=(ROW,), answer="x", end="done").with_reward(next(rewards), {}) for _ in range(request.n)]
+
+    evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"), gold)
+    return reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
+
+
+def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> None:
+    gold = iter([0.0, 1.0, 2.0, None])
+
+    async def score(prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
+        return [next(gold) for _ in episodes]
+
+    found = evaluated(changed(worker_config(), eval={"size": 2, "samples": 2}), score)
+    assert {key: value for key, value in found.items() if "gold" in key or "proxy" in key} == pytest.approx({
+        "eval/gold": 1.0, "eval/gold_squared": 5 / 3, "eval/gold_labels": 3.0, "eval/proxy": 4 / 3,
+        "eval/proxy_squared": 10 / 3, "eval/gold_times_proxy": 2.0,
+    })  # fmt: skip
+
+
+def test_with_a_reward_model_the_rewards_of_held_out_answers_are_the_gold_ones() -> None:
+    config = changed(worker_config(), eval={"size": 2, "samples": 2}, reward_model={"path": "x"})
+    found = evaluated(config, None)
+    assert (found["eval/gold"], found["eval/gold_labels"], found["eval/gold_squared"]) == (1.5, 4.0, 3.5)
+    assert "eval/proxy" not in found
+    assert "eval/gold" not in evaluated(worker_config(), None)
 
 
 def test_several_greedy_answers_to_a_prompt_are_refused() -> None:

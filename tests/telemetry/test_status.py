@@ -37,6 +37,14 @@ def test_a_driver_that_stopped_writing_is_reported(tmp_path: Path) -> None:
     assert "has stopped writing" not in format_status(tmp_path)
 
 
+def test_a_paused_run_says_why_and_who_waits(tmp_path: Path) -> None:
+    status = Status(process="learner/0", doing="is paused by the guard", waits_on="the user", since_s=time.monotonic())
+    write_status(tmp_path, [status], "paused by the guard since step 2: the KL is 12")
+    text = format_status(tmp_path)
+    assert "paused by the guard since step 2: the KL is 12" in text and "is paused by the guard" in text
+    assert "before that end" not in text
+
+
 def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: Path) -> None:
     status = Status(process="learner/0", host="10.0.0.1", doing="waits for a batch", since_s=time.monotonic())
     write_status(tmp_path, [status], "ended normally")

@@ -27,6 +27,13 @@ def test_a_run_that_ended_has_no_time_left(run_dir: Path) -> None:
     assert run.time_left_s is None
 
 
+def test_a_run_that_its_guard_has_paused_says_why(tmp_path: Path) -> None:
+    note = "paused by the guard since step 8: the KL is 12. It waits for: async-rl guard"
+    run = RunFiles(make_run(tmp_path / "run", steps=12, note=note))
+    assert (run.state.name, run.state.text) == ("paused", f"The run is {note}")
+    assert run.state.processes and run.time_left_s is None
+
+
 def test_a_driver_that_was_killed_is_told_from_one_that_runs(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", note="running")
     saved = json.loads((run_dir / "status.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -121,10 +122,18 @@ class _OpenReply:
 
 
 class DecodingBatch:
-    """The replies that are being sampled, one per row, with their KV cache. `step` samples one token for each."""
+    """The replies that are being sampled, one per row, with their KV cache. `step` samples one token for each.
 
-    def __init__(self, model: PreTrainedModel, end_tokens: frozenset[int], stop: StopTexts | None = None) -> None:
+    Args:
+        forbidden: the tokens that are not sampled; logprobs are of the distribution without them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, end_tokens: frozenset[int], forbidden: Sequence[int] = (),
+        stop: StopTexts | None = None,
+    ) -> None:
         self._model = model
+        self._forbidden = torch.tensor(forbidden, dtype=torch.long, device=model.device)
         self._end_tokens = end_tokens
         self._stop = stop
         self._rows: list[_OpenReply] = []
@@ -220,6 +229,7 @@ class DecodingBatch:
         """Sample a token for each row from `logits` and append it; return groups whose replies have all ended now."""
         # A finished row that is still in the batch is sampled too; its token is ignored.
         drawn = np.array([[row.uniforms[min(len(row.tokens), len(row.uniforms) - 1)]] for row in rows])
+        logits = logits.index_fill(1, self._forbidden, -torch.inf) if len(self._forbidden) else logits
         tokens, logprobs = sample_tokens(logits, *sampling, torch.from_numpy(drawn).to(logits.device))
         complete = []
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.storage.model_folder import end_tokens, load_tokenizer
+from async_rl.storage.model_folder import end_tokens, forbidden_tokens, load_tokenizer
 from async_rl.weights.base import serving_dtype
 from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
@@ -66,7 +66,8 @@ class HFEngine:
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         texts, path = self._config.rollout.stop, self._config.model.path
         stop = StopTexts(texts, await asyncio.to_thread(load_tokenizer, path)) if texts else None
-        self._training, self._evaluation = (DecodingBatch(self.model, ends, stop) for _ in range(2))
+        forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
+        self._training, self._evaluation = (DecodingBatch(self.model, ends, forbidden, stop) for _ in range(2))
         self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
         self._thread.start()
         self._endpoints = WeightEndpoints(self, self._config.timeouts, self._config.network)

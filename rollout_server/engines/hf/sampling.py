@@ -36,8 +36,9 @@ def sample_tokens(
     if top_p is not None:
         probabilities = _nucleus(probabilities, top_p)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)  # rounding may lift the product to the total
+    total = cumulative[:, -1:]
+    below = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))  # rounding may lift it
+    tokens = torch.searchsorted(cumulative, below, right=True)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 

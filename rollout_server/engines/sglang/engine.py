@@ -19,6 +19,7 @@ import psutil
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.errors import WeightSyncError
+from async_rl.storage.model_folder import forbidden_tokens
 from rollout_server.engines.base import GenerationRequest, Load
 from rollout_server.engines.http_engine import HttpEngine, cache_key
 from rollout_server.engines.open_reply import OpenReply
@@ -38,6 +39,7 @@ class SGLangEngine(HttpEngine):
             self.url = url
             return
         free_bytes = psutil.virtual_memory().available
+        self._forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes)
         self._server = sglang_process(self._name, flags, self._log_file, self._config)
         await self._server.start()
@@ -48,7 +50,7 @@ class SGLangEngine(HttpEngine):
         prefix = f"{request.key}.{next(self._attempts)}."
         priority = self._priority(request)
         stop = self._config.rollout.stop
-        bodies = [request_body(request, replies, self._end_tokens, prefix, priority, stop)]
+        bodies = [request_body(request, replies, self._end_tokens, prefix, priority, self._forbidden, stop)]
         if len(replies) > 1:
             bodies.insert(0, primer_body(request, prefix, priority))
         for body in bodies:
@@ -130,13 +132,14 @@ def primer_body(request: GenerationRequest, prefix: str, priority: int) -> dict[
 
 def request_body(
     request: GenerationRequest, replies: list[OpenReply], end_tokens: list[int], prefix: str, priority: int,
-    stop: Sequence[str] = (),
+    forbidden: Sequence[int] = (), stop: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the body of one /generate request that samples the missing rest of each of `replies`.
 
     Args:
         prefix: what the ids of the replies' requests begin with.
         priority: as for `primer_body`.
+        forbidden: tokens that are not sampled. SGLang adds the bias to the logits of which it returns logprobs.
         stop: the texts that end a reply. A server with any must have a tokenizer.
     """
     prompt = request.prompt.tokens.tolist()
@@ -145,6 +148,8 @@ def request_body(
         "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
         **({"stop": list(stop), "no_stop_trim": True} if stop else {}),
     }
+    if forbidden:
+        sampling["logit_bias"] = {str(token): -1e9 for token in forbidden}
     return {
         "rid": [f"{prefix}{i}." for i in range(len(replies))],
         "input_ids": [prompt + reply.tokens for reply in replies],

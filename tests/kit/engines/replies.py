@@ -57,26 +57,36 @@ def with_engine(config: Config, use: Callable[[HFEngine], Awaitable[Result]]) ->
     return asyncio.run(run())
 
 
-def from_scratch(model: PreTrainedModel, prompt: IntArray, reply: IntArray, temperature: float) -> FloatArray:
-    """Logprobs [T] of the tokens of a reply under a model's weights, by one forward over prompt and reply."""
+def from_scratch(
+    model: PreTrainedModel, prompt: IntArray, reply: IntArray, temperature: float, forbidden: Sequence[int] = ()
+) -> FloatArray:
+    """Logprobs [T] of the tokens of a reply under a model's weights, by one forward over prompt and reply.
+
+    Args:
+        forbidden: tokens without which the distributions are.
+    """
     sequence = torch.from_numpy(np.concatenate([prompt, reply])).long()
     with torch.no_grad():
         logits = model(input_ids=sequence[None]).logits[0, len(prompt) - 1 : -1]
+        logits[:, list(forbidden)] = -torch.inf
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     return logprobs.gather(1, sequence[len(prompt) :, None]).squeeze(1).numpy()
 
 
-def recomputed_logprobs(model: PreTrainedModel, request: GenerationRequest, reply: SampledReply) -> FloatArray:
-    """Logprobs [T] of a reply to a request under a model's weights."""
-    return from_scratch(model, request.prompt.tokens, reply.tokens, request.temperature)
+def recomputed_logprobs(
+    model: PreTrainedModel, request: GenerationRequest, reply: SampledReply, forbidden: Sequence[int] = ()
+) -> FloatArray:
+    """Logprobs [T] of a reply to a request under a model's weights, of distributions without `forbidden`."""
+    return from_scratch(model, request.prompt.tokens, reply.tokens, request.temperature, forbidden)
 
 
 def largest_error(
-    model: PreTrainedModel, groups: Sequence[GenerationRequest], replies: Sequence[Sequence[SampledReply]]
+    model: PreTrainedModel, groups: Sequence[GenerationRequest], replies: Sequence[Sequence[SampledReply]],
+    forbidden: Sequence[int] = (),
 ) -> float:
-    """The largest difference of a behaviour logprob to that of the model."""
+    """The largest difference of a behaviour logprob to that of the model, without the tokens `forbidden`."""
     return max(
-        float(np.abs(reply.logprobs - recomputed_logprobs(model, request, reply)).max())
+        float(np.abs(reply.logprobs - recomputed_logprobs(model, request, reply, forbidden)).max())
         for request, of_request in zip(groups, replies, strict=True)
         for reply in of_request
     )

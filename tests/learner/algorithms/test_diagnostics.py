@@ -20,7 +20,9 @@ from learner.algorithms.diagnostics import (
     add_offpolicy,
     add_policy,
     batch_metrics,
+    distinct_fraction,
     explained_variance,
+    rule_metrics,
     token_metrics,
 )
 from tests.kit.groups import batch_of, make_group, make_row
@@ -235,6 +237,7 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
         "response/length_mean": 2.0,
         "response/length_max": 3.0,
         "response/truncated_fraction": 0.0,
+        "response/distinct_fraction": 1.0,
         "batch/episodes": 2.0,
         "batch/response_tokens": 4.0,
         "buffer/depth": 7.0,
@@ -247,6 +250,25 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
         "by_length/2/episodes": 1.0,
         "by_length/2/reward": 1.0,
     }
+
+
+def test_repetition_is_the_share_of_distinct_tokens_in_an_answer() -> None:
+    rows = [make_row([5, 6, 5, 5], [-1.0] * 4, 1.0), make_row([7], [-1.0], 0.0)]
+    masked = replace(make_row([5, 6], [-1.0, 0.0], 1.0), mask=np.array([True, False]))
+    assert [distinct_fraction(rows[:1]), distinct_fraction(rows), distinct_fraction([masked])] == [0.5, 0.6, 1.0]
+
+
+def test_rule_and_model_are_compared_over_the_answers_of_a_batch() -> None:
+    # 0, 1, 2, 3 by the rule and 1, 0, 3, 2 by the model: variances 1.25, covariance 0.75
+    by_rule, by_model = (
+        batch_of(make_group(0, [3], [make_row([5], [-1.0], reward) for reward in rewards]), version=0)
+        for rewards in ((0.0, 1.0, 2.0, 3.0), (1.0, 0.0, 3.0, 2.0))
+    )
+    assert {m.key: m.value for m in rule_metrics(by_rule, by_model)} == pytest.approx(
+        {"reward/rule_mean": 1.5, "guard/rule_correlation": 0.6}
+    )
+    same = batch_of(make_group(0, [3], [make_row([5], [-1.0], 1.0)] * 4), version=0)
+    assert [m.key for m in rule_metrics(same, by_model)] == ["reward/rule_mean"]
 
 
 def test_truncated_answers_are_counted() -> None:

@@ -301,6 +301,18 @@ def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays()
         assert objective.kl_coef == pytest.approx(0.5 * factor)
 
 
+def test_a_rollback_of_the_guard_raises_the_coefficient_and_lowers_its_target() -> None:
+    totals = {"tokens": np.array([4.0, 6.0]), "reference_k3": np.float64(1.0)}  # 0.1 nats a token
+    for target, resumed, moved in ((0.0, 1.0, 1.0), (0.2, 0.7, 0.7), (0.4, 0.7, 0.7 * 0.98)):
+        algorithm = AlgorithmConfig(kl=KlConfig(kind="k2_loss", coef=0.5, target=target))
+        objective = Objective(learner_config(algorithm=algorithm, guard={"rollbacks": 1}))
+        assert objective.kl_coef == 1.0
+        objective.restore(0.7)
+        assert objective.kl_coef == resumed, "a fixed one is that of the configuration"
+        objective.finish(totals, make_batch())  # type: ignore[arg-type]
+        assert objective.kl_coef == pytest.approx(moved)
+
+
 def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(one_rank: None) -> None:
     objective = objective_of(AlgorithmConfig(advantage="vtrace", lam=0.9))
     micro, logprobs, entropy = make_case(2)

@@ -177,5 +177,6 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
     found = {metric.key: metric.value for metric in Updater(config, CPU).update(batch)}
     expected = {metric.key: metric.value for metric in Updater(learner_config(tiny_model_path), CPU).update(scored)}
     assert found.pop("reward/rule_mean") == pytest.approx(sum(rewards_of(batch)) / 12)
+    assert -1 <= found.pop("guard/rule_correlation", 0.0) <= 1  # absent where the rule gives all the same
     assert found["reward/mean"] == pytest.approx(sum(rewards_of(scored)) / 12)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -105,3 +105,29 @@ def test_beside_the_heads_gradient_little_more_than_a_chunk_of_logits_exists(
         loss.backward()
     assert limit < forward.peak < most * limit
     assert limit < backward.peak - 8 * head.numel() < most * limit
+
+
+@pytest.mark.parametrize("rows_at_once", [100, 3])
+def test_forbidden_tokens_are_left_out_of_the_distributions(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * rows_at_once)
+    forbidden, allowed = torch.tensor([0, 4, 10]), torch.tensor([1, 2, 3, 5, 6, 7, 8, 9])
+    states, head, _, temperature = inputs()
+    targets = allowed[torch.arange(7)]
+    logprobs, entropy = score_tokens(states, head, targets, temperature, forbidden)
+    (logprobs + 0.3 * entropy).sum().backward()
+    others, small, _, _ = inputs()
+    expected = plain(others, small[allowed], torch.arange(7), temperature)
+    (expected[0] + 0.3 * expected[1]).sum().backward()
+    torch.testing.assert_close((logprobs, entropy), expected)
+    torch.testing.assert_close(states.grad, others.grad)
+    torch.testing.assert_close(head.grad, small.grad)
+
+
+def test_a_forbidden_target_has_logprob_0_and_finite_gradients() -> None:
+    states, head, _, temperature = inputs()
+    logprobs, _ = score_tokens(states, head, torch.full((7,), 4), temperature, torch.tensor([4]))
+    assert logprobs.tolist() == [0.0] * 7
+    torch.where(torch.zeros(7, dtype=torch.bool), logprobs.exp(), 0.0).sum().backward()
+    assert states.grad is not None and states.grad.abs().sum() == 0

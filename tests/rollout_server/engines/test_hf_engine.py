@@ -10,6 +10,7 @@ import pytest
 
 from async_rl.config import TimeoutsConfig
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
+from async_rl.storage.model_folder import forbidden_tokens, load_tokenizer
 from rollout_server.engines.base import Purpose, SampledReply
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import server_config
@@ -34,6 +35,19 @@ def test_logprobs_equal_a_recompute_by_transformers(tmp_path: Path, name: str, t
     groups = with_engine(config, lambda engine: replies_of(engine, range(12), temperature=temperature))
     requests = [request_for(index, temperature=temperature) for index in range(12)]
     assert largest_error(sharp_model(name, seed=0).eval(), requests, groups) < TOLERANCE
+
+
+def test_special_tokens_can_be_forbidden_and_logprobs_are_of_the_others(folder: Path) -> None:
+    config = server_config("hf", folder, forbid_special_tokens=True)
+    tokenizer, model = load_tokenizer(folder), sharp_model("tiny-qwen2", seed=0).eval()
+    forbidden = forbidden_tokens(config)
+    assert forbidden and tokenizer.eos_token_id not in forbidden and set(forbidden) <= set(tokenizer.all_special_ids)
+    groups = with_engine(config, lambda engine: replies_of(engine, range(12), n=8, temperature=3.0))
+    requests = [request_for(index, n=8, temperature=3.0) for index in range(12)]
+    assert not {int(token) for group in groups for reply in group for token in reply.tokens} & set(forbidden)
+    assert largest_error(model, requests, groups, forbidden) < TOLERANCE
+    assert largest_error(model, requests, groups) > TOLERANCE
+    assert forbidden_tokens(server_config("hf", folder)) == ()
 
 
 def test_answers_end_at_the_eos_token_or_at_the_limit(folder: Path) -> None:

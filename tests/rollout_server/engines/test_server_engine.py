@@ -37,6 +37,18 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
     assert largest_error(served, groups, generate(server, *groups)) < TOLERANCE
 
 
+@pytest.mark.parametrize("server", ["sglang"], indirect=True)
+def test_forbidden_tokens_are_not_sampled_and_logprobs_are_of_the_others(
+    server: Server, served: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbidden = list(range(3, server.engine.vocab_size, 3))
+    monkeypatch.setattr(server.engine, "_forbidden", forbidden)
+    groups = [request_for(i, n=8, max_tokens=20, temperature=0.7) for i in range(6)]
+    replies = generate(server, *groups)
+    assert not {int(token) for group in replies for reply in group for token in reply.tokens} & set(forbidden)
+    assert largest_error(served, groups, replies, forbidden) < TOLERANCE
+
+
 @on_both
 def test_a_temperature_near_zero_takes_the_most_probable_token(server: Server, served: PreTrainedModel) -> None:
     request = request_for(1, n=2, temperature=1e-4)

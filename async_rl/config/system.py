@@ -57,6 +57,15 @@ class WeightSyncConfig(OnePart):
     """The memory of servers for weights that are not complete yet, while the old ones go on sampling. The pause is
     then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
     transports nccl and gloo. none: servers stand still while weights travel."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """The form in which adapters (model.lora) travel. merged: as whole weights with the adapters in them. adapter: only
+    the adapters travel, and each server adds them to the weights of its own model folder, to the same bits; with the
+    transports nccl, gloo and disk."""
+    delta: bool = False
+    """Push the values that have changed since the push before, where that is smaller, in place of all. For servers that
+    compute in bfloat16, of whose values a step changes few, and for the transports nccl, gloo and disk. All weights
+    travel whole where a server has joined or a push has failed. It takes memory of the host for the weights once more,
+    on rank 0 and on each server."""
     verify: bool = True
     """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
     server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""
@@ -67,6 +76,11 @@ class WeightSyncConfig(OnePart):
     def part(self) -> tuple[str, str, Any]:
         entry = self.transport_entry
         return "weight_sync.transport", self.transport, entry.settings if entry else None
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether weights travel as parcels (async_rl/weights/parcels.py), of which servers make whole tensors."""
+        return self.delta or self.lora == "adapter"
 
     @property
     def transport_entry(self) -> TransportEntry | None:

@@ -21,7 +21,7 @@ from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
-from learner.models.lora import adapter_starts, add_adapters, dropouts, merged_parameters
+from learner.models.lora import AdapterParcels, adapter_starts, add_adapters, dropouts, merged_parameters
 from learner.models.network import MASKED, Network
 from learner.models.sequence import RECURRENT, kernel_of, owners, split_attention
 from learner.models.split_vocabulary import split_vocabulary
@@ -142,6 +142,13 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
     merged = merged_parameters(policy.lm)
     return to_checkpoint(policy.lm, ((name, tensor.to(dtype)) for name, tensor in merged))
+
+
+def adapter_parcels(policy: Policy, parcels: AdapterParcels) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parcel) of all weights, see AdapterParcels. Collective."""
+    assert isinstance(policy, FSDPModule)
+    policy.reshard()  # as in full_parameters
+    return parcels.parcels()
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:

@@ -58,14 +58,12 @@ class WeightSyncConfig(OnePart):
     then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
     transports nccl and gloo. none: servers stand still while weights travel."""
     lora: Literal["merged", "adapter"] = "merged"
-    """The form in which adapters (model.lora) travel. merged: as whole weights with the adapters in them. adapter: only
-    the adapters travel, and each server adds them to the weights of its own model folder, to the same bits; with the
-    transports nccl, gloo and disk."""
+    """The form in which adapters (model.lora) travel. merged: within whole weights. adapter: alone, and each server adds
+    them to the weights of its model folder, which gives the same; with the transports nccl, gloo and disk."""
     delta: bool = False
-    """Push the values that have changed since the push before, where that is smaller, in place of all. For servers that
-    compute in bfloat16, of whose values a step changes few, and for the transports nccl, gloo and disk. All weights
-    travel whole where a server has joined or a push has failed. It takes memory of the host for the weights once more,
-    on rank 0 and on each server."""
+    """Push only the values that have changed since the push before; all of them when a server has joined or a push has
+    failed. It pays where servers compute in bfloat16, of which a step changes few values; with the transports nccl,
+    gloo and disk. Rank 0 and each server then hold the weights once more, in memory of the host."""
     verify: bool = True
     """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
     server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""

@@ -131,9 +131,9 @@ class WeightPublisher(ABC):
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
-        The tensors have the names of model folders, and may be gathered from all ranks one by one. With weight_sync.lora
-        adapter they are the parcels of weights (async_rl/weights/parcels.py). If a server can't use a sparse push, the
-        report `repeats`.
+        The tensors have the names of model folders, and may be gathered from all ranks one by one. With
+        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). If a server can't use a sparse push,
+        the report `repeats`.
 
         Args:
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The

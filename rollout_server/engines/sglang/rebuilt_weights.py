@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load_file
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from torch import Tensor
@@ -39,11 +40,12 @@ def _load_rebuilt(updater: WeightUpdater, named_tensors: list[tuple[str, Tensor]
 
 
 def _load_folder_rebuilt(updater: WeightUpdater, model_path: str, *args: Any, **options: Any) -> tuple[bool, str]:
-    tensors = [item for file in weight_files(Path(model_path)) for item in load_file(file).items()]
-    if any(is_parcel(name) for name, _ in tensors):
-        return _load_rebuilt(updater, tensors)
-    del tensors
-    return _load_folder(updater, model_path, *args, **options)
+    files = weight_files(Path(model_path))
+    with safe_open(files[0], framework="pt") as file:
+        is_compact = any(map(is_parcel, file.keys()))
+    if not is_compact:
+        return _load_folder(updater, model_path, *args, **options)
+    return _load_rebuilt(updater, [item for file in files for item in load_file(file).items()])
 
 
 def _rebuilder(updater: WeightUpdater) -> Rebuilder:

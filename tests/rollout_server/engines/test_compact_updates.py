@@ -1,4 +1,4 @@
-"""Compact pushes into the hf engine, whose weights can be looked at: adapters and changed values become whole weights."""
+"""Compact pushes into the hf engine, whose weights can be looked at: adapters and changes become whole weights."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ class PushReport:
 
     @property
     def has_failed(self) -> bool:
+        """Whether the push must be repeated, on every rank."""
         return bool(self.lost) or self.repeats
 
 

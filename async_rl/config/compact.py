@@ -47,6 +47,7 @@ def check_compact(config: Config) -> None:
     ):
         check(not unfit, key, got, f"{default} with {setting}", reason)
     check_compact_transport(sync)
+    check_compact_transport(sync)
 
 
 def check_compact_transport(sync: WeightSyncConfig) -> None:

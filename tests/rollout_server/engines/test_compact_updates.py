@@ -89,7 +89,10 @@ def test_adapters_that_the_server_merges_give_the_bits_of_a_merged_push(
 
 
 @pytest.mark.parametrize("engines", ["bfloat16"], indirect=True)
-def test_adapters_of_another_base_are_refused(engines: list[EngineInThread], tmp_path: Path) -> None:
+def test_adapters_of_another_base_are_refused(
+    engines: list[EngineInThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
     publisher = open_for(engines, tmp_path, lora="adapter")
     other = changed(publisher.config, model={"path": str(save_sharp_model(tmp_path / "other", seed=9))})
     parcels = AdapterParcels(adapted_model(other, 1), torch.bfloat16).parcels()

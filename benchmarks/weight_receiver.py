@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def tensor_names(num_tensors: int) -> list[str]:
 async def serve(num_tensors: int, num_elements: int, timeout_s: float) -> None:
     """Serve the weight endpoints and print their URL; return when stdin ends, which it does with the parent process."""
     engine: Any = TensorEngine(num_tensors, num_elements)
-    endpoints = WeightEndpoints(engine, TimeoutsConfig(push_s=timeout_s), NetworkConfig())
+    endpoints = WeightEndpoints(engine, TimeoutsConfig(push_s=timeout_s), NetworkConfig(), Path())
     print(await endpoints.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await endpoints.aclose()

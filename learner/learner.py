@@ -222,6 +222,7 @@ class Learner:
             Metric("time/push_s", report.seconds),
             Metric("push/bytes", float(report.num_bytes), "sum"),
             Metric("push/pause_s", report.pause_s),
+            *([Metric("push/changed_share", report.changed_share)] if self.config.weight_sync.delta else []),
             *(Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers),
         ]
         return [*lost]

@@ -6,17 +6,19 @@ second would not show weights that one step has hardly moved, or experts to whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher, open_publisher
 from async_rl.weights.base import PushReport, Tolerance
-from learner.models.policy import full_parameters
+from learner.models.lora import AdapterParcels
+from learner.models.policy import adapter_parcels, full_parameters
 from learner.server_membership import ServerMembership
 from learner.updater import Updater
 
@@ -35,6 +37,9 @@ class Pusher:
     def __init__(self, config: Config, updater: Updater, publisher: WeightPublisher) -> None:
         self._updater = updater
         self.publisher = publisher
+        self._adapters = (
+            AdapterParcels(updater.policy.lm, updater.dtype) if config.weight_sync.lora == "adapter" else None
+        )
         self.membership = ServerMembership()
         """Is told by the driver, from another thread, which servers died or came back."""
         self._is_verified = not config.weight_sync.verify
@@ -54,7 +59,8 @@ class Pusher:
     def push(self, version: int) -> tuple[PushReport, list[ServersLost]]:
         """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
 
-        If servers die during the push, it is repeated without them, even if none is left: the driver restarts them.
+        If servers die during the push, it is repeated without them, even if none is left: the driver restarts them. If
+        one can't use a sparse push, it is repeated with whole weights.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
@@ -63,16 +69,20 @@ class Pusher:
         while True:
             self.membership.apply(self.publisher.servers)
             urls = dict(self.publisher.servers)
-            weights = full_parameters(self._updater.policy, self._updater.dtype)
-            report = self.publisher.push(weights, version, erases=self._may_erase and not self._is_verified)
+            report = self.publisher.push(self._weights(), version, erases=self._may_erase and not self._is_verified)
             self.membership.pushed(self.publisher.servers, report.lost)
             if report.lost:
                 died = tuple((name, urls[name]) for name in report.lost)
                 lost.append(ServersLost(servers=died, cause=report.cause))
-            failed = torch.tensor(bool(report.lost))
+            failed = torch.tensor(report.has_failed)
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
                 return report, lost
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self._adapters is not None:
+            return adapter_parcels(self._updater.policy, self._adapters)
+        return full_parameters(self._updater.policy, self._updater.dtype)
 
     def verify_once(self, batch: Batch) -> None:
         """Compare every server's logprobs of a row with the learner's after the first push. Collective.

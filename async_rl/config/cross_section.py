@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.config.check import check
+from async_rl.config.compact import check_compact
 from async_rl.config.guard import check_guard
 from async_rl.config.staging import check_staging
 from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
@@ -40,6 +41,7 @@ def check_cross_section(config: Config) -> None:
         _check_engine(config)
         _check_transport(config)
         check_staging(config.weight_sync, config.rollout, config.shares_gpus)
+        check_compact(config)
     if config.staleness.mode == "exact":
         _check_exact(config)
 

@@ -56,6 +56,13 @@ class WeightSyncConfig(OnePart):
     """The memory of servers for weights that are not complete yet, while the old ones go on sampling. The pause is
     then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
     transports nccl and gloo. none: servers stand still while weights travel."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """The form in which adapters (model.lora) travel. merged: within whole weights. adapter: alone, and servers add
+    them to the weights of their model folder, which gives the same; with the transports nccl, gloo and disk."""
+    delta: bool = False
+    """Push only the values that have changed since the push before; all of them when a server has joined or a push has
+    failed. It pays where servers compute in bfloat16, of which a step changes few values; with the transports nccl,
+    gloo and disk. Rank 0 and each server then hold the weights once more, in memory of the host."""
     verify: bool = True
     """Verify the first push: every weight of a server is set to NaN before it and must be loaded by it, and the
     server's logprobs of a probe text must be the learner's. At rollout.server_url only the logprobs are compared."""
@@ -66,6 +73,11 @@ class WeightSyncConfig(OnePart):
     def part(self) -> tuple[str, str, Any]:
         entry = self.transport_entry
         return "weight_sync.transport", self.transport, entry.settings if entry else None
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether weights travel as parcels (async_rl/weights/parcels.py), of which servers make whole tensors."""
+        return self.delta or self.lora == "adapter"
 
     @property
     def transport_entry(self) -> TransportEntry | None:

@@ -146,6 +146,7 @@ class MemoryPlan:
             f"each of {servers} server(s):",
             f"  {'weights':<32} {_size(server.weights):>11}",
             *([f"  {'staged weights':<32} {_size(self._staged_bytes):>11}"] if self._staged_bytes else []),
+            *self._held_line,
             f"  {'KV cache':<32} {_size(kv * server.token):>11}  {kv} tokens; answers in flight have {server.tokens}",
         ]
         return lines
@@ -154,6 +155,14 @@ class MemoryPlan:
     def _staged_bytes(self) -> int:
         """The bytes of a server's device that hold its next weights while they arrive."""
         return self.server.weights if self.config.weight_sync.staging == "device" else 0
+
+    @property
+    def _held_line(self) -> list[str]:
+        """The line for the weights that a sparse push is made against, if there are such pushes."""
+        if not self.config.weight_sync.delta:
+            return []
+        held = self.estimate.networks[0].parameters * self.estimate.dtype.itemsize
+        return [f"  {'pushed weights (host)':<32} {_size(held):>11}  of each GPU's process, and once at learner rank 0"]
 
     @property
     def _fewest_tokens(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.config.check import check
+from async_rl.config.compact import check_compact_transport, check_compact_type
 from async_rl.config.staging import check_staging_transport
 from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
 from async_rl.driver.signals import StopSignals
@@ -112,16 +113,19 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
     parts = reservation.bundles
     if (servers := servers_per_gpu(parts)) > 1:
         config = replace(config, rollout=replace(config.rollout, mem_fraction=config.rollout.mem_fraction / servers))
+    shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
+    device_type = "cpu" if shares == {0.0} else "cuda"
+    check_compact_type(config, device_type)
     if config.weight_sync.transport == "auto":
-        shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
         is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
         transport = choose_transport(
-            config.engine_entries.values(), "cpu" if shares == {0.0} else "cuda",
+            config.engine_entries.values(), device_type,
             one_device=is_known and config.network.is_on_loopback and _servers_have_ranks(config, parts),
             own_gpus=is_known and min(shares) >= 1,
         )
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
         check_staging_transport(config.weight_sync)
+        check_compact_transport(config.weight_sync)
     check_ipc(config, parts)
     return config
 

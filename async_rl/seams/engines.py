@@ -33,6 +33,8 @@ class EngineEntry:
     """
     staging: tuple[str, ...] = ()
     """The values of weight_sync.staging, besides none, with which a server takes new weights while it samples."""
+    rebuilds_weights: bool = False
+    """A server makes whole weights of the parcels of a compact push (weight_sync.lora adapter, weight_sync.delta)."""
     releases_memory: bool = False
     """A server can free the memory of weights and KV cache while the learner uses the GPU that they share."""
     max_tensor_parallel: int = 1
@@ -103,6 +105,8 @@ class TransportEntry:
     under weight_sync.params, and the publisher has an instance of it as `settings`. None: there are none."""
     stages: bool = False
     """The weights travel through a network, so that servers that can stage them need not stand still meanwhile."""
+    carries_parcels: bool = False
+    """Rank 0 alone sends, in the publisher's `dtype`, so that the parcels of a compact push travel as weights do."""
     writes_files: bool = False
     """The weights are written to two model folders in the run directory."""
 
@@ -117,6 +121,7 @@ ENGINES: dict[str, EngineEntry] = {
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),
+        rebuilds_weights=True,
         releases_memory=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
@@ -135,6 +140,7 @@ ENGINES: dict[str, EngineEntry] = {
         update_policies=UPDATE_POLICIES,
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),
+        rebuilds_weights=True,
         max_tensor_parallel=0,
         sets_flags=(
             "model", "host", "port", "served-model-name", "tensor-parallel-size", "tokens-only", "generation-config",
@@ -152,6 +158,7 @@ ENGINES: dict[str, EngineEntry] = {
         receives=("nccl", "gloo", "folder"),
         staging=("device",),
         forbids_tokens=True,
+        rebuilds_weights=True,
         computes_in_worker=True,
     ),
 }
@@ -159,17 +166,19 @@ ENGINES: dict[str, EngineEntry] = {
 TRANSPORTS: dict[str, TransportEntry] = {
     "nccl": TransportEntry(
         open="async_rl.weights.broadcast:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True,
-        stages=True,
+        stages=True, carries_parcels=True,
     ),
     "gloo": TransportEntry(
-        open="async_rl.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",), stages=True
+        open="async_rl.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",), stages=True,
+        carries_parcels=True,
     ),
     "cuda_ipc": TransportEntry(
         open="async_rl.weights.cuda_ipc:CudaIpcPublisher", delivers="shared_memory", devices=("cpu", "cuda"),
         needs_one_device=True,
     ),
     "disk": TransportEntry(
-        open="async_rl.weights.disk:DiskPublisher", delivers="folder", devices=("cpu", "cuda"), writes_files=True
+        open="async_rl.weights.disk:DiskPublisher", delivers="folder", devices=("cpu", "cuda"), writes_files=True,
+        carries_parcels=True,
     ),
 }
 """The weight transports, in the order in which weight_sync.transport: auto tries them."""

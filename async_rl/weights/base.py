@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.config import Config, Limit
+from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
+from async_rl.weights.changed_weights import ChangedWeights
 from async_rl.weights.server_admin import ServerAdmin
+from async_rl.weights.start_together import start_together
 
 LOST_WITHIN_S = 10.0
 """A server that died in a push stops answering within this time after the push has failed."""
@@ -37,7 +38,16 @@ class PushReport:
     lost: tuple[str, ...] = ()
     """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
     cause: str = ""
-    """The error with which the push failed, if servers were lost."""
+    """The error with which the push failed, if servers were lost or `repeats` is set."""
+    repeats: bool = False
+    """A server could not use the changes that a sparse push brought: repeat it on every rank, then of whole weights."""
+    changed_share: float = 1.0
+    """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the push must be repeated, on every rank."""
+        return bool(self.lost) or self.repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +56,6 @@ class Tolerance:
 
     mean: float
     largest: float
-
-
-def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> Callable[[], dict[str, Any]]:
-    """Start all calls, each in its own thread; return a function that waits for their results by name.
-
-    The threads are daemons: a collective that can no longer complete must not keep the process from ending.
-
-    Raises (the returned function does):
-        WeightSyncError: a call failed; the message names it. The other calls may still be running.
-        WaitTimeoutError: the message names the calls that are still running after `limit`.
-    """
-    futures: dict[str, Future[Any]] = {name: Future() for name in calls}
-    deadline = time.monotonic() + limit.seconds
-
-    def work(name: str) -> None:
-        try:
-            futures[name].set_result(calls[name]())
-        except BaseException as error:
-            futures[name].set_exception(error)
-
-    def wait_for_results() -> dict[str, Any]:
-        done, running = wait(futures.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
-        for name, future in futures.items():
-            if future in done and (error := future.exception()):
-                raise WeightSyncError(f"{what}: {name} failed: {error}") from error
-        if running:
-            names = ", ".join(sorted(name for name, future in futures.items() if future in running))
-            raise WaitTimeoutError(f"{what}: the learner waited {limit} for {names}")
-        return {name: future.result() for name, future in futures.items()}
-
-    for name in calls:
-        threading.Thread(target=work, args=(name,), name=f"{what}: {name}", daemon=True).start()
-    return wait_for_results
 
 
 class WeightPublisher(ABC):
@@ -95,7 +72,9 @@ class WeightPublisher(ABC):
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
         self.push_limit = config.timeouts.limit("push_s")
-        self.dtype = serving_dtype(config, device.type)
+        self.dtype = torch.uint8 if config.weight_sync.is_compact else serving_dtype(config, device.type)
+        """The type in which tensors travel: that of the servers' weights, or bytes in a compact push."""
+        self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
 
     def connect(self) -> None:  # noqa: B027 - a transport may need none
@@ -153,7 +132,9 @@ class WeightPublisher(ABC):
 
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
-        The tensors have the names of model folders, and may be gathered from all ranks one by one.
+        The tensors have the names of model folders, and may be gathered from all ranks one by one. With
+        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). If a server can't use a sparse push,
+        the report `repeats`.
 
         Args:
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
@@ -183,6 +164,8 @@ class WeightPublisher(ABC):
         try:
             self.connect()
             start_s = time.monotonic()
+            if self._changes is not None:
+                tensors = self._changes.parcels(tensors, version, self.servers)
             staged, beside = self.stage(tensors, version), self.config.weight_sync.staging != "none"
             if beside:  # the servers sample meanwhile, with the old weights
                 self._begin_update()
@@ -196,13 +179,20 @@ class WeightPublisher(ABC):
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
             lost = self._find_lost()
-            if not lost:
+            repeats = (
+                not lost and isinstance(error, WeightSyncError)
+                and self._changes is not None and self._changes.is_sparse
+            )
+            if not (lost or repeats):
                 raise
             self._remove(lost)
             hanging = self.give_up()
             self._remove(hanging)
-            return PushReport(lost=(*lost, *hanging), cause=str(error))
+            return PushReport(lost=(*lost, *hanging), cause=str(error), repeats=repeats)
+        if self._changes is not None:
+            self._changes.delivered(self.servers)
         return PushReport(
+            changed_share=1.0 if self._changes is None else self._changes.changed_share,
             seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
             spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
         )

@@ -26,10 +26,10 @@ from torch.distributed.distributed_c10d import (
 from async_rl.config import Config
 from async_rl.network import open_store
 from async_rl.network.ports import open_listener
-from async_rl.weights.base import start_together
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
 from async_rl.weights.bucket_publisher import BucketPublisher
 from async_rl.weights.group_abort import abort_when_told, tell_to_abort
+from async_rl.weights.start_together import start_together
 
 
 class BroadcastPublisher(BucketPublisher):

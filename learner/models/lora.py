@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from async_rl.config import LoraConfig
 from async_rl.errors import ConfigError
+from async_rl.weights.checkpoint_names import to_checkpoint
+from async_rl.weights.parcels import SUFFIX, adapter_parcel, base_parcel, checksum
 
 _ADAPTER = "default"
 _FROZEN = ".base_layer"
@@ -97,6 +99,50 @@ def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
             a, b = (_gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
             whole = torch.addmm(whole, b, a, alpha=layer.scaling[_ADAPTER])
         yield name.replace(_FROZEN, ""), whole
+
+
+class AdapterParcels:
+    """Pushes adapters alone (weight_sync.lora adapter): parcels of which servers make the weights that
+    `merged_parameters` has, by the names of model folders.
+
+    Raises:
+        ConfigError: the model folder has an adapted weight in another form than the model.
+    """
+
+    def __init__(self, lm: Any, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._base_sums: dict[str, int] = {}
+        """Checksums of the frozen weights under the adapters, which servers compare; {} before the first push."""
+        shapes = {
+            name.replace(_FROZEN, ""): torch.empty(parameter.shape, device="meta")
+            for name, parameter in lm.named_parameters() if ".lora_" not in name
+        }
+        self._adapted: dict[str, tuple[str, LoraLayer]] = {}
+        """(name of the weight in the model folder, its layer) by the layer's name."""
+        for name, module in lm.named_modules():
+            if isinstance(module, LoraLayer):
+                weight = f"{name}.weight"
+                sent = list(to_checkpoint(lm, [(weight, shapes[weight])]))
+                if len(sent) != 1 or sent[0][1].shape != shapes[weight].shape:
+                    raise ConfigError(
+                        f"weight_sync.lora must be merged with this model, got adapter: its folder has {weight}, which "
+                        "has an adapter, in another form than the model"
+                    )
+                self._adapted[name] = (sent[0][0], module)
+        adapted = {weight for weight, _ in self._adapted.values()}
+        self._frozen = [name for name, _ in to_checkpoint(lm, shapes.items()) if name not in adapted]
+
+    def parcels(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, parcel) of every weight. Collective: adapters are gathered, the first time what is under them.
+        """
+        for name in self._frozen:
+            yield name + SUFFIX, base_parcel(self._dtype)
+        for name, layer in self._adapted.values():
+            a, b = (_gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
+            if name not in self._base_sums:
+                self._base_sums[name] = checksum(_gathered(layer.get_base_layer().weight).cpu().contiguous())
+            scaling = layer.scaling[_ADAPTER]
+            yield name + SUFFIX, adapter_parcel(a.cpu(), b.cpu(), scaling, self._dtype, self._base_sums[name])
 
 
 def _gathered(parameter: Tensor) -> Tensor:

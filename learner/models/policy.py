@@ -23,7 +23,7 @@ from async_rl.weights.checkpoint_names import to_checkpoint
 from async_rl.weights.safetensors_io import write_weights
 from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
-from learner.models.lora import adapter_starts, add_adapters, dropouts, merged_parameters
+from learner.models.lora import AdapterParcels, adapter_starts, add_adapters, dropouts, merged_parameters
 from learner.models.network import MASKED, Network
 from learner.models.sequence import RECURRENT, kernel_of, owners, split_attention
 from learner.models.split_vocabulary import split_vocabulary
@@ -163,6 +163,13 @@ def due_folders(config: Config, version: int, *, is_last: bool) -> list[Path]:
     every_steps = config.checkpoint.models_every_steps
     due = [model_folder(config.run_dir, version)] if every_steps and version % every_steps == 0 else []
     return [*due, config.run_dir / "model"] if is_last else due
+
+
+def adapter_parcels(policy: Policy, parcels: AdapterParcels) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parcel) of all weights, see AdapterParcels. Collective."""
+    assert isinstance(policy, FSDPModule)
+    policy.reshard()  # as in full_parameters
+    return parcels.parcels()
 
 
 def save_policy(policy: Policy, source: Path, target: Path, is_writer: bool) -> None:

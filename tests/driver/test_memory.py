@@ -124,6 +124,14 @@ def test_weights_that_are_staged_on_the_gpu_need_what_the_servers_share_leaves(f
         staged("device", 0.97).check()
 
 
+def test_the_weights_that_changes_are_pushed_against_are_in_the_table(folder: Path) -> None:
+    sparse, whole = (plan(folder, 2, weight_sync={"delta": delta}) for delta in (True, False))
+    held = memory._size(2 * sparse.estimate.networks[0].parameters)  # of two bytes each on GPUs
+    assert [line.split("  of each")[0].split() for line in sparse.table() if line not in whole.table()] == [
+        ["pushed", "weights", "(host)", *held.split()]
+    ]
+
+
 def test_at_once_on_one_gpu_the_servers_share_is_lowered_or_moments_are_offloaded(folder: Path) -> None:
     config: dict[str, Any] = {"staleness": {"max": 2}, "rollout": {"mem_fraction": 0.8}}
     shared = plan(folder, 1, 24 * 10**9, **config)

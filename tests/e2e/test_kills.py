@@ -79,6 +79,31 @@ def test_a_process_that_dies_where_pushes_are_staged_is_replaced_or_ends_the_run
     check(kill_once(str(smoke_yaml), kind, staged, random.Random(1), tmp_path))
 
 
+COMPACT = {
+    "adapter": ["weight_sync.lora=adapter", "model.lora.rank=4"],
+    "delta": ["weight_sync.delta=true", "model.dtype=bfloat16"],
+}
+"""The settings of pushes of which servers make whole weights."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize("form", COMPACT)
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [("worker", "hf"), ("silent", "hf"), ("server", "sglang"), ("learner", "sglang"), ("driver", "sglang")],
+)
+def test_a_process_that_dies_where_pushes_are_compact_is_replaced_or_ends_the_run(
+    smoke_yaml: Path, tmp_path: Path, kind: str, engine: str, form: str, transport: str
+) -> None:
+    compact = [
+        *options(kind, engine, 1), *COMPACT[form], f"weight_sync.transport={transport}",
+        "weight_sync.bucket_bytes=65536",
+    ]
+    check(kill_once(str(smoke_yaml), kind, compact, random.Random(1), tmp_path))
+
+
 def check(outcome: KillResult) -> None:
     assert outcome.counts_add_up
     assert outcome.staleness_max <= 2

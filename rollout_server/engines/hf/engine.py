@@ -70,7 +70,9 @@ class HFEngine:
         self._training, self._evaluation = (DecodingBatch(self.model, ends, forbidden, stop) for _ in range(2))
         self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
         self._thread.start()
-        self._endpoints = WeightEndpoints(self, self._config.timeouts, self._config.network)
+        self._endpoints = WeightEndpoints(
+            self, self._config.timeouts, self._config.network, Path(self._config.model.path)
+        )
         self.url = await self._endpoints.start()
 
     async def generate(self, request: GenerationRequest) -> list[SampledReply]:

@@ -24,6 +24,7 @@ from async_rl.network.ports import open_listener
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.broadcast import Receiver
 from async_rl.weights.checkpoint_names import from_checkpoint, to_checkpoint
+from async_rl.weights.parcels import Rebuilder, is_parcel
 from rollout_server.engines.sglang.admin import ERASE
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -64,12 +65,15 @@ class WeightEndpoints:
     this server's address: with another, a web page has had a browser ask under a name of its own.
     """
 
-    def __init__(self, engine: ServedModel, timeouts: TimeoutsConfig, network: NetworkConfig) -> None:
+    def __init__(
+        self, engine: ServedModel, timeouts: TimeoutsConfig, network: NetworkConfig, model_folder: Path
+    ) -> None:
         self._engine = engine
         self._timeouts = timeouts
         self._host, self._ports = network.host, network.port_range
         self._headers = authorization(network)
         self._receiver = Receiver()
+        self._rebuilder = Rebuilder(lambda: weight_files(model_folder))
         self._staged: dict[str, Tensor] | None = None
         """The tensors received in the current weight update; None outside an update."""
         self._staged_version: int | None = None
@@ -143,15 +147,22 @@ class WeightEndpoints:
         # The bucket is received before it is checked: the sender broadcasts at the same time and would hang otherwise.
         device = self._engine.model.device
         tensors = await asyncio.to_thread(self._receiver.receive, group, names, dtypes, shapes, device)
-        self._stage(tensors, body.get("weight_version"))
+        await self._stage(tensors, body.get("weight_version"))
 
     async def _load_folder(self, body: dict[str, Any]) -> None:
         tensors = await asyncio.to_thread(_read_folder, Path(body["model_path"]), self._engine.model.device)
-        self._stage(tensors, body.get("weight_version"))
+        await self._stage(tensors, body.get("weight_version"))
 
-    def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
+    def _rebuilt(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the weights that parcels stand for, in memory of their own, as the model will use it."""
+        device = self._engine.model.device
+        return [(name, tensor.to(device, copy=True)) for name, tensor in self._rebuilder.rebuild(tensors)]
+
+    async def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
         if self._staged is None:
             raise ValueError("weights must be sent after /begin_weight_update and before /end_weight_update")
+        if any(is_parcel(name) for name, _ in tensors):
+            tensors = await asyncio.to_thread(self._rebuilt, tensors)
         expected = _checkpoint_state(self._engine.model)
         for name, tensor in tensors:
             if name not in expected:

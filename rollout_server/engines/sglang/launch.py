@@ -37,11 +37,12 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler, which owns the model, with this project's changes to it."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from rollout_server.engines.sglang import cpu_backend, overlap_pause, weight_updates
+    from rollout_server.engines.sglang import cpu_backend, overlap_pause, rebuilt_weights, weight_updates
 
     cpu_backend.install()
     overlap_pause.install()
     weight_updates.install()
+    rebuilt_weights.install()
     run_scheduler_process(*args, **kwargs)
 
 

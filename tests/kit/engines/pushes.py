@@ -9,33 +9,74 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from async_rl.config import Config, WeightSyncConfig
+from async_rl.config import Config, LoraConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
-from async_rl.weights.base import Tolerance, WeightPublisher
+from async_rl.weights.base import PushReport, Tolerance, WeightPublisher
+from learner.models.lora import AdapterParcels, add_adapters, merged_parameters
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread
-from tests.kit.models import sharp_model
+from tests.kit.models import load_model, sharp_model
 
 VERSIONS = itertools.count(5000)
 """Numbers that are in no other request, so that they can be those of groups too."""
 MODELS: dict[int, PreTrainedModel] = {}
 """The weights that servers were given, by version."""
+ADAPTED: dict[int, PreTrainedModel] = {}
+"""The models with adapters whose merged weights are those of MODELS, by version."""
+FORMS: dict[str, dict[str, Any]] = {"adapter": {"lora": "adapter"}, "delta": {"delta": True}}
+"""The settings of weight_sync for pushes that servers make whole."""
 
 
 def pushing(
-    server: EngineInThread, folder: Path, on_update: str, transport: str, staging: str = "none", **sections: Any
+    server: EngineInThread, folder: Path, on_update: str, transport: str, form: str = "none", **sections: Any
 ) -> Config:
-    """The configuration of pushes in several buckets."""
-    sync = WeightSyncConfig(on_update=on_update, transport=transport, bucket_bytes=300_000, staging=staging)
+    """The configuration of pushes in several buckets.
+
+    Args:
+        form: a value of weight_sync.staging, or one of FORMS.
+    """
+    sync = WeightSyncConfig(
+        on_update=on_update, transport=transport, bucket_bytes=300_000, **FORMS.get(form, {"staging": form})
+    )
+    if sync.lora == "adapter":
+        sections = {"model": {"lora": LoraConfig(rank=4)}, **sections}
     return changed(server.config, run={"dir": folder}, weight_sync=sync, **sections)
 
 
 def new_version(config: Config, seed: int | None = None) -> int:
     """Make the weights of a new version and return its number. Without a seed they are unlike all others."""
     version = next(VERSIONS)
+    seed = 100 + version if seed is None else seed
+    if config.weight_sync.lora == "adapter":
+        ADAPTED[version] = adapted_model(config, seed)
+        MODELS[version] = load_model(Path(config.model.path))
+        MODELS[version].load_state_dict(dict(merged_parameters(ADAPTED[version])), strict=False)
+        return version
     family = AutoConfig.from_pretrained(config.model.path).model_type
-    MODELS[version] = sharp_model(f"tiny-{family}", 100 + version if seed is None else seed).eval()
+    MODELS[version] = sharp_model(f"tiny-{family}", seed).eval()
+    if config.weight_sync.delta:
+        keep_most_values(MODELS[version], sharp_model(f"tiny-{family}", 7), seed)
     return version
+
+
+def adapted_model(config: Config, seed: int) -> PreTrainedModel:
+    """The model of model.path with adapters that change what it says."""
+    lm = load_model(Path(config.model.path))
+    add_adapters(lm, config.model.lora)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return lm
+
+
+@torch.no_grad()
+def keep_most_values(model: PreTrainedModel, before: PreTrainedModel, seed: int) -> None:
+    """Give `model` the values of `before`, but one in twenty."""
+    generator = torch.Generator().manual_seed(seed)
+    for new, old in zip(model.parameters(), before.parameters(), strict=True):
+        new.copy_(torch.where(torch.rand(new.shape, generator=generator) < 0.05, new, old))
 
 
 def connected(config: Config, url: str) -> WeightPublisher:
@@ -44,11 +85,15 @@ def connected(config: Config, url: str) -> WeightPublisher:
     return publisher
 
 
-def deliver(publisher: WeightPublisher, version: int) -> None:
+def deliver(publisher: WeightPublisher, version: int) -> PushReport:
     """Make the server serve a version. If learner and server take turns, the learner has its turn before."""
     if publisher.config.shares_gpus:
         publisher.release_server_memory()
-    publisher.push(MODELS[version].named_parameters(), version)
+    if version in ADAPTED:
+        weights = AdapterParcels(ADAPTED[version], torch.float32).parcels()
+    else:
+        weights = MODELS[version].named_parameters()
+    return publisher.push(weights, version)
 
 
 def push(config: Config, url: str, seed: int | None = None) -> int:

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import LoraConfig, ModelConfig
 from async_rl.errors import ConfigError
-from learner.models.lora import without_adapters
-from learner.models.policy import full_parameters, save_policy
+from async_rl.storage.model_folder import weight_files
+from async_rl.weights.parcels import Rebuilder
+from learner.models.lora import AdapterParcels, without_adapters
+from learner.models.policy import adapter_parcels, full_parameters, save_policy
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
@@ -80,6 +82,21 @@ def test_only_adapters_are_trained_and_the_pushed_weights_are_merged_as_by_peft(
         torch.testing.assert_close(pushed[name], parameter.detach(), atol=1e-6, rtol=1e-6)
     moved = {n for n, p in base.named_parameters() if not torch.equal(p.detach(), pushed[n])}
     assert moved == {n for n in pushed if n.endswith("proj.weight")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_servers_make_the_bits_of_a_merged_push_of_adapters_alone(
+    tiny_model_path: Path, one_rank: None, dtype: torch.dtype
+) -> None:
+    updater = trained_updater(tiny_model_path)
+    parcels, rebuilder = AdapterParcels(updater.policy.lm, dtype), Rebuilder(lambda: weight_files(tiny_model_path))
+    for version in (3, 4):
+        pushed = dict(full_parameters(updater.policy, dtype))
+        rebuilt = dict(rebuilder.rebuild(adapter_parcels(updater.policy, parcels)))
+        assert rebuilt.keys() == pushed.keys()
+        integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        assert all(torch.equal(rebuilt[name].view(integers), pushed[name].view(integers)) for name in pushed)
+        updater.update(make_batch(version, version))
 
 
 def test_the_saved_model_is_merged_and_scores_like_the_trained(

@@ -14,7 +14,7 @@ from async_rl.seams.engines import UPDATE_POLICIES
 from rollout_server.engines.base import SampledReply
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
-from tests.kit.engines.pushes import MODELS, VERSIONS, connected, deliver, new_version, push, pushing
+from tests.kit.engines.pushes import FORMS, MODELS, VERSIONS, connected, deliver, new_version, push, pushing
 from tests.kit.engines.replies import TOLERANCE, from_scratch, generate, largest_error, request_for
 from tests.kit.engines.servers import Server, on_both
 from tests.kit.engines.tags import check_tags
@@ -37,18 +37,26 @@ WAYS = [
     ("overlapping", "in_place", "disk", False, "none"),
     ("overlapping", "retract", "disk", False, "none"),
     ("overlapping", "in_place", "gloo", False, "host"),
+    ("sglang", "in_place", "gloo", False, "delta"),
+    ("sglang", "in_place", "gloo", False, "adapter"),
+    *(
+        pytest.param("sglang", on_update, transport, False, form, marks=pytest.mark.nightly)
+        for form in FORMS for on_update, transport in (("retract", "disk"), ("abort", "gloo"), ("drain", "disk"))
+    ),
     *(vllm(on_update, "gloo", False, "none") for on_update in UPDATE_POLICIES),
     vllm("in_place", "disk", False, "none"),
     vllm("in_place", "gloo", False, "host"),
     vllm("retract", "gloo", False, "device"),
     vllm("abort", "gloo", False, "device"),
+    *(vllm("in_place", transport, False, form) for form in FORMS for transport in ("gloo", "disk")),
+    *(vllm("retract", "gloo", False, form) for form in FORMS),
 ]
-"""Server, weight_sync.on_update, weight_sync.transport, placement.colocated, weight_sync.staging."""
+"""Server, weight_sync.on_update, weight_sync.transport, placement.colocated, weight_sync.staging or a form."""
 
 
-@pytest.mark.parametrize(("server", "on_update", "transport", "colocated", "staging"), WAYS, indirect=["server"])
+@pytest.mark.parametrize(("server", "on_update", "transport", "colocated", "form"), WAYS, indirect=["server"])
 def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
-    server: Server, on_update: str, transport: str, colocated: bool, staging: str, tmp_path: Path,
+    server: Server, on_update: str, transport: str, colocated: bool, form: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With `drain` only replies of an evaluation can be running while weights change.
@@ -56,7 +64,7 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     cuda_ipc has the code path of GPUs, with host memory. An SGLang server that takes turns with the learner releases no
     memory on a CPU, but checks that nothing runs then.
     """
-    config = pushing(server, tmp_path, on_update, transport, staging, placement=PlacementConfig(colocated=colocated))
+    config = pushing(server, tmp_path, on_update, transport, form, placement=PlacementConfig(colocated=colocated))
     assert config.shares_gpus == colocated
     url = server.engine.url
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
@@ -66,6 +74,7 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     request = request_for(6, n=n, max_tokens=900, temperature=TEMPERATURE, group_id=first)  # with KV of its own
     # Both updates are made and the connection is open before the replies begin, which are soon at their end.
     publisher, updates = connected(config, url), [new_version(config), new_version(config)]
+    shares: list[float] = []
 
     async def generate_over_two_updates() -> list[SampledReply]:
         group = asyncio.create_task(server.engine.generate(request))
@@ -76,12 +85,14 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
             assert not group.done(), f"it ended before it was updated twice: {group}"
             for _ in range(3 if on_update == "abort" else 1):
                 await server.engine.generate(request_for(7))
-            await asyncio.to_thread(deliver, publisher, version)
+            shares.append((await asyncio.to_thread(deliver, publisher, version)).changed_share)
         return await group
 
     replies = server.run(generate_over_two_updates())
     publisher.close()
     models = {version: MODELS[version] for version in (first, *updates)}
+    assert shares[0] == 1.0
+    assert (shares[1] < 0.15) == (form == "delta")  # of changed values alone
     spanning = [a for a in replies if len(set(a.versions.tolist())) == 3]
     assert len(spanning) >= 2
     assert all((np.diff(a.versions) >= 0).all() for a in replies)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_tensors import check_tensors, checkpoint_shapes, weight_files
 from group_abort import abort_when_told
+from parcels import Rebuilder, is_parcel
 from safetensors.torch import load_file
 from shared_bucket import map_memory
 from torch import Tensor
@@ -74,6 +75,8 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
     _thread: ThreadPoolExecutor | None = None
     """Receives the parts that are staged, one after the other as they are broadcast; one for each group, as a thread
     may hang in a group whose learner has died."""
+    _rebuilder: Any = None
+    """Makes whole weights of the parcels of compact pushes; None: there was none yet."""
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
         self.shutdown()
@@ -136,6 +139,8 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         """Load the tensors received. ValueError: one is missing, unknown or has a wrong shape; nothing is loaded."""
         for part in self._staged:  # the learner has sent them all
             self._tensors |= part.result(self._timeout_s)
+        if any(is_parcel(name) for name in self._tensors):
+            self._tensors = self._rebuilt(self._tensors)
         check_tensors(self._tensors, checkpoint_shapes(Path(self.model_config.model)), self._is_tied)
         # vLLM's linear layers may compute from a packed copy of their weights, which load_weights alone does not renew
         initialize_layerwise_reload(self.model)
@@ -145,6 +150,12 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
             head = self.model.lm_head  # reloading renews the packed copy of the embeddings, but not of a tied head
             head.quant_method.process_weights_after_loading(head)
         self.drop_update()
+
+    def _rebuilt(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that parcels stand for. ValueError: one is damaged or made for other weights."""
+        if self._rebuilder is None:
+            self._rebuilder = Rebuilder(lambda: weight_files(Path(self.model_config.model)))
+        return {name: weight.to(self.device) for name, weight in self._rebuilder.rebuild(tensors.items())}
 
     @property
     def _is_tied(self) -> bool:

@@ -1,0 +1,76 @@
+"""The checks of weight_sync.lora and weight_sync.delta: who can make whole weights of what travels, and of which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from async_rl.config.check import check
+from async_rl.config.system import WeightSyncConfig
+from async_rl.seams import ENGINES, TRANSPORTS
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
+
+_FLOAT32 = "In float32 a step changes nearly all values: there is nothing to save."
+
+
+def check_compact(config: Config) -> None:
+    """Check that adapters or changed values, if they are pushed in place of whole weights, fit the other settings.
+
+    Raises:
+        SettingsError: they do not. The message gives the reason and the alternative.
+    """
+    sync, rollout = config.weight_sync, config.rollout
+    if not sync.is_compact:
+        return
+    check(
+        sync.lora == "merged" or config.model.lora.rank > 0, "weight_sync.lora", sync.lora,
+        "merged with model.lora.rank 0", "Without adapters every weight is trained.",
+    )
+    check(
+        sync.lora == "merged" or not sync.delta, "weight_sync.delta", True, "false with weight_sync.lora adapter",
+        "All values of adapters change in each step, and they are few.",
+    )
+    check(
+        not sync.delta or config.model.dtype != "float32", "weight_sync.delta", True, "false with model.dtype float32",
+        _FLOAT32,
+    )
+    key, got, default = _setting(sync)
+    able = [name for name, entry in ENGINES.items() if entry.rebuilds_weights]
+    check(
+        rollout.engine_entry.rebuilds_weights, key, got, f"{default} with rollout.engine {rollout.engine}",
+        f"Its servers take whole weights only. Or set rollout.engine: {' or '.join(able)}.",
+    )
+    for unfit, setting, reason in (
+        (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts make weights of parts."),
+        (sync.staging != "none", f"weight_sync.staging {sync.staging}", "Staged weights must come whole."),
+    ):
+        check(not unfit, key, got, f"{default} with {setting}", reason)
+    check_compact_transport(sync)
+    check_compact_transport(sync)
+
+
+def check_compact_transport(sync: WeightSyncConfig) -> None:
+    """Check that the transport, unless it is auto, carries what travels in place of whole weights."""
+    entry, (key, got, default) = sync.transport_entry, _setting(sync)
+    able = [name for name, transport in TRANSPORTS.items() if transport.carries_parcels]
+    check(
+        not sync.is_compact or entry is None or entry.carries_parcels, key, got,
+        f"{default} with weight_sync.transport {sync.transport}",
+        f"It moves whole weights within one host or in a form of its own. Others: {' or '.join(able)}.",
+    )
+
+
+def check_compact_type(config: Config, device_type: str) -> None:
+    """Check that the servers of a sparse push compute in bfloat16, where model.dtype auto is resolved by the device."""
+    check(
+        not config.weight_sync.delta or config.model.dtype != "auto" or device_type != "cpu", "weight_sync.delta", True,
+        "false with model.dtype auto on a CPU, which is float32", f"{_FLOAT32} Or set model.dtype: bfloat16.",
+    )
+
+
+def _setting(sync: WeightSyncConfig) -> tuple[str, object, str]:
+    """Return the key of the setting that makes pushes compact, its value, and its default."""
+    if sync.delta:
+        return "weight_sync.delta", True, "false"
+    return "weight_sync.lora", sync.lora, "merged"

@@ -80,7 +80,7 @@ class RunLog:
         self._finding: Finding | None = None
         """The finding of the guard in the step or evaluation that is being logged."""
         self._trouble: Finding | None = None
-        """The newest trouble, until it is acted on."""
+        """The first trouble that is not acted on yet."""
         self.kept_checkpoints: set[int] = set()
         """The versions to which the guard goes back, or may be told to."""
         self.end_reason = ""
@@ -131,16 +131,18 @@ class RunLog:
             return
         if found.new:
             self.logger.alarm(f"guard: step {found.version}: {found.text(self._config.guard, found.new)}")
-        if found.is_trouble:
+        if found.is_trouble and self._trouble is None:  # several steps may be logged at once: the first one counts
             self._trouble = found
 
     def take_trouble(self) -> Finding | None:
-        """Return the newest finding of the guard that is trouble, once."""
+        """Return the first finding of the guard that is trouble since the last call."""
         found, self._trouble = self._trouble, None
         return found
 
     def _prune(self) -> None:
         wanted = self.guard.needed() if self.guard and self._config.guard.acts else []
+        if self._trouble:
+            wanted = [*wanted, self._trouble.back_to]
         needed = {checkpoint_before(self.run_dir, version) for version in wanted} | self.kept_checkpoints
         prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 

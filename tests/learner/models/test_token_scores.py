@@ -80,9 +80,9 @@ def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Mon
     sizes = []
     exact = scoring._log_softmax
 
-    def spy(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+    def spy(states: Tensor, head: Tensor, temperature: Tensor, forbidden: Tensor | None) -> Tensor:
         sizes.append(len(states))
-        return exact(states, head, temperature)
+        return exact(states, head, temperature, forbidden)
 
     monkeypatch.setattr(scoring, "_log_softmax", spy)
     score_tokens(*inputs())[0].sum().backward()

@@ -151,6 +151,20 @@ def _add_commands(commands: Any) -> None:
     trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
     trajectories.add_argument("--text", action="store_true", help="add prompt and answer as text and ground truth")
 
+    _add_guard(add)
+    status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    view = add("view", _view, "show a run or a sweep in the browser, live while it goes on", "runs/quickstart")
+    view.add_argument("folder", type=Path, metavar="RUN_OR_SWEEP")
+    view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
+    view.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on; loopback by default")
+
+    doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
+    _add_config(doctor, is_needed=False)
+
+
+def _add_guard(add: Callable[..., argparse.ArgumentParser]) -> None:
     about = "answer a run that its guard has paused, or show what its guard did"
     guard = add("guard", _guard, about, "runs/my-run --go-on")
     guard.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -162,17 +176,6 @@ def _add_commands(commands: Any) -> None:
     ):
         name = flag.removeprefix("--").replace("-", "_")
         answers.add_argument(flag, dest="answer", action="store_const", const=name, help=about)
-
-    status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
-    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-
-    view = add("view", _view, "show a run or a sweep in the browser, live while it goes on", "runs/quickstart")
-    view.add_argument("folder", type=Path, metavar="RUN_OR_SWEEP")
-    view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
-    view.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on; loopback by default")
-
-    doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
-    _add_config(doctor, is_needed=False)
 
 
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:

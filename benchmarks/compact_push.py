@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def measure_all(path: Path, run_dir: Path, url: str, arguments: argparse.Namespa
         ]
         for percent in map(float, arguments.changed.split(",")):
             sparse = replace(base, weight_sync=replace(base.weight_sync, delta=True))
-            forms.append((f"delta, {percent:g} %", sparse, lambda share=percent / 100: changed(share)))
+            forms.append((f"delta, {percent:g} %", sparse, partial(changed, percent / 100)))
         for form, config, push in forms:
             rows.append(row(transport, form, measure(config, url, arguments.rounds, push, versions), arguments.gbit))
     return rows
@@ -153,8 +154,8 @@ def main() -> None:
                 server.kill()
     command = f"`python -m benchmarks.compact_push {' '.join(sys.argv[1:])}`"
     page = f"{command}, {machine_text()}, load average {os.getloadavg()[0]:.1f} at the end. Medians of the rounds.\n\n"
-    text = page + table(rows, arguments.gbit).markdown()
-    write_page(arguments.out, text, {"machine": describe_machine(), "rows": rows})
+    page += table(rows, arguments.gbit).markdown()
+    write_page(arguments.out, page, {"machine": describe_machine(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -239,6 +239,5 @@ def _shape(**more: Any) -> Qwen2Config:
         bos_token_id=SEPARATOR,
         eos_token_id=END,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
         **more,
     )

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from async_rl.config.check import check
+from async_rl.config.data import RolloutConfig
+from async_rl.config.learning import ModelConfig
 from async_rl.config.system import WeightSyncConfig
 from async_rl.seams import ENGINES, TRANSPORTS
-
-if TYPE_CHECKING:
-    from async_rl.config import Config
 
 _FLOAT32 = "In float32 a step changes nearly all values: there is nothing to save."
 
 
-def check_compact(config: Config) -> None:
+def check_compact(sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
     """Check that adapters or changed values, if they are pushed in place of whole weights, fit the other settings.
 
     Raises:
         SettingsError: they do not. The message gives the reason and the alternative.
     """
-    sync, rollout = config.weight_sync, config.rollout
     if not sync.is_compact:
         return
     check(
-        sync.lora == "merged" or config.model.lora.rank > 0, "weight_sync.lora", sync.lora,
+        sync.lora == "merged" or model.lora.rank > 0, "weight_sync.lora", sync.lora,
         "merged with model.lora.rank 0", "Without adapters every weight is trained.",
     )
     check(
@@ -32,7 +28,7 @@ def check_compact(config: Config) -> None:
         "All values of adapters change in each step, and they are few.",
     )
     check(
-        not sync.delta or config.model.dtype != "float32", "weight_sync.delta", True, "false with model.dtype float32",
+        not sync.delta or model.dtype != "float32", "weight_sync.delta", True, "false with model.dtype float32",
         _FLOAT32,
     )
     key, got, default = _setting(sync)
@@ -47,7 +43,6 @@ def check_compact(config: Config) -> None:
     ):
         check(not unfit, key, got, f"{default} with {setting}", reason)
     check_compact_transport(sync)
-    check_compact_transport(sync)
 
 
 def check_compact_transport(sync: WeightSyncConfig) -> None:
@@ -61,10 +56,10 @@ def check_compact_transport(sync: WeightSyncConfig) -> None:
     )
 
 
-def check_compact_type(config: Config, device_type: str) -> None:
+def check_compact_type(sync: WeightSyncConfig, model: ModelConfig, device_type: str) -> None:
     """Check that the servers of a sparse push compute in bfloat16, where model.dtype auto is resolved by the device."""
     check(
-        not config.weight_sync.delta or config.model.dtype != "auto" or device_type != "cpu", "weight_sync.delta", True,
+        not sync.delta or model.dtype != "auto" or device_type != "cpu", "weight_sync.delta", True,
         "false with model.dtype auto on a CPU, which is float32", f"{_FLOAT32} Or set model.dtype: bfloat16.",
     )
 

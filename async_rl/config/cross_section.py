@@ -31,7 +31,10 @@ def check_cross_section(config: Config) -> None:
     _check_best(config)
     _check_eval_servers(config)
     _check_judge(config)
-    check_guard(config)
+    check_guard(
+        config.guard, config.eval, config.checkpoint, has_reward_model=bool(config.reward_model.path),
+        has_kl_penalty=config.algorithm.kl.kind != "none",
+    )
     _check_updates(config)
     if config.placement.rollout.engines:
         for name in config.engine_entries:
@@ -41,7 +44,7 @@ def check_cross_section(config: Config) -> None:
         _check_engine(config)
         _check_transport(config)
         check_staging(config.weight_sync, config.rollout, config.shares_gpus)
-        check_compact(config)
+        check_compact(config.weight_sync, config.rollout, config.model)
     if config.staleness.mode == "exact":
         _check_exact(config)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
+from async_rl.config.data import EvalConfig
+from async_rl.config.outputs import CheckpointConfig
 from async_rl.config.section import Unbounded, section
-
-if TYPE_CHECKING:
-    from async_rl.config import Config
 
 Above1 = Annotated[Unbounded, Field(gt=1)]
 Positive = Annotated[Unbounded, Field(gt=0)]
@@ -72,16 +71,18 @@ class GuardConfig:
         return float(self.tighten_by**-self.rollbacks) if self.tighten == "lr" else 1.0
 
 
-def check_guard(config: Config) -> None:
+def check_guard(
+    guard: GuardConfig, evaluation: EvalConfig, checkpoint: CheckpointConfig, *, has_reward_model: bool,
+    has_kl_penalty: bool,
+) -> None:
     """Check that the guard has the gold rewards, checkpoints and settings that its action needs."""
-    guard, evals, every = config.guard, config.eval.every_steps, config.checkpoint.every_steps
-    gold = config.eval.gold_reward
+    gold, evals, every = evaluation.gold_reward, evaluation.every_steps, checkpoint.every_steps
     check(
-        not gold or (config.eval.size > 0 and evals > 0), "eval.gold_reward", gold,
+        not gold or (evaluation.size > 0 and evals > 0), "eval.gold_reward", gold,
         "empty without eval.size and eval.every_steps", "It scores the answers of evaluations beside training.",
     )
     check(
-        not gold or not config.reward_model.path, "eval.gold_reward", gold, "empty with reward_model.path",
+        not gold or not has_reward_model, "eval.gold_reward", gold, "empty with reward_model.path",
         "The rewards of held-out answers are the gold rewards then: set task.reward.",
     )
     if guard.action not in ("rollback", "stop_at_best"):
@@ -92,6 +93,6 @@ def check_guard(config: Config) -> None:
         f"{guard.action}", "The guard goes back to a checkpoint of a version that it has measured.",
     )
     check(
-        guard.action != "rollback" or guard.tighten != "kl" or config.algorithm.kl.kind != "none", "guard.tighten",
+        guard.action != "rollback" or guard.tighten != "kl" or has_kl_penalty, "guard.tighten",
         guard.tighten, "lr with algorithm.kl.kind none", "Without a KL penalty there is none to raise.",
     )

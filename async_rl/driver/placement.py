@@ -115,7 +115,7 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         config = replace(config, rollout=replace(config.rollout, mem_fraction=config.rollout.mem_fraction / servers))
     shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
     device_type = "cpu" if shares == {0.0} else "cuda"
-    check_compact_type(config, device_type)
+    check_compact_type(config.weight_sync, config.model, device_type)
     if config.weight_sync.transport == "auto":
         is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
         transport = choose_transport(

@@ -5,7 +5,7 @@
     rollback       the learner stops, with a checkpoint; async_rl/pipeline.py resumes from the one before the trouble
     stop_at_best   the learner stops; async_rl/pipeline.py writes the model of that checkpoint
 
-What is done is written to run_dir/guard.jsonl before it is done, so that a resumed run goes on with it.
+What is done is written to run_dir/guard_events.jsonl before it is done, so that a resumed run goes on with it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The file in which a run keeps what its guard did, and the file by which the user answers a guard that has paused.
 
-run_dir/guard.jsonl          one line for each pause, answer, rollback and stop; also a resumed run adds to it
+run_dir/guard_events.jsonl          one line for each pause, answer, rollback and stop; also a resumed run adds to it
 run_dir/guard_answer         go_on, rollback or stop: written by `async-rl guard`, removed by the run
 """
 
@@ -18,7 +18,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import checkpoint_folder, find_checkpoint, list_checkpoints, run_dir_of
 from async_rl.storage.run_dir import is_locked
 
-_FILE, _ANSWER = "guard.jsonl", "guard_answer"
+_FILE, _ANSWER = "guard_events.jsonl", "guard_answer"
 Answer = Literal["go_on", "rollback", "stop"]
 
 

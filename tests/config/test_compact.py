@@ -58,7 +58,7 @@ def test_compact_pushes_are_refused_where_nobody_can_make_them_whole(
 
 def test_a_sparse_push_is_refused_where_auto_gives_float32() -> None:
     sparse = dataclasses.replace(make_config(), weight_sync=WeightSyncConfig(delta=True))
-    check_compact_type(sparse, "cuda")
-    check_compact_type(dataclasses.replace(sparse, model=ModelConfig(path="none", dtype="bfloat16")), "cpu")
+    check_compact_type(sparse.weight_sync, sparse.model, "cuda")
+    check_compact_type(sparse.weight_sync, ModelConfig(path="none", dtype="bfloat16"), "cpu")
     with pytest.raises(ConfigError, match=r"false with model\.dtype auto on a CPU.*Or set model\.dtype: bfloat16"):
-        check_compact_type(sparse, "cpu")
+        check_compact_type(sparse.weight_sync, sparse.model, "cpu")

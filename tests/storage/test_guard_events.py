@@ -56,7 +56,7 @@ def running(run_dir: Path) -> Iterator[None]:
 def test_events_are_read_as_they_were_written_without_a_line_that_was_cut_short(tmp_path: Path) -> None:
     assert read_guard_events(tmp_path) == []
     events = [add(tmp_path, "pause"), add(tmp_path, "go_on")]
-    with (tmp_path / "guard.jsonl").open("a") as file:
+    with (tmp_path / "guard_events.jsonl").open("a") as file:
         file.write('{"kind": "rollb')
     assert read_guard_events(tmp_path) == events
     events.append(add(tmp_path, "go_on"))

@@ -160,7 +160,7 @@ def test_only_the_caller_limits_the_time_of_generate(tmp_path: Path) -> None:
 
     async def wait_for_a_mute_server(url: str) -> None:
         engine = SGLangEngine(limited, 0, tmp_path)
-        engine.url, engine.vocab_size, engine._end_tokens = url, 100, []
+        engine.url, engine.vocab_size, engine._end_tokens, engine._forbidden = url, 100, [], []
         async with aiohttp.ClientSession() as engine._session:
             await asyncio.wait_for(engine.generate(request_for(0)), 1.0)
 

@@ -152,8 +152,8 @@ def main() -> None:
                 rows = measure_all(path, run_dir, server.stdout.readline().strip(), arguments)
             finally:
                 server.kill()
-    command = f"`python -m benchmarks.compact_push {' '.join(sys.argv[1:])}`"
-    page = f"{command}, {machine_text()}, load average {os.getloadavg()[0]:.1f} at the end. Medians of the rounds.\n\n"
+    about = f"`python -m benchmarks.compact_push {' '.join(sys.argv[1:])}`"
+    page = f"{about}, {machine_text()}, load average {os.getloadavg()[0]:.1f} at the end. Medians of the rounds.\n\n"
     page += table(rows, arguments.gbit).markdown()
     write_page(arguments.out, page, {"machine": describe_machine(), "rows": rows})
 

@@ -140,7 +140,8 @@ class AdapterParcels:
         for name, layer in self._adapted.values():
             a, b = (_gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
             if name not in self._base_sums:
-                self._base_sums[name] = checksum(_gathered(layer.get_base_layer().get_parameter("weight")).cpu().contiguous())
+                base = _gathered(layer.get_base_layer().get_parameter("weight"))
+                self._base_sums[name] = checksum(base.cpu().contiguous())
             scaling = layer.scaling[_ADAPTER]
             yield name + SUFFIX, adapter_parcel(a.cpu(), b.cpu(), scaling, self._dtype, self._base_sums[name])
 

@@ -74,7 +74,7 @@ def test_a_paused_run_stands_until_it_is_answered_also_after_a_resume(
     assert "waited 5 s (timeouts.pause_s)" in json.loads((run_dir / "summary.json").read_text())["ended"]
     assert open_pause(run_dir)
     again = start("train", "--resume", str(run_dir), "timeouts.pause_s=200")
-    wait_until(lambda: "paused by the guard since step 2" in format_status(run_dir), 120)
+    wait_until(lambda: "paused by the guard since step 2" in format_status(run_dir), 120, "the run to pause")
     assert "is paused by the guard" in format_status(run_dir)
     shown = subprocess.run([*command, "guard", str(run_dir)], capture_output=True, text=True, check=True).stdout
     assert shown.startswith("step 2: pause: ") and "--go-on | --rollback | --stop" in shown

@@ -67,7 +67,7 @@ def adapted_model(config: Config, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in lm.named_parameters():
             if ".lora_" in name:
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     return lm
 
 

@@ -147,7 +147,13 @@ def test_committed_sweeps_have_the_efficiency_that_another_method_finds(name: st
             assert 0.3 * error < found[correction, staleness].error < 2.0 * error
 
 
-@pytest.mark.parametrize("name", ["exact", "sweep_cpu", "sweep_agent_auto", "sweep_agent_cpu", "sweep_agent_hard", "sweep_agent_late", "sweep_cpu_auto"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exact", "sweep_agent_auto", "sweep_agent_cpu", "sweep_agent_hard", "sweep_agent_late", "sweep_cpu",
+        "sweep_cpu_auto",
+    ],
+)  # fmt: skip
 def test_the_tables_of_committed_sweeps_are_those_of_their_runs(name: str) -> None:
     rows = settings_of(read_results(RESULTS / name))
     text = (RESULTS / name / "table.md").read_text()

@@ -29,6 +29,8 @@ from tests.kit.worker import metric_values, plain_reward, rolled_out
 pytestmark = pytest.mark.processes
 
 SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, work_s=20, shutdown_s=5)
+ENDS = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=2, work_s=3, shutdown_s=5)
+"""For a worker that ends without a batch, for which the learner waits as long as work_s."""
 
 
 def test_math_checks_slower_than_the_engine_wait_their_turn_and_fail_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +57,7 @@ def test_groups_in_which_nothing_can_be_scored_end_the_run(monkeypatch: pytest.M
 
     monkeypatch.setattr("rollout_server.scored_player.open_player", lambda *arguments: TimesOut(*arguments[1:3]))
     with pytest.raises(RewardError, match=r"groups in a row failed .* 0 of a group's 3 .* it took too long"):
-        rolled_out(worker_config(timeouts=SLOW), EchoEngine(), lambda *_: 1.0)
+        rolled_out(worker_config(timeouts=ENDS), EchoEngine(), lambda *_: 1.0)
 
 
 def test_the_status_of_groups_that_queue_for_their_rewards_has_the_true_limit() -> None:
@@ -109,13 +111,13 @@ def test_answers_without_a_verdict_leave_their_group_and_are_counted() -> None:
 
 
 def test_a_group_in_which_too_few_answers_have_a_verdict_is_dropped_as_failed() -> None:
-    config = changed(worker_config(timeouts=SLOW), task={"max_failures": 3})
+    config = changed(worker_config(timeouts=ENDS), task={"max_failures": 3})
     with pytest.raises(RewardError, match=r"0 of a group's 3 episodes could be played and scored, .* no ver"):
         rolled_out(config, EchoEngine(), lambda *_: None)
 
 
 def test_a_greedy_answer_without_a_verdict_is_no_baseline_of_zero() -> None:
-    config = changed(worker_config(timeouts=SLOW), task={"max_failures": 2}, algorithm={"advantage": "remax"})
+    config = changed(worker_config(timeouts=ENDS), task={"max_failures": 2}, algorithm={"advantage": "remax"})
     with pytest.raises(RewardError, match="the greedy answer has no reward: the reward task gave no verdict"):
         rolled_out(config, EchoEngine(), lambda *_: None)
 

@@ -209,7 +209,8 @@ def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path) -> None
     threads = [threading.Thread(target=run, args=[cell]) for cell in cells]
     for thread in threads:
         thread.start()
-    wait_until(lambda: all((tmp_path / cell.name).read_text() for cell in cells), 20, "both to start")
+    logs = [tmp_path / cell.name for cell in cells]
+    wait_until(lambda: all(log.is_file() and log.read_text() for log in logs), 20, "both to start")
     processes.stop()
     for thread in threads:
         thread.join(20)

@@ -34,12 +34,12 @@ class SGLangEngine(HttpEngine):
         super().__init__(config, index, log_dir, "SGLang")
 
     async def _open_server(self, model: Any, on_gpu: bool) -> None:
+        self._forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         if url := self._config.rollout.server_url:
             await asyncio.to_thread(attach_server, SGLangAdmin(self._config, url), self._config)
             self.url = url
             return
         free_bytes = psutil.virtual_memory().available
-        self._forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes)
         self._server = sglang_process(self._name, flags, self._log_file, self._config)
         await self._server.start()

@@ -5,6 +5,7 @@ They come by SGLang's own requests, as buckets that are broadcast or as files, i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.parcels import Rebuilder, is_parcel
+from rollout_server.engines.sglang.launch import BASE_VARIABLE
 
 _load: Callable[..., tuple[bool, str]] = WeightUpdater.load_weights_from_distributed
 _load_folder: Callable[..., tuple[bool, str]] = WeightUpdater.update_weights_from_disk
@@ -49,6 +51,6 @@ def _load_folder_rebuilt(updater: WeightUpdater, model_path: str, *args: Any, **
 
 
 def _rebuilder(updater: WeightUpdater) -> Rebuilder:
-    """Return the Rebuilder of the server's model. The folder is that of the start: compact pushes don't change it."""
-    folder = Path(updater.model_config.model_path)
+    """Return the Rebuilder of the server's model. SGLang's own path is that of the last folder that it loaded."""
+    folder = Path(os.environ[BASE_VARIABLE])
     return _rebuilders.setdefault(id(updater.get_model()), Rebuilder(lambda: weight_files(folder)))

@@ -18,7 +18,7 @@ from async_rl.network import api_key
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 from rollout_server.engines.server_process import ServerProcess, command_line
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
+from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, BASE_VARIABLE, PARENT_VARIABLE
 from rollout_server.engines.sglang.staging_admin import SWAP
 
 _RESERVED_TOKENS = 8
@@ -127,6 +127,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
 def server_environment(config: Config, flags: Flags) -> dict[str, str]:
     """Return all environment variables for the server's process: this process's, changed for SGLang."""
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
+    environment[BASE_VARIABLE] = str(flags["model-path"])
     # The context length may exceed the model's by the positions that SGLang reserves; this makes SGLang accept it.
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     # By default a server closes an idle connection after 5 s, perhaps while the next request is on its way. The

@@ -127,7 +127,7 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
 def server_environment(config: Config, flags: Flags) -> dict[str, str]:
     """Return all environment variables for the server's process: this process's, changed for SGLang."""
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid()), API_KEY_VARIABLE: api_key(config.network)}
-    environment[BASE_VARIABLE] = str(flags["model-path"])
+    environment[BASE_VARIABLE] = os.path.abspath(config.model.path)
     # The context length may exceed the model's by the positions that SGLang reserves; this makes SGLang accept it.
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     # By default a server closes an idle connection after 5 s, perhaps while the next request is on its way. The

@@ -24,6 +24,8 @@ from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, f
 
 PROGRESS_INTERVAL_S = 10.0
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+_CLIENT_CLOSED = (RuntimeError, AttributeError)
+"""The errors in its other threads when one of huggingface_hub loses the connection, and closes the client of all."""
 _NOT_OF_MODELS = ("*/*", "consolidated*")
 """Files of a repository that hold the same weights once more, in other formats."""
 
@@ -111,7 +113,7 @@ def fetch(
                     raise
         try:
             return Path(snapshot_download(repo.id, **wanted, tqdm_class=_progress_class(check)))
-        except (HfHubHTTPError, TransportError, OfflineModeIsEnabled, RuntimeError) as error:
+        except (HfHubHTTPError, TransportError, OfflineModeIsEnabled, *_CLIENT_CLOSED) as error:
             if is_known or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500):
                 raise
             failure = error
@@ -228,7 +230,7 @@ def _explained(repo: HubRepo) -> Iterator[None]:
         raise ConfigError(f"{subject}{where} refused the {what} {repo.id} with status {status}: {advice}") from None
     except (
         errors.LocalEntryNotFoundError, errors.RevisionResolutionError, errors.OfflineModeIsEnabled, TransportError,
-        RuntimeError,  # a thread of huggingface_hub that loses the connection closes the client of all
+        *_CLIENT_CLOSED,
     ) as error:
         reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _root(error)
         raise NotInCacheError(

@@ -14,8 +14,6 @@ from typing import Any
 from rollout_server.engines.sglang import import_stubs
 
 PARENT_VARIABLE = "ASYNC_RL_PARENT_PID"
-BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"
-"""The environment variable with the folder of the model with which the server starts."""
 """The environment variable with the process id of the parent. If it is set, the server ends with that process."""
 API_KEY_VARIABLE = "ASYNC_RL_SERVER_KEY"
 """The environment variable with the server's API key, which on the command line every user of the host could read."""

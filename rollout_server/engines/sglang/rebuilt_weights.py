@@ -17,7 +17,7 @@ from torch import Tensor
 
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.parcels import Rebuilder, is_parcel
-from rollout_server.engines.sglang.launch import BASE_VARIABLE
+from rollout_server.engines.sglang.staging_admin import BASE_VARIABLE
 
 _load: Callable[..., tuple[bool, str]] = WeightUpdater.load_weights_from_distributed
 _load_folder: Callable[..., tuple[bool, str]] = WeightUpdater.update_weights_from_disk

@@ -18,8 +18,8 @@ from async_rl.network import api_key
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 from rollout_server.engines.server_process import ServerProcess, command_line
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, BASE_VARIABLE, PARENT_VARIABLE
-from rollout_server.engines.sglang.staging_admin import SWAP
+from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
+from rollout_server.engines.sglang.staging_admin import BASE_VARIABLE, SWAP
 
 _RESERVED_TOKENS = 8
 """The number of positions of a context that SGLang keeps for itself."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from async_rl.weights.bucket import Bucket
     from async_rl.weights.staged_buckets import BucketAnnouncer
 
+BASE_VARIABLE = "ASYNC_RL_BASE_MODEL"
+"""The environment variable of a server with the folder of the model with which it starts."""
 SWAP = "rollout_server.engines.sglang.staged_weights.swap"
 """The custom weight loader of the server that puts staged weights in use."""
 _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()

@@ -35,7 +35,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
+from async_rl.config.changed_settings import changed_settings
 from async_rl.config.loading import dump_config
+from async_rl.config.yaml_text import read_yaml
 from async_rl.driver.memory import plan_memory
 from async_rl.driver.placement import (
     explain,
@@ -57,6 +59,7 @@ from async_rl.storage.guard_events import with_rollbacks
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.hub_upload import upload_model
+from async_rl.storage.model_folder import policy_lr
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
@@ -158,9 +161,10 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         finally:
             processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
+        supervisor.alarms.complete(summary)
+        if supervisor.guard:
+            supervisor.guard.complete(summary)
         upload_model(config, run_dir / "model", log.logger.note)
-    if supervisor.guard:
-        supervisor.guard.complete(summary)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot_learning_curve(run_dir)
     return summary
@@ -184,7 +188,8 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
     servers = f"{placement.rollout.servers} rollout server(s) ({engines})"
     servers += f", {apart} evaluation server(s)" if apart else ""
     servers += f", {placement.judge.servers} judge server(s)" if placement.judge.servers else ""
-    log.logger.note(f"starting buffer, {servers}, {ranks} learner rank(s)")
+    how_far = f"`async-rl status {config.run_dir}` tells how far"
+    log.logger.note(f"starting buffer, {servers}, {ranks} learner rank(s); {how_far}")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
     servers_by_name = {
         name: processes.start(name, server_class(name), config, index) for index, name in enumerate(config.server_names)
@@ -309,17 +314,21 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
             config.slots, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
+        "learning rate of the policy": f"{policy_lr(config):g}",
         "episodes per learner rank and step": config.episodes_per_step / config.batch_shares,
         "longest sequence, tokens": config.longest_tokens,
         "correction": config.correction_kind,
         "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",
     }
+    text = dump_config(shown)
     sections = {
+        "differs from the defaults": [
+            f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
+        ],
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
         "memory": plan_memory(config).table() if runs_here(config) else ["not computed: the run spans other hosts"],
         "caution": cautions,
     }
-    text = dump_config(shown)
     for title, lines in sections.items():
         if lines:
             text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)

@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.storage.hub import located, pinned
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.storage.model_folder import load_tokenizer, policy_lr
 from rollout_server.rewards.base import open_rewards
 from rollout_server.tasks.base import open_task
 
@@ -74,7 +74,7 @@ def run_trl(config: Config, steps: int, seconds: float = 0.0) -> tuple[float, fl
                 per_device_train_batch_size=config.episodes_per_step, gradient_accumulation_steps=1,
                 gradient_checkpointing=False, num_generations=config.rollout.group_size,
                 max_completion_length=config.rollout.max_response_tokens, temperature=config.rollout.temperature,
-                top_k=0, learning_rate=config.learner.lr, beta=0.0, disable_tqdm=True, logging_steps=1000,
+                top_k=0, learning_rate=policy_lr(config), beta=0.0, disable_tqdm=True, logging_steps=1000,
                 model_init_kwargs={"dtype": "float32"},
             ),
         )  # fmt: skip

@@ -11,6 +11,10 @@ buffer   the buffer                                               the run goes o
 learner  a learner rank                                           the run ends with an error that names the rank
 driver   `async-rl train` itself                                  every process ends
 
+Settings after the kinds are those of any run: with weight_sync.staging=device, weight_sync.delta=true and
+model.dtype=bfloat16, or weight_sync.lora=adapter and model.lora.rank=4 other pushes are disturbed. Each engine and each
+way to push has rows of its own.
+
 All processes but `silent` are killed by SIGKILL. Every run has checkpoint.every_steps=2. Checked are the exit code,
 that every admitted group is accounted for, that no token was older than the bound, and that no process is left (but for
 a minute two helpers of Ray, if the driver is killed). A run that goes on is ended by Ctrl-C a few steps later; a run
@@ -34,6 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.config import WeightSyncConfig
 from async_rl.config.loading import load_config
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
@@ -182,21 +187,28 @@ def _steps(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+def push_of(sync: WeightSyncConfig) -> str:
+    """Return in words how weights are pushed: what travels, and by which transport if one is named."""
+    what = "changes" if sync.delta else "adapters" if sync.lora == "adapter" else "whole"
+    words = [what, *([f"staged ({sync.staging})"] if sync.staging != "none" else [])]
+    return ", ".join([*words, *([sync.transport] if sync.transport != "auto" else [])])
+
+
 def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
     header = (
-        "killed", "engine", "staging", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
+        "killed", "engine", "push", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
         "counts add up", "bound kept", "orphans",
     )  # fmt: skip
     lines = []
-    setups = dict.fromkeys((o["engine"], o["staging"]) for o in outcomes)
-    for kind, (engine, staging) in itertools.product(KINDS, setups):
-        rows = [o for o in outcomes if (o["kind"], o["engine"], o["staging"]) == (kind, engine, staging)]
+    setups = dict.fromkeys((o["engine"], o["push"]) for o in outcomes)
+    for kind, (engine, push) in itertools.product(KINDS, setups):
+        rows = [o for o in outcomes if (o["kind"], o["engine"], o["push"]) == (kind, engine, push)]
         if rows:
             what = {"learner": "one error, then resumed", "driver": "all ends, then resumed"}.get(kind, "went on")
             expected = {"learner": 1, "driver": -signal.SIGKILL}.get(kind, 130)
             good = sum(o["exit_code"] == expected and (kind != "learner" or o["names_all"]) for o in rows)
             cells = [
-                kind, engine, staging, rows[-1]["placement"], len(rows), f"{what}: {good} of {len(rows)}",
+                kind, engine, push, rows[-1]["placement"], len(rows), f"{what}: {good} of {len(rows)}",
                 _range([o["recovered_s"] for o in rows]),
                 _range([o["ended_s"] for o in rows]) if kind in FATAL else "-",
                 sum(o["counts_add_up"] for o in rows), sum(o["staleness_max"] <= o["bound"] for o in rows),
@@ -226,7 +238,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             outcome = kill_once(arguments.config, kind, arguments.overrides, rng, Path(folder))
         outcomes.append(asdict(outcome) | {
-            "engine": config.rollout.engine, "staging": config.weight_sync.staging, "bound": config.staleness.max,
+            "engine": config.rollout.engine, "push": push_of(config.weight_sync), "bound": config.staleness.max,
             "load": round(os.getloadavg()[0], 1),
             "placement": f"{config.placement.rollout.servers}, {config.placement.learner.ranks}",
             "commit": describe_machine()["commit"],

@@ -1,32 +1,36 @@
-"""A training run that over-optimises a reward model within seconds, as plain transformers: the runs of guard.py.
+"""Trains small policies that over-optimise a reward model within a second each: the runs of guard.py.
 
 A prompt is one of two classes, each with four good and four bad of twelve letters; an answer has up to 16 letters. The
 gold reward counts each good letter, at most twice and 0.5 less for each beyond that, takes 1 for each bad one and 0.3
-for each letter beyond eight. The reward model learns 300 or fewer comparisons of answers of the supervised model, and
+for each letter beyond eight. The reward model learns 300 or fewer comparisons of answers of the supervised policy, and
 extrapolates: more of the good letters, longer. Policy gradient on group-normalised rewards; the metrics of its steps
 have the names that a run's have.
+
+Policies and reward models have one hidden layer. All runs of a setting are trained at once, each with its own numbers:
+R runs, B answers, T tokens of an answer, L letters, V tokens.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-LETTERS, SEPARATOR, END, PADDING, CLASS, VOCABULARY = 12, 12, 13, 14, 15, 19
-PROMPT_TOKENS, ANSWER_TOKENS = 2, 16
-FORBIDDEN = [SEPARATOR, *range(PADDING, VOCABULARY)]
-PROMPTS, GROUP, EVERY, LABELS, HELD_OUT = 8, 12, 4, 64, 224
+LETTERS, END, PADDING, VOCABULARY = 12, 12, 13, 13
+CLASSES, TOKENS = 2, 16
+HIDDEN, REWARD_HIDDEN = 64, 32
+PROMPTS, GROUP, EVERY, LABELS, HELD_OUT = 8, 12, 4, 64, 256
 """Prompts and answers of a step; steps between two evaluations; answers with a gold label for the guard, and those of
 which the true mean is taken."""
+Networks = list[Tensor]
+"""The weights of a network for each run: [R, I, H], [R, 1, H], [R, H, O], [R, 1, O]."""
+Score = Callable[[Tensor, Tensor], Tensor]
+"""Rewards of answers by their class and letters. [R, B], [R, B, L] -> [R, B]"""
+Record = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,206 +42,212 @@ class LettersRun:
     is_gold: bool = False
     """The reward is the gold reward itself."""
     comparisons: int = 300
-    lr: float = 7e-4
+    lr: float = 3e-3
     beta: float = 0.0
     """The coefficient of the KL penalty on an answer's reward."""
-    steps: int = 80
+    steps: int = 120
+
+    @property
+    def kind(self) -> str:
+        """The way in which it is trained."""
+        return "gold as the reward" if self.is_gold else "KL penalty" if self.beta else "no penalty"
 
 
-Record = dict[str, float]
+def train(first: LettersRun, runs: int) -> list[list[Record]]:
+    """Train runs that differ in their random numbers alone; return the metrics of the steps and evaluations of each.
 
-
-def train(setting: LettersRun, start: Qwen2ForCausalLM) -> list[Record]:
-    """Train from the supervised model `start`; return the metrics of each step and of each evaluation, in order.
-
-    `true/gold` is the mean gold reward of HELD_OUT answers, which the guard does not see.
+    `true/gold` is the mean gold reward of HELD_OUT answers, and `true/kl` the KL to the supervised policy in nats an
+    answer; the guard sees neither.
     """
-    torch.manual_seed(setting.seed)
-    rng = torch.Generator().manual_seed(1000 + setting.seed)
-    held_out = prompts(HELD_OUT, torch.Generator().manual_seed(7))
-    reward: Callable[[Tensor, Tensor], Tensor] = gold_reward
-    if not setting.is_gold:
-        reward = reward_model(start, setting, rng)
-    policy = copy.deepcopy(start)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=setting.lr, weight_decay=0.0)
-    records = [_evaluate(policy, reward, held_out, 0, rng)]
-    for step in range(1, setting.steps + 1):
-        asked = prompts(PROMPTS, rng).repeat_interleave(GROUP, 0)
-        answers = sample(policy, asked, rng)
-        records.append({"step": step, **_learn(policy, start, optimizer, asked, answers, reward, setting)})
+    rng = torch.Generator().manual_seed(first.seed)
+    start = [weights.expand(runs, -1, -1).contiguous() for weights in supervised()]
+    reward = gold_reward if first.is_gold else reward_models(start, first.comparisons, rng)
+    policies = [weights.clone().requires_grad_() for weights in start]
+    optimizer = torch.optim.Adam(policies, lr=first.lr, betas=(0.9, 0.99))
+    records = [_evaluate(policies, start, reward, 0, rng)]
+    for step in range(1, first.steps + 1):
+        kinds = torch.randint(CLASSES, (runs, PROMPTS), generator=rng).repeat_interleave(GROUP, 1)
+        answers = sample(policies, kinds, rng)
+        records.append({"step": step, **_learn(policies, start, optimizer, kinds, answers, reward, first.beta)})
         if step % EVERY == 0:
-            records.append(_evaluate(policy, reward, held_out, step, rng))
-    return records
+            records.append(_evaluate(policies, start, reward, step, rng))
+    return [
+        [{key: float(value[run]) if isinstance(value, Tensor) else value for key, value in record.items()}
+         for record in records] for run in range(runs)
+    ]  # fmt: skip
 
 
 def _learn(
-    policy: Qwen2ForCausalLM,
-    start: Qwen2ForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    asked: Tensor,
-    answers: Tensor,
-    reward: Callable[[Tensor, Tensor], Tensor],
-    setting: LettersRun,
-) -> Record:
-    mask, rewards = mask_of(answers), reward(asked, answers)
-    logprobs = token_logprobs(policy, asked, answers)
+    policies: Networks, start: Networks, optimizer: torch.optim.Optimizer, kinds: Tensor, answers: Tensor,
+    reward: Score, beta: float,
+) -> dict[str, Tensor | float]:  # fmt: skip
+    """Move the policies by one step; return the metrics of each run as [R]."""
+    mask, letters = mask_of(answers), letters_of(answers)
+    rewards, logprobs = reward(kinds, letters), token_logprobs(policies, kinds, answers)
     with torch.no_grad():
-        log_ratios = token_logprobs(start, asked, answers) - logprobs
-    lengths = mask.sum(1)
-    grouped = (rewards + setting.beta * (log_ratios * mask).sum(1)).view(-1, GROUP)
-    advantages = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
-    loss = -(advantages.view(-1, 1) * logprobs * mask).sum() / mask.sum()
+        log_ratios = (token_logprobs(start, kinds, answers) - logprobs) * mask
+    grouped = (rewards + beta * log_ratios.sum(2)).view(len(kinds), PROMPTS, GROUP)
+    advantages = (grouped - grouped.mean(2, keepdim=True)) / (grouped.std(2, keepdim=True) + 1e-4)
+    tokens, lengths = mask.sum((1, 2)), mask.sum(2)
+    losses = -(advantages.view_as(rewards)[..., None] * logprobs * mask).sum((1, 2)) / tokens
     optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    losses.sum().backward()
+    gradients = [weights.grad for weights in policies if weights.grad is not None]
+    norm = sum(gradient.square().sum((1, 2)) for gradient in gradients).sqrt().clamp(min=1)  # type: ignore[union-attr]
+    for gradient in gradients:
+        gradient /= norm[:, None, None]
     optimizer.step()
-    distinct = [len(set(row[: int(n)])) / float(n) for row, n in zip(answers.tolist(), lengths, strict=True)]
+    is_cut = (answers != END).all(2) & (lengths == TOKENS)
+    distinct = ((letters > 0).sum(2) + ~is_cut) / lengths
     return {
-        "batch/episodes": float(len(answers)), "response/length_mean": float(lengths.mean()),
-        "response/truncated_fraction": float((answers != END).all(1).float().mean()),
-        "response/distinct_fraction": sum(distinct) / len(distinct),
-        "kl/reference": float(((log_ratios.exp() - 1 - log_ratios) * mask).sum() / mask.sum()),
-        "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0)),
+        "batch/episodes": float(PROMPTS * GROUP), "response/length_mean": lengths.mean(1),
+        "response/truncated_fraction": is_cut.float().mean(1), "response/distinct_fraction": distinct.mean(1),
+        "kl/reference": ((log_ratios.exp() - 1 - log_ratios) * mask).sum((1, 2)) / tokens,
+        "reward/mean": rewards.mean(1), "reward/std": rewards.std(1, correction=0),
     }  # fmt: skip
 
 
 @torch.no_grad()
 def _evaluate(
-    policy: Qwen2ForCausalLM,
-    reward: Callable[[Tensor, Tensor], Tensor],
-    held_out: Tensor,
-    step: int,
-    rng: torch.Generator,
-) -> Record:
-    answers = sample(policy, held_out, rng)
-    gold, proxy = gold_reward(held_out, answers).double(), reward(held_out, answers).double()
-    seen, rewards = gold[:LABELS], proxy[:LABELS]
+    policies: Networks, start: Networks, reward: Score, step: int, rng: torch.Generator
+) -> dict[str, Tensor | float]:
+    """Return the metrics of an evaluation of each run as [R]."""
+    kinds = (torch.arange(HELD_OUT) % CLASSES).expand(len(policies[0]), -1)
+    answers = sample(policies, kinds, rng)
+    letters, mask = letters_of(answers), mask_of(answers)
+    log_ratios = token_logprobs(policies, kinds, answers) - token_logprobs(start, kinds, answers)
+    gold, proxy = gold_reward(kinds, letters).double(), reward(kinds, letters).double()
+    seen, rewards = gold[:, :LABELS], proxy[:, :LABELS]
     return {
-        "step": step, "true/gold": float(gold.mean()), "eval/gold": float(seen.mean()),
-        "eval/gold_squared": float(seen.square().mean()), "eval/gold_labels": float(LABELS),
-        "eval/proxy": float(rewards.mean()), "eval/proxy_squared": float(rewards.square().mean()),
-        "eval/gold_times_proxy": float((seen * rewards).mean()),
+        "step": step, "true/gold": gold.mean(1), "true/kl": (log_ratios * mask).sum((1, 2)) / HELD_OUT,
+        "eval/gold": seen.mean(1), "eval/gold_squared": seen.square().mean(1), "eval/gold_labels": float(LABELS),
+        "eval/proxy": rewards.mean(1), "eval/proxy_squared": rewards.square().mean(1),
+        "eval/gold_times_proxy": (seen * rewards).mean(1),
     }  # fmt: skip
 
 
-def supervised(seed: int = 0, steps: int = 200) -> Qwen2ForCausalLM:
-    """Return a model of mediocre demonstrations: letters at random, about seven of them."""
-    torch.manual_seed(seed)
-    draw, rng = random.Random(seed), torch.Generator().manual_seed(seed)
-    model = Qwen2ForCausalLM(_shape())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for step in range(steps):
-        asked = prompts(64, rng)
-        answers = torch.tensor([_demonstration(int(prompt[0]), draw) for prompt in asked])
+def supervised(steps: int = 150) -> Networks:
+    """Return a policy, R = 1, of mediocre demonstrations: letters at random, about seven of them."""
+    rng = torch.Generator().manual_seed(0)
+    inputs = 2 * LETTERS + CLASSES + 2
+    policy = [weights.requires_grad_() for weights in new_networks(1, inputs, HIDDEN, VOCABULARY, rng, scale=0.1)]
+    optimizer = torch.optim.Adam(policy, lr=5e-3, betas=(0.9, 0.99))
+    for _ in range(steps):
+        kinds = torch.randint(CLASSES, (1, 128), generator=rng)
+        lengths = torch.empty(1, 128, 1).geometric_(0.15, generator=rng).clamp(max=TOKENS - 1)
+        drawn, place = torch.randint(LETTERS, (1, 128, TOKENS), generator=rng), torch.arange(TOKENS)
+        answers = torch.where(place < lengths, drawn, torch.where(place == lengths, END, PADDING))
         mask = mask_of(answers)
-        loss = -(token_logprobs(model, asked, answers) * mask).sum() / mask.sum()
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * (1 - step / steps) + 1e-5
+        loss = -(token_logprobs(policy, kinds, answers) * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return model.eval().requires_grad_(True)
+    return [weights.detach() for weights in policy]
 
 
-def reward_model(
-    start: Qwen2ForCausalLM, setting: LettersRun, rng: torch.Generator
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a Bradley-Terry model of comparisons of answers of `start`, whose rewards have mean 0 and deviation 1."""
-    asked = prompts(2 * setting.comparisons, rng)
-    first, second = sample(start, asked, rng), sample(start, asked, rng)
-    ahead = gold_reward(asked, first) - gold_reward(asked, second)
-    chosen = (ahead != 0).nonzero()[: setting.comparisons, 0]
-    model = Qwen2ForSequenceClassification(_shape(num_labels=1))
-    model.model.load_state_dict(start.model.state_dict())
-    torch.nn.init.normal_(model.score.weight, std=1 / math.sqrt(49))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+def reward_models(start: Networks, comparisons: int, rng: torch.Generator, steps: int = 250) -> Score:
+    """Return a Bradley-Terry model for each run, of comparisons of answers of its supervised policy.
 
-    def score(prompt: Tensor, answers: Tensor) -> Tensor:
-        states = model.model(torch.cat([prompt, answers], 1), use_cache=False).last_hidden_state
-        last = mask_of(answers).sum(1).long() + PROMPT_TOKENS - 1
-        scores: Tensor = model.score(states[torch.arange(len(states)), last])[:, 0]
-        return scores
+    Its rewards of such answers have mean 0 and deviation 1.
+    """
+    runs = len(start[0])
+    kinds = torch.randint(CLASSES, (runs, comparisons), generator=rng)
+    first, second = (letters_of(sample(start, kinds, rng)) for _ in range(2))
+    ahead = (gold_reward(kinds, first) - gold_reward(kinds, second)).sign()
+    models = new_networks(runs, 2 * LETTERS + 1, REWARD_HIDDEN, 1, rng)
+    optimizer = torch.optim.Adam([weights.requires_grad_() for weights in models], lr=5e-3, betas=(0.9, 0.99))
 
-    for _ in range(10):
-        for part in chosen[torch.randperm(len(chosen), generator=rng)].split(32):
-            margin = (score(asked[part], first[part]) - score(asked[part], second[part])) * ahead[part].sign()
-            optimizer.zero_grad()
-            (-F.logsigmoid(margin).mean()).backward()
-            optimizer.step()
-    model.eval().requires_grad_(False)
-    scores = torch.cat([score(asked, first), score(asked, second)])
-    mean, deviation = scores.mean(), scores.std()
-    return lambda prompt, answers: (score(prompt, answers) - mean) / deviation
+    def score(kinds: Tensor, letters: Tensor) -> Tensor:
+        length = letters.sum(2, keepdim=True) / 4
+        return outputs_of(models, torch.cat([_by_class(kinds, letters), length], 2) / 2)[..., 0]
 
-
-def gold_reward(asked: Tensor, answers: Tensor) -> Tensor:
-    """Return the gold reward of each answer, at most 8. [B, 2], [B, T] -> [B]"""
-    found = []
-    for kind, answer in zip(asked[:, 0].tolist(), answers.tolist(), strict=True):
-        letters = answer[: answer.index(END)] if END in answer else answer
-        good, bad = ([letters.count((4 * (kind - CLASS) + k) % LETTERS) for k in range(a, a + 4)] for a in (0, 4))
-        liked = sum(min(n, 2) - 0.5 * max(0, n - 2) for n in good)
-        found.append(liked - sum(bad) - 0.3 * max(0, len(letters) - 8))
-    return torch.tensor(found)
+    for _ in range(steps):
+        picked = torch.randint(comparisons, (runs, 48), generator=rng)
+        rows = picked[..., None].expand(-1, -1, LETTERS)
+        asked = kinds.gather(1, picked)
+        margin = score(asked, first.gather(1, rows)) - score(asked, second.gather(1, rows))
+        sign = ahead.gather(1, picked)
+        loss = -(F.logsigmoid(margin * sign) * sign.abs()).mean(1).sum()  # answers of equal gold are no comparison
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for weights in models:
+        weights.requires_grad_(False)
+    scores = torch.cat([score(kinds, first), score(kinds, second)], 1)
+    mean, deviation = scores.mean(1, keepdim=True), scores.std(1, keepdim=True)
+    return lambda kinds, letters: (score(kinds, letters) - mean) / deviation
 
 
-def prompts(count: int, rng: torch.Generator) -> Tensor:
-    kinds = torch.randint(CLASS, CLASS + 2, (count,), generator=rng)
-    return torch.stack([kinds, torch.full((count,), SEPARATOR)], 1)
+def gold_reward(kinds: Tensor, letters: Tensor) -> Tensor:
+    """Return the gold reward of each answer, at most 8. [R, B], [R, B, L] -> [R, B]"""
+    place = (torch.arange(LETTERS) - 4 * kinds[..., None]) % LETTERS  # 0..3 good, 4..7 bad
+    liked = letters.clamp(max=2) - 0.5 * (letters - 2).clamp(min=0)
+    value = torch.where(place < 4, liked, torch.where(place < 8, -letters, 0.0)).sum(2)
+    return value - 0.3 * (letters.sum(2) - 8).clamp(min=0)
 
 
 def mask_of(answers: Tensor) -> Tensor:
-    """Return 1.0 up to the end of each answer, with the token END. [B, T] -> [B, T]"""
-    ends = (answers == END).int()
-    return ((ends.cumsum(1) - ends) == 0).float()
+    """Return 1.0 for each token of an answer, END with it."""
+    return (answers != PADDING).float()
+
+
+def letters_of(answers: Tensor) -> Tensor:
+    """Return how often an answer has each letter. [R, B, T] -> [R, B, L]"""
+    return F.one_hot(answers, PADDING + 1)[..., :LETTERS].sum(2).float()
 
 
 @torch.no_grad()
-def sample(model: Qwen2ForCausalLM, asked: Tensor, rng: torch.Generator) -> Tensor:
-    """Return sampled answers, padded with PADDING. [B, 2] -> [B, T]"""
-    cache, newest = DynamicCache(), asked
-    answers = torch.full((len(asked), ANSWER_TOKENS), PADDING)
-    done = torch.zeros(len(asked), dtype=torch.bool)
-    for position in range(ANSWER_TOKENS):
-        logits = model(newest, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        logits[:, FORBIDDEN] = -1e9
-        drawn = torch.multinomial(logits.softmax(-1), 1, generator=rng)[:, 0]
-        answers[:, position] = torch.where(done, PADDING, drawn)
-        done |= drawn == END
-        if done.all():
-            break
-        newest = answers[:, position, None]
+def sample(policies: Networks, kinds: Tensor, rng: torch.Generator) -> Tensor:
+    """Return sampled answers, padded with PADDING. [R, B] -> [R, B, T]"""
+    answers = torch.full((*kinds.shape, TOKENS), PADDING)
+    letters = torch.zeros(*kinds.shape, LETTERS)
+    is_done = torch.zeros(kinds.shape, dtype=torch.bool)
+    for place in range(TOKENS):
+        logits = _logits(policies, kinds, letters, torch.full((*kinds.shape, 1), float(place)))
+        drawn = torch.multinomial(logits.softmax(2).flatten(0, 1), 1, generator=rng).view_as(kinds)
+        answers[..., place] = torch.where(is_done, PADDING, drawn)
+        is_done |= drawn == END
+        letters = letters_of(answers)
     return answers
 
 
-def token_logprobs(model: Qwen2ForCausalLM, asked: Tensor, answers: Tensor) -> Tensor:
-    """Return the log-probability of each token of the answers; that of padding means nothing. [B, T]"""
-    logits = model(torch.cat([asked, answers], 1)[:, :-1], use_cache=False).logits[:, PROMPT_TOKENS - 1 :].clone()
-    logits[:, :, FORBIDDEN] = -1e9
-    return logits.log_softmax(-1).gather(2, answers.clamp(max=END)[..., None])[..., 0]
+def token_logprobs(policies: Networks, kinds: Tensor, answers: Tensor) -> Tensor:
+    """Return the log-probability of each token of the answers; that of padding means nothing. [R, B, T]"""
+    runs, size, _ = answers.shape
+    one_hot = F.one_hot(answers, PADDING + 1)[..., :LETTERS].float()
+    before = (one_hot.cumsum(2) - one_hot).view(runs, size * TOKENS, LETTERS)
+    places = torch.arange(TOKENS).float().repeat(runs, size)[..., None]
+    logits = _logits(policies, kinds.repeat_interleave(TOKENS, 1), before, places).view(runs, size, TOKENS, VOCABULARY)
+    return logits.log_softmax(3).gather(3, answers.clamp(max=END)[..., None])[..., 0]
 
 
-def _demonstration(kind: int, draw: random.Random) -> list[int]:
-    good = [(4 * (kind - CLASS) + k) % LETTERS for k in range(4)]
-    count = 1
-    while count < ANSWER_TOKENS - 2 and draw.random() < 0.85:
-        count += 1
-    letters = [draw.choice(good) if draw.random() < 0.05 else draw.randrange(LETTERS) for _ in range(count)]
-    return (letters + [END] + [PADDING] * ANSWER_TOKENS)[:ANSWER_TOKENS]
+def _logits(policies: Networks, kinds: Tensor, letters: Tensor, places: Tensor) -> Tensor:
+    """Return the logits of the next token, given the class, the letters before it and its place; an answer has a letter
+    at least. [R, N], [R, N, L], [R, N, 1] -> [R, N, V]
+    """
+    length = letters.sum(2, keepdim=True)
+    classes = F.one_hot(kinds, CLASSES).float()
+    inputs = torch.cat([_by_class(kinds, letters) / 2, classes, places / 8, length / 8], 2)
+    logits = outputs_of(policies, inputs)
+    is_first_end = F.pad(places == 0, (END, 0))
+    return logits.masked_fill(is_first_end, -1e9)
 
 
-def _shape(**more: Any) -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=PADDING,
-        bos_token_id=SEPARATOR,
-        eos_token_id=END,
-        tie_word_embeddings=False,
-        **more,
-    )
+def _by_class(kinds: Tensor, letters: Tensor) -> Tensor:
+    """Return the letters in the places of their class, and 0 in those of the other. [R, N, L] -> [R, N, 2 L]"""
+    return (F.one_hot(kinds, CLASSES)[..., None] * letters[..., None, :]).flatten(2)
+
+
+def new_networks(
+    runs: int, inputs: int, hidden: int, size: int, rng: torch.Generator, scale: float = 1.0
+) -> Networks:
+    """Return networks with random weights, whose outputs have about the deviation `scale`."""
+    first = torch.randn(runs, inputs, hidden, generator=rng) / math.sqrt(inputs)
+    second = torch.randn(runs, hidden, size, generator=rng) * scale / math.sqrt(hidden)
+    return [first, torch.zeros(runs, 1, hidden), second, torch.zeros(runs, 1, size)]
+
+
+def outputs_of(networks: Networks, x: Tensor) -> Tensor:
+    """Return the outputs of the network of each run. [R, N, I] -> [R, N, O]"""
+    first, first_bias, second, second_bias = networks
+    return torch.baddbmm(second_bias, torch.relu(torch.baddbmm(first_bias, x, first)), second)

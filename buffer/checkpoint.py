@@ -17,14 +17,16 @@ from buffer.stored_group import StoredGroup
 
 
 def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
-    """Return {"scalars": those of `state`, "live": the groups that are in no trained batch yet}, as plain values.
+    """Return {"scalars": those of `state`, "live": groups, "streaks": those of prompts}, as plain values.
 
-    A group is there as [group id, prompt index, start version, number of its batch in exact mode or -1].
+    The groups are those that are in no trained batch yet, each as [group id, prompt index, start version, number of its
+    batch in exact mode or -1]. A streak is there as [position of the question, streak].
     """
     live = [row for row in state.rows() if row.is_fresh]
     return {
         "scalars": state.scalars(),
         "live": [[row.group_id, row.prompt_index, row.start_version, row.exact_batch] for row in live],
+        "streaks": [[position, streak] for position, streak in state.prompts.streaks.items()],
     }
 
 
@@ -34,13 +36,14 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past
     A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
     version are gone. A group that never arrived is dropped as `failed`, in exact mode every group if a batch would
     stay incomplete. Groups over the capacity, which may have changed, are dropped as `late`. `past` has, by id, the
-    groups that arrived before the earlier run ended, even after the checkpoint.
+    groups that arrived before the earlier run ended, even after the checkpoint; the streaks of prompts are those of the
+    checkpoint.
     """
     rows = [
         StoredGroup(group_id=g, prompt_index=p, start_version=s, worker="", exact_batch=b)
         for g, p, s, b in saved.buffer["live"]
     ]
-    state.restore(rows, saved.buffer["scalars"])
+    state.restore(rows, saved.buffer["scalars"], saved.buffer["streaks"])
     state.version, state.served_version = saved.version, None
     rules = mode.rules  # staleness.max and staleness.depth may have been changed
     state.slots = min(state.slots, rules.most_slots) if rules.moves_slots else rules.slots
@@ -56,7 +59,7 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past
             finished_version = min(found.finished_version, saved.version)
             arrived.append(row._replace(
                 payload=found.payload, arrival=found.arrival, finished_version=finished_version, worker=found.worker,
-                data_row=found.data_row,
+                data_row=found.data_row, chance=found.chance,
             ))
     arrived.sort(key=lambda row: (mode.deadline(row), row.group_id))
     for row, reason in zip(arrived, mode.drops_at_resume(arrived, state, saved.version), strict=True):

@@ -162,6 +162,10 @@ class WorkerClient:
         use_client_keys(self._socket, keys)
         self._socket.connect(address)
 
+    async def tell_prompts(self, sources: Sequence[tuple[int, int]]) -> None:
+        """Tell the (size, per epoch) of each source of prompts; with task.difficulty it precedes the first `admit`."""
+        await self._call(next(self._ids), "prompts", "the numbers of prompts", sources=[list(each) for each in sources])
+
     async def admit(self, max_groups: int) -> list[Slot]:
         """Wait until there are slots, and return up to `max_groups`, sorted by group id; [] after LONG_POLL_S seconds.
 

@@ -22,6 +22,7 @@ from async_rl.storage.checkpoints import TrainingState, resumed_training_state
 from buffer.checkpoint import restore_checkpoint
 from buffer.frames import receive, view
 from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
+from buffer.prompt_draw import PromptDraw
 from buffer.protocol.operations import Operations
 from buffer.protocol.socket import BufferSocket
 from buffer.staleness import Rules
@@ -50,13 +51,16 @@ class BufferServer:
         self.address = self._socket.address
         journal = Journal(config.run_dir / FILE_NAME, config.journal_kept_steps) if config.buffer.journal else None
         self._journal = journal
-        state = StoreState(journal.record if journal else None)
-        self._store = Store(Rules.from_config(config), state)
+        state = StoreState(*((journal.record, journal.record_streak) if journal else ()))
+        draw = PromptDraw(config) if config.task.difficulty.skips else None
+        self._store = Store(Rules.from_config(config), state, draw)
         recorders = (journal.record_group, journal.record_move) if journal else ()
         self._operations = Operations(config, self._store, *recorders)
         if found := journal.load() if journal else None:
-            rows, scalars = found
-            state.restore(rows, scalars)
+            rows, scalars, streaks = found
+            state.restore(rows, scalars, streaks)
+            if draw:
+                draw.restore(state.prompts)
             self._operations.restore(scalars["refused"], scalars["restarts"] + 1)
         elif saved := resumed_training_state(config):
             self._resume(saved, config.run_dir)
@@ -129,6 +133,8 @@ class BufferServer:
         if self._journal:
             for group_id in self._store.state.finished:
                 self._journal.record_group(groups[group_id])
+            for position, streak in self._store.state.prompts.streaks.items():
+                self._journal.record_streak(position, streak)
 
     def _receive(self) -> None:
         for _ in range(MESSAGES_A_TURN):

@@ -19,6 +19,7 @@ from async_rl.errors import WireError
 from async_rl.types import Slot
 from buffer.frames import Frame
 from buffer.modes import open_mode
+from buffer.prompt_draw import PromptDraw
 from buffer.staleness import Rules
 from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, StoredGroup
@@ -31,11 +32,13 @@ class Store:
     """Applies the rules of buffer/staleness.py to the groups of one run; buffer/modes.py decides by its mode.
 
     Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
-    missed the answer asks again. After each call `state` is consistent, so a journal may commit it.
+    missed the answer asks again. After each call `state` is consistent, so a journal may commit it. `draw` decides
+    which prompts are skipped; None: none is.
     """
 
-    def __init__(self, rules: Rules, state: StoreState | None = None) -> None:
+    def __init__(self, rules: Rules, state: StoreState | None = None, draw: PromptDraw | None = None) -> None:
         self.rules = rules
+        self.draw = draw
         self.mode = open_mode(rules)
         self.state = state or StoreState()
         self.state.slots = rules.slots
@@ -61,8 +64,9 @@ class Store:
         slots = []
         for batch in self.mode.batches_of_new(self.state, min(max_groups, self.capacity())):
             assert self.state.served_version is not None
+            prompt_index, chance = self._next_prompt()
             row = StoredGroup(
-                group_id=self.state.next_group_id, prompt_index=self._next_prompt_index(),
+                group_id=self.state.next_group_id, prompt_index=prompt_index, chance=chance,
                 start_version=self.state.served_version, worker=worker, request_id=request_id, granted_s=now_s,
                 exact_batch=batch,
             )
@@ -96,6 +100,8 @@ class Store:
         arrived: dict[str, Any] = {"payload": payload, "arrival": arrival, "finished_version": version}
         arrived["data_row"] = data_row
         self._count_flat(arrival)
+        if self.draw:
+            self.draw.arrived(row.prompt_index, row.chance, arrival, self.state.prompts)
         if drop_equal and arrival.equal_rewards:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self.end_reason = self._why_nothing_is_left()
@@ -261,8 +267,12 @@ class Store:
             f"{self.state.version}. Choose {'a harder' if reward > 0 else 'an easier'} one."
         )
 
-    def _next_prompt_index(self) -> int:
-        if self.state.requeued:
-            return self.state.requeued.popleft()
-        self.state.next_prompt += 1
-        return self.state.next_prompt - 1
+    def _next_prompt(self) -> tuple[int, float]:
+        """Return (index, chance) of the prompt of the next group."""
+        state, draw = self.state, self.draw
+        if state.requeued:
+            index = state.requeued.popleft()
+            return index, draw.chance_of(index, state.prompts) if draw else 1.0
+        index, chance = draw.take(state.next_prompt, state.prompts) if draw else (state.next_prompt, 1.0)
+        state.next_prompt = index + 1
+        return index, chance

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.errors import StalenessError
+from buffer.difficulty import PromptRecords
 from buffer.stored_group import DROP_REASONS, DropReason, State, StoredGroup
 
 MEASURED_OUTCOMES = ("trained", "late", "zero_variance", "future_version")
@@ -83,10 +84,14 @@ class StoreState:
     """Holds the rows of live groups (running, finished, held or used) by state, and the store's other values: scalars.
 
     `restore` makes the same state from the results of `rows` and `scalars`. `record` is called with every row that is
-    new or changed, also with rows in a final state (trained, dropped), which are not kept here.
+    new or changed, also with rows in a final state (trained, dropped), which are not kept here, and `record_streak`
+    with the position of a question and its streak (buffer/difficulty.py).
     """
 
-    def __init__(self, record: Callable[[StoredGroup], None] | None = None) -> None:
+    def __init__(
+        self, record: Callable[[StoredGroup], None] | None = None,
+        record_streak: Callable[[int, int | None], None] | None = None,
+    ) -> None:
         self._record = record
         self.version = 0
         """Number of batches trained, which is the newest policy version."""
@@ -102,6 +107,7 @@ class StoreState:
         self.unserved: Counter[int] = Counter()
         """[version] number of fresh groups in the batch that yielded it. They hold their slots until it is served."""
         self.accounting = GroupAccounting()
+        self.prompts = PromptRecords(record_streak)
         self.running: dict[int, StoredGroup] = {}
         self.finished: dict[int, StoredGroup] = {}
         self.held: dict[int, StoredGroup] = {}
@@ -179,26 +185,35 @@ class StoreState:
             "buffer/slots": float(self.slots),
             "buffer/unaccounted": float(self.unaccounted()),
             **self.accounting.metrics(),
+            **self.prompts.metrics(),
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Return all but the rows (versions, next ids, requeued prompts, counts) as plain values that JSON can hold."""
+        """Return all but the rows and the streaks (versions, next ids, requeued prompts, counts) as plain values that
+        JSON can hold.
+        """
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
             "slots": self.slots,
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
-            "accounting": self.accounting.scalars(),
+            "accounting": self.accounting.scalars(), "prompts": self.prompts.scalars(),
         }
 
-    def restore(self, rows: Iterable[StoredGroup], scalars: Mapping[str, Any]) -> None:
-        """Fill an empty state with the `rows` and `scalars` of another. Trained and dropped rows are left out."""
+    def restore(
+        self, rows: Iterable[StoredGroup], scalars: Mapping[str, Any], streaks: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """Fill an empty state with the `rows`, the `scalars` and the streaks of prompts of another.
+
+        Trained and dropped rows are left out.
+        """
         for name in ("version", "served_version", "first_version", "slots", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
         accounting = copy.deepcopy(scalars["accounting"])
         self.accounting = GroupAccounting(**{**accounting, "dropped": Counter(accounting["dropped"])})
+        self.prompts.restore(scalars["prompts"], streaks)
         for row in sorted(rows, key=lambda row: row.group_id):
             if row.state in self._live:
                 self._live[row.state][row.group_id] = row

@@ -8,7 +8,7 @@
 
 The tensors are one flat dictionary: `policy.<parameter>` and `critic.<parameter>` for trained weights, with `.step`,
 `.exp_avg` and `.exp_avg_sq` after it for AdamW's state (the tensors and numbers of another optimizer by their names),
-and `random.<rank>` for the random state of each rank.
+`.average` for the moving average of learner.ema_decay, and `random.<rank>` for the random state of each rank.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, read_training_state, run_dir_of, write_training_state
 from async_rl.storage.unlogged_steps import write_step_metrics
 from learner.optimizer import Optimizer
+
+AVERAGE = ".average"
+"""The end of the name of a moving average, after that of its weight."""
 
 
 class Checkpointer:
@@ -106,7 +109,8 @@ class Checkpointer:
     def load(self, folder: Path) -> TrainingState:
         """Restore networks, optimizers and random state from the checkpoint `folder`, and return its `TrainingState`.
 
-        A rank that the saved run did not have keeps its random state.
+        A rank that the saved run did not have keeps its random state. If the saved run had no average of its weights,
+        one begins with the weights of the checkpoint.
 
         Raises:
             ConfigError: the checkpoint holds other networks, or can't be loaded into these.
@@ -122,6 +126,9 @@ class Checkpointer:
                 optimizer.make_state()
         rank = dist.get_rank()
         tensors = self._tensors(rank if rank < state.ranks else None)
+        averages = {key for key in tensors if key.endswith(AVERAGE)}
+        if starts_average := bool(averages) and not has_average(folder):
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in averages}
         try:
             dcp.load(tensors, checkpoint_id=folder, process_group=self._group)
         except dcp.api.CheckpointException as error:
@@ -132,6 +139,8 @@ class Checkpointer:
             ) from error
         for name, optimizer in self._optimizers.items():
             optimizer.set_counts(state.networks[name])
+            if starts_average and optimizer.average:
+                optimizer.average.restart()
             for parameter_name, parameter in optimizer.module.named_parameters():
                 if parameter.requires_grad:
                     head = f"{name}.{parameter_name}."
@@ -174,6 +183,8 @@ class Checkpointer:
             for parameter_name, parameter in optimizer.module.named_parameters():
                 if parameter.requires_grad:
                     tensors[f"{name}.{parameter_name}"] = parameter.detach()
+                    if optimizer.average:
+                        tensors[f"{name}.{parameter_name}{AVERAGE}"] = optimizer.average.of(parameter)
                     for key, value in optimizer.state_of(parameter).items():
                         tensors[f"{name}.{parameter_name}.{key}"] = value
         if random_of is not None:
@@ -182,6 +193,12 @@ class Checkpointer:
                 states.append(torch.cuda.get_rng_state(self._device))
             tensors[f"random.{random_of}"] = torch.cat(states)
         return tensors
+
+
+def has_average(folder: Path) -> bool:
+    """Return whether a checkpoint holds the moving average of the policy's weights."""
+    held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return any(name.startswith("policy.") and name.endswith(AVERAGE) for name in held)
 
 
 def _first_reason(error: BaseException) -> str:

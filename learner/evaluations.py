@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from async_rl.config import Config
+from async_rl.config import Config, Limit
 from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, ServersLost
 from async_rl.telemetry.timeline import Span, Timeline
 from async_rl.types import Batch
 from learner.eval_schedule import EvalSchedule
 from learner.pusher import Pusher
 
+PATIENCE = 5
+"""A push to the evaluation servers, for which training waits, may take so many times as long as one to the others."""
 _REASONS = ("", "the evaluation before it is still running", "no evaluation server is up")
 """The reasons for which a version is skipped, by the number that rank 0 broadcasts; 0: it is evaluated."""
 
@@ -33,6 +35,8 @@ class Evaluations:
         self.weights = weights
         self._rank = rank
         self._timeline = timeline
+        self._timeouts = config.timeouts
+        self._slowest_push_s = 0.0
         self._holds_pushes = config.evaluations_hold_pushes
         self._push_spans: list[Span] = []
 
@@ -40,6 +44,10 @@ class Evaluations:
         """Prepare the pushes to the evaluation servers."""
         if self.weights:
             self.weights.publisher.connect()
+
+    def note_push(self, seconds: float) -> None:
+        """Note on rank 0 how long a push to the rollout servers took."""
+        self._slowest_push_s = max(self._slowest_push_s, seconds)
 
     def make_due(self, version: int, batch: Batch | None) -> list[EvaluationDue | EvaluationSkipped | ServersLost]:
         """Note that all rollout servers serve `version`; return the reports for the driver if it is due. Collective.
@@ -57,7 +65,8 @@ class Evaluations:
             return [EvaluationSkipped(version=version, reason=reason)]
         lost: list[ServersLost] = []
         if version > 0:  # the servers have loaded version 0
-            with self._timeline.span("sync", "eval push"):
+            self.weights.publisher.push_limit = self._push_limit()
+            with self._timeline.span("sync", "eval push"), self.weights.averaged():
                 report, lost = self.weights.push(version)
                 if batch:
                     self.weights.verify_once(batch)
@@ -84,6 +93,14 @@ class Evaluations:
         """Return the pauses of the evaluation servers since the last call."""
         spans, self._push_spans = self._push_spans, []
         return spans
+
+    def _push_limit(self) -> Limit:
+        """Return how long a part of a push to the evaluation servers may take, before those that hang are lost."""
+        limit = self._timeouts.limit("push_s")
+        if not self._slowest_push_s:
+            return limit
+        slow = f"timeouts.silent_s, or {PATIENCE} times the slowest push to the rollout servers"
+        return min(limit, Limit(max(self._timeouts.silent_s, PATIENCE * self._slowest_push_s), slow))
 
     def _why_skipped(self, weights: Pusher) -> str:
         """Return on every rank why rank 0 can't have an evaluation made now; "": it can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,17 +207,21 @@ class Learner:
                 if self._client:
                     self._client.await_push(self.version)
                 dist.barrier()
-        events: list[LearnerReport] = self._push(batch)
+        events: list[LearnerReport] = self._push(batch, is_last=is_last)
         if is_new and not is_last:  # after the last step no group may start
             events += self._release()
         return events if is_last else [*events, *self.evaluations.make_due(self.version, batch)]
 
-    def _push(self, batch: Batch | None = None) -> list[LearnerReport]:
-        """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`."""
-        with self._timeline.span("sync", "push"):
+    def _push(self, batch: Batch | None = None, *, is_last: bool = False) -> list[LearnerReport]:
+        """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`.
+
+        The last push brings the weights that are saved as the result of the run, which the driver has evaluated.
+        """
+        with self._timeline.span("sync", "push"), self._updater.averaged() if is_last else nullcontext():
             report, lost = self._weights.push(self.version)
             if batch:
                 self._weights.verify_once(batch)
+        self.evaluations.note_push(report.seconds)
         self._push_spans += report.spans
         self._push_metrics += [
             Metric("time/push_s", report.seconds),
@@ -273,8 +278,8 @@ class Learner:
             saved = f", checkpoint {checkpoint_folder(self.config.run_dir, self.version)}" if self.version else ""
             reason = f"stopped at version {self.version}{saved}"
         else:
-            if self.version > self._served_version:
-                events = self._push()
+            if self.version > self._served_version or self.config.learner.ema_decay:
+                events = self._push(is_last=True)
             if self.version > self._saved_version and self.config.checkpoint.every_steps:
                 self._checkpoint()
             self._save(is_last=True)
@@ -320,7 +325,7 @@ class Learner:
     def _save(self, *, is_last: bool) -> None:
         """Save the policy in the folders that are due now: run_dir/models/step_N, and at the end run_dir/model."""
         for target in due_folders(self.config, self.version, is_last=is_last):
-            with self._timeline.span("checkpoint", "save"):
+            with self._timeline.span("checkpoint", "save"), self._updater.averaged():
                 save_policy(self._updater.policy, Path(self.config.model.path), target, self.rank == 0)
 
     def _close(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from async_rl.config import Config, LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from learner.optimizer_choice import check_sharded, open_optimizer
+from learner.weight_average import WeightAverage
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -66,10 +67,13 @@ class Optimizer:
     """Updates the sharded `module` of one network, called `policy` or `critic`, by learner.optimizer, with clipping.
 
     The k-th step (from 1) uses the learning rate lr * decay * min(1, k / warmup_steps). With learner.offload moments
-    AdamW's moments are in CPU memory, but for those of one parameter at a time during a step.
+    AdamW's moments are in CPU memory, but for those of one parameter at a time during a step. With `averages` and
+    learner.ema_decay there is a moving average of the weights.
     """
 
-    def __init__(self, network: str, module: nn.Module, lr: float, config: LearnerConfig) -> None:
+    def __init__(
+        self, network: str, module: nn.Module, lr: float, config: LearnerConfig, *, averages: bool = False
+    ) -> None:
         self._network = network
         self.module = module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -91,6 +95,7 @@ class Optimizer:
         self._max_skipped = config.max_skipped_steps
         self._steps = 0
         self._skipped_in_a_row = 0
+        self.average = WeightAverage(module, config.ema_decay) if averages and config.ema_decay else None
 
     def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
         """Clip the gradients, take a step if they and the loss are finite, and clear them. Collective.
@@ -119,6 +124,8 @@ class Optimizer:
             for inner in self._inner:
                 self._step_part(inner, lr)
             self._steps += 1
+            if self.average:
+                self.average.update()
         self.drop()
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if self._skipped_in_a_row == self._max_skipped:

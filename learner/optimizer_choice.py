@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, zeros
 
 from async_rl.config import LearnerConfig
+from async_rl.config.learning import FULL_LR
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
 
@@ -53,9 +54,14 @@ def open_optimizer(config: LearnerConfig, parameters: Sequence[Tensor], lr: floa
     return optimizer
 
 
+def some_lr(config: LearnerConfig) -> float:
+    """Return a learning rate to try an optimizer with; learner.lr auto depends on a model."""
+    return FULL_LR if config.lr == "auto" else config.lr
+
+
 def check_optimizer(config: LearnerConfig) -> None:
     """Raise the ConfigError of `open_optimizer` for a matrix and a bias, which every model has, in place of a model."""
-    open_optimizer(config, [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))], config.lr)
+    open_optimizer(config, [nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))], some_lr(config))
 
 
 def check_sharded(config: LearnerConfig, parameters: Sequence[Tensor]) -> None:
@@ -71,7 +77,7 @@ def check_sharded(config: LearnerConfig, parameters: Sequence[Tensor]) -> None:
     ]
     if not small:
         return
-    optimizer = open_optimizer(config, small, config.lr)
+    optimizer = open_optimizer(config, small, some_lr(config))
     try:
         for _ in range(2):  # the first step makes the state
             for parameter in small:

@@ -7,6 +7,7 @@ second would not show weights that one step has hardly moved, or experts to whic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,11 @@ class Pusher:
             if not failed:
                 return report, lost
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which pushes bring the policy's average weights, if learner.ema_decay is set. Collective.
+        """
+        return self._updater.averaged()
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         if self._adapters is not None:
             return adapter_parcels(self._updater.policy, self._adapters)
@@ -114,7 +120,10 @@ def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], r
     """
     count = config.placement.rollout.servers
     urls = {"rollout": [*engine_urls[:count]], "eval": [*engine_urls[count:]]}
-    return {
+    pushers = {
         pool: Pusher(config, updater, open_publisher(config, of_pool, rank, updater.device, pool))
         for pool, of_pool in urls.items() if of_pool
     }  # fmt: skip
+    if "eval" in pushers:
+        pushers["eval"].publisher.loses_slow_servers = True  # training goes on without them
+    return pushers

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError
-from async_rl.storage.model_folder import forbidden_tokens
+from async_rl.storage.model_folder import forbidden_tokens, policy_lr
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
 from async_rl.weights.base import serving_dtype
@@ -77,8 +78,8 @@ class Updater:
         offloads = config.learner.offload == "all"
         shard(self.policy, ranks, config.learner, offloads)
         self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
-        lr = config.learner.lr * config.guard.lr_factor
-        self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner)}
+        lr = policy_lr(config) * config.guard.lr_factor
+        self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner, averages=True)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]
         self._reference = None
@@ -179,6 +180,11 @@ class Updater:
                     f"Lower {lr}, and resume from the newest checkpoint"
                 )
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the policy has its average weights, if learner.ema_decay is set. Collective."""
+        average = self.optimizers["policy"].average
+        return average.in_place() if average else nullcontext()
+
     def pack(self, batch: Batch, advantages: Sequence[Sequence[FloatArray]]) -> list[MiniBatch]:
         """Return the micro-batches of every minibatch for this rank's share.
 
@@ -229,22 +235,31 @@ class Updater:
         totals = {name: torch.zeros((), device=self.device) for name in ("policy", "critic")}
         all_logprobs = []
         for micro in minibatch.micro_batches:
+            values = None if self.critic is None else self.critic(micro.inputs)
+            if values is not None and self.objective.trains_critic_first:  # then its activations are free again
+                self._add_gradients(self.objective.critic_loss(micro, values) / minibatch.num_tokens)
+                values = values.detach()
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = self.policy(micro.inputs)
-            values = None if self.critic is None else self.critic(micro.inputs)
             losses = self.objective.losses(minibatch, micro, logprobs, entropy, values)
             self.objective.add_statistics(sums, micro, losses, entropy, is_first_epoch)
-            # FSDP averages gradients over ranks, so their sum takes a factor, the number of shares of the batch.
             if losses.critic is not None:
                 loss = losses.critic / minibatch.num_tokens
-                (loss * self.ranks.shares).backward()
+                if loss.requires_grad:
+                    self._add_gradients(loss)
                 totals["critic"] += loss.detach()
             loss = losses.policy / minibatch.normaliser
             if trains_policy:
-                (loss * self.ranks.shares).backward()
+                self._add_gradients(loss)
             totals["policy"] += loss.detach()
             all_logprobs.append(logprobs.detach())
         return totals, all_logprobs
+
+    def _add_gradients(self, loss: Tensor) -> None:
+        """Add the gradients of this rank's part of a loss. FSDP averages them over ranks, so that their sum over the
+        shares of the batch takes a factor.
+        """
+        (loss * self.ranks.shares).backward()
 
     def _kl_behaviour_proximal(self, minibatches: Sequence[MiniBatch], logprobs: Sequence[Tensor]) -> float:
         """Return KL(behaviour || proximal) of the batch, in nats a token; see `_mean_kl`. Collective."""

@@ -89,6 +89,8 @@ class Worker(EvalWorker):
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
                     tasks.create_task(self._abort_dropped())
+                if self._config.task.difficulty.skips:
+                    await self._client.tell_prompts(self.player.task.order.sources)
                 while True:
                     while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
                         self._group_ended.clear()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
+from async_rl.config.alarms import AlarmsConfig
 from async_rl.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
 from async_rl.config.cross_section import check_cross_section
 from async_rl.config.data import (
@@ -71,6 +72,7 @@ class Config:
     placement: Section[PlacementConfig] = field(default_factory=PlacementConfig)
     eval: Section[EvalConfig] = field(default_factory=EvalConfig)
     guard: Section[GuardConfig] = field(default_factory=GuardConfig)
+    alarms: Section[AlarmsConfig] = field(default_factory=AlarmsConfig)
     checkpoint: Section[CheckpointConfig] = field(default_factory=CheckpointConfig)
     sft: Section[SftConfig] = field(default_factory=SftConfig)
     reward_training: Section[RewardTrainingConfig] = field(default_factory=RewardTrainingConfig)

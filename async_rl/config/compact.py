@@ -37,7 +37,12 @@ def check_compact(sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelCo
         rollout.engine_entry.rebuilds_weights, key, got, f"{default} with rollout.engine {rollout.engine}",
         f"Its servers take whole weights only. Or set rollout.engine: {' or '.join(able)}.",
     )
+    quantising = [name for name in rollout.server_args if name.replace("_", "-") in rollout.engine_entry.quantises_by]
     for unfit, setting, reason in (
+        (
+            bool(quantising), f"{', '.join(quantising)} in rollout.server_args",
+            "The weights that a server makes of parts have the type model.dtype; it can't make quantised ones of them.",
+        ),
         (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts make weights of parts."),
         (sync.staging != "none", f"weight_sync.staging {sync.staging}", "Staged weights must come whole."),
     ):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from async_rl.config.alarms import check_alarms
 from async_rl.config.check import check
 from async_rl.config.compact import check_compact
+from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
+from async_rl.config.learning import check_average
 from async_rl.config.staging import check_staging
 from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
 
@@ -30,7 +33,10 @@ def check_cross_section(config: Config) -> None:
     _check_replay(config)
     _check_best(config)
     _check_eval_servers(config)
+    check_average(config.learner, config.eval, config.placement)
     _check_judge(config)
+    check_difficulty(config.task.difficulty, config.staleness.mode, config.reward_model.path, config.rollout.group_size)
+    check_alarms(config.alarms, config.checkpoint)
     check_guard(
         config.guard, config.eval, config.checkpoint, has_reward_model=bool(config.reward_model.path),
         has_kl_penalty=config.algorithm.kl.kind != "none",

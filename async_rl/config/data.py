@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
+from async_rl.config.difficulty import DifficultyConfig
 from async_rl.config.params import OnePart
 from async_rl.config.section import List, Named, PathText, Section, checked, section
 from async_rl.config.task_parts import (
@@ -39,6 +40,7 @@ class TaskConfig:
     columns: Section[ColumnsConfig] = field(default_factory=ColumnsConfig)
     shuffle: bool = True
     """Each epoch has the prompts in another order. false: in that of the files."""
+    difficulty: Section[DifficultyConfig] = field(default_factory=DifficultyConfig)
     system_prompt: str = ""
     """A system message before the messages of each question."""
     chat_template_kwargs: Section[dict[str, Any]] = field(default_factory=dict)

@@ -31,7 +31,7 @@ class GuardConfig:
     """The largest KL(policy || reference), in nats an answer."""
     kl_per_token_limit: Positive = 0.7
     """The largest KL(policy || reference), in nats a token."""
-    longer_limit: Above1 = 1.6
+    longer_limit: Above1 = 1.75
     """How many times as long answers may become as at the start."""
     shorter_limit: Above1 = 2.0
     """How many times as short answers may become as at the start."""
@@ -39,12 +39,13 @@ class GuardConfig:
     """How many times as small the share of distinct tokens in an answer may become as at the start."""
     cut_limit: Positive = 0.5
     """The largest share of answers that are cut off at the limit on their tokens."""
-    proxy_limit: Positive = 3.0
+    proxy_limit: Positive = 3.5
     """How far the mean reward may rise, in standard deviations of the rewards at the start."""
-    gold_fall_limit: Positive = 2.7
+    gold_fall_limit: Positive = 4.0
     """How far the mean gold reward of three evaluations may fall below the best such mean, in its standard errors."""
-    gold_correlation_limit: Annotated[float, Field(ge=-1, lt=1)] = 0.1
-    """The smallest correlation of reward and gold reward, in the mean of three evaluations. -1: any."""
+    gold_correlation_limit: Annotated[float, Field(ge=-1, lt=1)] = -0.1
+    """The smallest correlation of reward and gold reward, in the mean of three evaluations. Below 0 answers that the
+    reward likes more are worse. -1: any."""
     tighten: Literal["kl", "lr"] = "kl"
     """The setting that a rollback changes. kl: algorithm.kl.coef is raised, and algorithm.kl.target lowered. lr:
     learner.lr is lowered."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
 from async_rl.config.section import List, PathText, Section, Unbounded, section
+
+if TYPE_CHECKING:
+    from async_rl.config.data import EvalConfig
+    from async_rl.config.system import PlacementConfig
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -116,14 +120,34 @@ class RewardTrainingConfig:
     learn, or all that were compared."""
 
 
+FULL_LR = 1e-6
+"""The default learning rate of a model of 1e9 weights or more, all of which are trained."""
+
+
+def default_lr(weights: int, *, has_adapters: bool) -> float:
+    """Return the policy's learning rate where learner.lr is auto, rounded to two digits.
+
+        1e-6 * max(1, (1e9 / weights) ** 0.7), and ten times as much for adapters
+
+    1e-6 is what RL of models of 1 to 70 B weights is run with (verl, TRL and DAPO: 1e-6). The exponent joins it to what
+    was measured here: a model of 0.3 M weights learns at 3e-4, and at 1e-3 collapses in some runs (docs/results.md).
+    Between the two it gives 4e-6 at 135 M and 1.6e-6 at 0.5 B, inside of the ranges that others use there. Adapters
+    learn best at about ten times the rate at which all weights do, in RL as in supervised training, whatever their rank
+    (Schulman et al. 2025, LoRA Without Regret).
+    """
+    rate = FULL_LR * max(1.0, (1e9 / weights) ** 0.7) * (10 if has_adapters else 1)
+    return float(f"{rate:.1e}")
+
+
 @section("learner")
 class LearnerConfig:
     """The optimizers, the sizes of a batch and of a forward pass, and how the weights are sharded."""
 
     prompts_per_step: PositiveInt = 16
     """Groups in a batch."""
-    lr: PositiveFloat = 1e-6
-    """The policy's learning rate."""
+    lr: PositiveFloat | Literal["auto"] = "auto"
+    """The policy's learning rate. auto: by the number of weights of the model, and ten times as much for adapters (see
+    docs/not-learning.md); `async-rl train CONFIG --dry-run` shows it."""
     optimizer: str = "AdamW"
     """The optimizer of policy and critic: a name in torch.optim, such as Adam or SGD, or module:name of a class or
     function that takes (parameters, lr=...) and the `optimizer_params`, and makes a torch.optim.Optimizer."""
@@ -133,6 +157,10 @@ class LearnerConfig:
     """The betas of AdamW; those of another optimizer belong into `optimizer_params`."""
     weight_decay: NonNegativeFloat = 0.0
     """The weight decay of the optimizer. Biases and norms, the weights of one dimension, have none."""
+    ema_decay: Share = 0.0
+    """The decay of a moving average of the policy's weights, e.g. 0.99 for a mean over about 100 optimizer steps. The
+    average is what held-out prompts are answered with, what run_dir/model, run_dir/models and `async-rl export` hold;
+    training goes on with the weights themselves, and checkpoints hold both. 0: there is none."""
     max_tokens_per_microbatch: PositiveInt = 16_384
     """The most tokens of a rank in one forward and backward pass, padding included."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
@@ -175,8 +203,9 @@ class LearnerConfig:
             "a name in torch.optim, or module:name",
         )
         check(
-            self.optimizer == "AdamW" or self.offload != "moments", "learner.offload", self.offload,
-            f"none or all with learner.optimizer {self.optimizer}", "Only AdamW's moments are moved one at a time.",
+            self.offload in self.offloads, "learner.offload", self.offload,
+            f"{' or '.join(self.offloads)} with learner.optimizer {self.optimizer}",
+            "Only AdamW's moments are moved one at a time.",
         )
         own = {"lr", "params", "weight_decay", *(("betas",) if self.optimizer == "AdamW" else ())}
         check(
@@ -185,9 +214,25 @@ class LearnerConfig:
         )
 
     @property
+    def offloads(self) -> tuple[str, ...]:
+        """The values of `offload` that the optimizer allows."""
+        return ("none", "moments", "all") if self.optimizer == "AdamW" else ("none", "all")
+
+    @property
     def max_tokens_per_forward(self) -> int:
         """The most tokens in one pass of the ranks that hold slices of the same rows, all together."""
         return self.max_tokens_per_microbatch * self.sequence_parallel
+
+
+def check_average(learner: LearnerConfig, evaluation: EvalConfig, placement: PlacementConfig) -> None:
+    """Check that the average weights are evaluated by servers that training does not sample with."""
+    beside = evaluation.size > 0 and evaluation.every_steps > 0
+    check(
+        not learner.ema_decay or not beside or placement.eval.servers > 0, "learner.ema_decay", learner.ema_decay,
+        "0 with eval.every_steps and without placement.eval.servers",
+        "Rollout servers hold the weights that are trained, not their average. Set placement.eval.servers: 1, or "
+        "eval.every_steps: 0, with which only the start and the end are evaluated.",
+    )
 
 
 @section("sft")

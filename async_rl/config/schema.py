@@ -13,6 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from async_rl.config.check import Problem, SettingsError
+from async_rl.config.keys_elsewhere import KEYS_ELSEWHERE, OF_SECTION
 from async_rl.errors import ConfigError
 
 _ALLOWED = {
@@ -57,7 +58,21 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 def explain(error: ValidationError, kind: type, prefix: str) -> SettingsError:
     """Return a SettingsError with all settings that pydantic refused in the section `prefix`, of class `kind`."""
-    return SettingsError([problem for each in error.errors() for problem in _problems(each, kind, prefix)])
+    problems: list[Problem] = []
+    for each in error.errors():
+        for problem in _problems(each, kind, prefix):
+            both = _either(problems[-1], problem) if problems else None
+            problems[-1:] = [both] if both else [*problems[-1:], problem]
+    return SettingsError(problems)
+
+
+def _either(first: Problem, second: Problem) -> Problem | None:
+    """Return one problem in place of those of a value that is allowed in several forms; None: they are two things."""
+    begin, got = f"{first.key} must be ", ", got "
+    if not all(each.key == first.key and each.text.startswith(begin) for each in (first, second)):
+        return None
+    (allowed, _, value), other = first.text.rpartition(got), second.text.rpartition(got)[0].removeprefix(begin)
+    return Problem(first.key, f"{allowed} or {other}{got}{value}", first.rest or second.rest)
 
 
 def takes_text(kind: type, key: str) -> bool:
@@ -81,6 +96,8 @@ def _problems(error: ErrorDetails, kind: type, prefix: str) -> Sequence[Problem]
         path, sort = path[:-2], "dict_type"
     elif sort in ("missing", "too_long") and isinstance(value, (list, tuple)):
         path, sort = [name for name in path if isinstance(name, str)], "length"
+    elif path and "anyOf" in _find(kind, path[:-1]):  # the last part names one of the forms that are allowed
+        path = path[:-1]
     key, schema = _dotted(path, prefix), _find(kind, path)
     if sort == "missing":
         remedy = f"Add it to the config file or as {key}=... on the command line"
@@ -111,19 +128,23 @@ def _hint(value: Any, sort: str, schema: dict[str, Any], kind: type, prefix: str
 
 
 def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
-    """Return the problem of a name that a section does not have, with the most similar name as a hint."""
+    """Return the problem of a name that a section does not have; its hint is what other packages mean by the name, or
+    the most similar name.
+    """
     name, section = str(path[-1]), _dotted(path[:-1], prefix)
     names = list(_find(kind, path[:-1])["properties"])
     leaves: dict[str, list[str]] = {}
     for leaf in _leaves(kind):
         leaves.setdefault(leaf.rpartition(".")[2], []).append(_dotted([leaf], prefix))
-    if near := get_close_matches(name, names, n=1, cutoff=0.7):
+    key = _dotted([name], section)
+    if elsewhere := OF_SECTION.get(key) or KEYS_ELSEWHERE.get(name):
+        hint = elsewhere
+    elif near := get_close_matches(name, names, n=1, cutoff=0.7):
         hint = f"did you mean {_dotted(near, section)}?"
     elif near := get_close_matches(name, leaves, n=1, cutoff=0.7):
         hint = f"did you mean {' or '.join(leaves[near[0]])}?"
     else:
         hint = f"allowed {'in ' + section if section else 'at the top'}: {', '.join(names)}"
-    key = _dotted([name], section)
     if key in RENAMED:
         hint = f"it is {RENAMED[key]} now"
     return Problem(key, f"unknown key {key}", f"; {hint}")

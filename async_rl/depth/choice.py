@@ -22,6 +22,8 @@ MOST_GROUPS = 5000
 FEWEST_STEPS = 30
 WORTH_A_MOVE = 1.015
 """A move needs a depth that is worth so many times the present one. With 1.005 there are twice as many, for 0.3 %."""
+MOST_UP = 1.0
+"""A move goes up by no more than this: the groups that a window misses, as they still run, are the long ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +90,10 @@ def near(prospect: Prospect) -> dict[float, Forecast]:
     return {depth: forecast(prospect, depth) for depth in sorted(chosen)}
 
 
-def everywhere(prospect: Prospect) -> dict[float, Forecast]:
-    """Forecast the present depth, every third depth, and those around the best of them."""
-    depths = all_depths(prospect.lowest, prospect.ceiling)
+def in_reach(prospect: Prospect) -> dict[float, Forecast]:
+    """Forecast the present depth and, of those that one move may reach, every third and those around the best."""
+    most = prospect.depth + MOST_UP
+    depths = [depth for depth in all_depths(prospect.lowest, prospect.ceiling) if depth <= most]
     found = {depth: forecast(prospect, depth) for depth in depths[::3]}
     at = depths.index(best_of(found).depth)
     missing = {*depths[max(0, at - 2) : at + 3], prospect.depth} - found.keys()

@@ -18,13 +18,14 @@ import numpy as np
 
 from async_rl.config import Config, slots_at
 from async_rl.depth.choice import (
+    MOST_UP,
     WORTH_A_MOVE,
     Forecast,
     Prospect,
     best_of,
     compared,
-    everywhere,
     forecast,
+    in_reach,
     near,
 )
 from async_rl.depth.window import RecentWindow
@@ -34,10 +35,8 @@ from async_rl.telemetry.metrics import Metric
 MEASURED_STEPS = 8
 """Steps before the first decision, and before the next after a change of servers."""
 EVERY_STEPS = 15
-EVERYWHERE_EVERY = 8
-"""One in so many decisions looks at all depths, the first included; the others at those near the present one."""
-MOST_UP = 1.0
-"""A move goes up by no more than this: the groups that a window misses, as they still run, are the long ones."""
+IN_REACH_EVERY = 8
+"""One in so many decisions looks at all depths that a move may reach, the first included; the others at near ones."""
 ALARMS = {"ess": "the ESS is low", "kl": "the KL is high", "truncated": "many importance weights are truncated"}
 """[name in learner/alarms.py] the alarms that a smaller depth may end."""
 ALARM_STEP = 0.5
@@ -128,7 +127,7 @@ class DepthController:
         """Simulate the depths between which the next decision chooses. It reads nothing that other calls change."""
         ratio = self.measured_over_predicted
         is_believed = ratio is None or BELIEVED[0] <= ratio <= BELIEVED[1]
-        return everywhere(prospect) if is_believed and self._decisions % EVERYWHERE_EVERY == 0 else near(prospect)
+        return in_reach(prospect) if is_believed and self._decisions % IN_REACH_EVERY == 0 else near(prospect)
 
     def decide(self, forecasts: dict[float, Forecast]) -> Move | None:
         """Return the move to the best depth of `look`, or None if it is not worth a move."""

@@ -221,7 +221,7 @@ class MemoryPlan:
             yield f"rollout.mem_fraction: {share}, with checkpointing", share > least
         if self.room.device == "cpu":
             return
-        for offload in ("moments", "all"):
+        for offload in self.config.learner.offloads[1:]:
             yield f"learner.offload: {offload}, with checkpointing", self._fits(checkpoints=True, offload=offload)
         for ranks in (self.config.placement.learner.ranks * more for more in (2, 4, 8)):
             yield f"{ranks} learner ranks, on a GPU each, with checkpointing", self._fits(checkpoints=True, ranks=ranks)

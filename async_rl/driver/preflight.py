@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from async_rl.config import Config, ModelConfig
+from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import usable_cores
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
@@ -31,6 +31,7 @@ from async_rl.storage.model_folder import (
     check_model_folder,
     check_role_folder,
     check_trainable,
+    check_unquantised,
     load_tokenizer,
     weight_shapes,
 )
@@ -88,7 +89,7 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     if judge := config.judge.path:
         judges = partial(_check_judge, config)
         checks.append(PreflightCheck("judge.path", judge, judges, everywhere=True))
-    checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: check_disk(config), everywhere=True))
+    checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: _check_disk(config), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         checks.append(PreflightCheck("network.host", host, partial(_check_host, host)))
     if config.network.ports:
@@ -96,10 +97,11 @@ def input_checks(config: Config) -> list[PreflightCheck]:
     if runs_here(config):
         checks += _checks_of_this_host(config)
     # Another host may have packages for attention that this one lacks; every model has eager attention.
-    settings = config.model if runs_here(config) else replace(config.model, attn_implementation="eager")
-    splits = config.learner.sequence_parallel > 1
+    loading = config if runs_here(config) else replace(
+        config, model=replace(config.model, attn_implementation="eager")
+    )
     for key, path in {"model.path": model, **roles}.items():
-        load = partial(_check_loading, key, path, settings, splits)
+        load = partial(_check_loading, key, path, loading)
         checks.append(PreflightCheck(f"{key} loads", path, load, (MODEL if key == "model.path" else key,)))
     if runs_here(config):
         loads = tuple(f"{key} loads" for key in ("model.path", *roles))
@@ -144,20 +146,26 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
     return checks
 
 
-def _check_loading(key: str, path: str, settings: ModelConfig, splits_rows: bool) -> None:
-    """Check that the model in `path`, the value of `key`, loads with the configured attention, is of a kind that the
-    learner can train (policy and reference), can be pushed to servers whole, takes the LoRA adapters and has the
-    frozen weights (policy), and can be computed over split rows (all but a reward model that is no decoder).
+def _check_loading(key: str, path: str, config: Config) -> None:
+    """Check that the model in `path`, the value of `key`, is not quantised, loads with the configured attention, is of
+    a kind that the learner can train (policy and reference), can be pushed to servers whole, takes the adapters and has
+    the frozen weights (policy), and can be computed over split rows (all but a reward model that is no decoder).
     """
     from async_rl.storage.model_loading import load_without_weights
 
+    check_unquantised(path, key)
     if key in ("model.path", "reference.path"):
         check_trainable(path, key)
+    settings, slices = config.model, config.learner.sequence_parallel
     model = load_without_weights(key, path, settings.attn_implementation)
-    if splits_rows and (key != "reward_model.path" or hasattr(model, "score")):
+    if slices > 1 and (key != "reward_model.path" or hasattr(model, "score")):
         from learner.models.sequence import check_splittable
+        from learner.models.split_vocabulary import check_vocabulary
 
         check_splittable(model, key, path)
+        placed = config.placement.learner
+        copies = placed.nodes if config.learner.sharding == "hybrid" else 1
+        check_vocabulary(model.get_input_embeddings().num_embeddings, placed.ranks, slices, copies)
     if key == "model.path":
         from async_rl.weights.checkpoint_names import check_names
 
@@ -176,6 +184,12 @@ def _check_optimizer(config: Config) -> None:
     from learner.optimizer_choice import check_optimizer
 
     check_optimizer(config.learner)
+
+
+def _check_disk(config: Config) -> None:
+    from learner.memory.optimizer_state import checkpoint_bytes
+
+    check_disk(config, checkpoint_bytes(config))
 
 
 def check_model(config: Config) -> None:

@@ -10,17 +10,16 @@ What is done is written to run_dir/guard_events.jsonl before it is done, so that
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import replace
 from typing import Any, Literal
 
 from async_rl.config import Config
 from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.early_end import end_early, write_model_of
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
 from async_rl.guard.decision import Finding, Guard
-from async_rl.storage.checkpoints import checkpoint_folder
 from async_rl.storage.guard_events import (
     GuardEvent,
     add_guard_event,
@@ -67,7 +66,7 @@ class RunGuard:
             self._record(self._rolled_back, "resumed")
             self._rolled_back = None
         finding = self._log.take_trouble()
-        if finding is None or self._ends or self._pause:
+        if finding is None or self._ends or self._pause or self._log.end_reason:
             return
         guard = self._config.guard
         action = guard.action
@@ -168,15 +167,9 @@ class RunGuard:
         if event.kind == "rollback":
             summary["rolled_back"] = event.back_to
             return
-        from learner.models.export import export
-
-        shutil.rmtree(self._run_dir / "model", ignore_errors=True)  # of a run that was complete and went on
-        export(checkpoint_folder(self._run_dir, event.back_to), self._run_dir / "model")
-        summary["model_version"] = event.back_to
+        write_model_of(self._run_dir, event.back_to, summary)
 
     def _end(self, reason: str) -> None:
         """Have the learner stop, with a checkpoint."""
         self._ends = True
-        self._log.end_reason = reason
-        for name in [name for name in self._processes.actors if name.startswith("learner")]:
-            self._processes.actors[name].stop.remote()
+        end_early(self._processes, self._log, reason)

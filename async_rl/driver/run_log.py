@@ -12,6 +12,8 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.driver.run_control import StepListener
 from async_rl.driver.run_timeline import RunTimeline
+from async_rl.guard.alarm_log import AlarmLog, alarm_texts
+from async_rl.guard.collapse_watch import CollapseFinding
 from async_rl.guard.decision import Finding, Guard
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
@@ -69,6 +71,7 @@ class RunLog:
         """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
         self.guard = Guard(config.guard, accepted_signals(self.run_dir)) if config.guard_action else None
         """Follows the metrics, if the run is guarded."""
+        self.alarms = AlarmLog(config.alarms)
         self._resumes = 0
         if saved := resumed_training_state(config):
             self.version, self._resumes = saved.version, lineage_of(self.run_dir)
@@ -77,10 +80,13 @@ class RunLog:
             for record in past:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
+            self.alarms.take_new()  # an alarm from before a resume is told, and acted on, once
         self._finding: Finding | None = None
         """The finding of the guard in the step or evaluation that is being logged."""
         self._trouble: Finding | None = None
         """The first trouble that is not acted on yet."""
+        self._collapse: CollapseFinding | None = None
+        """The first alarm of a collapse that is not acted on yet."""
         self.kept_checkpoints: set[int] = set()
         """The versions to which the guard goes back, or may be told to."""
         self.end_reason = ""
@@ -111,21 +117,24 @@ class RunLog:
     def _note_values(self, version: int, values: Values) -> Values:
         """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation.
 
-        Returns the signals of the guard as metrics, `guard/<name>`.
+        Returns the signals of the guard and the alarms of a collapse as metrics, `guard/<name>` and `alarm/<name>`.
         """
+        alarms = self.alarms.add(version, values) if "batch/episodes" in values else {}
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
         if "eval/accuracy" in values:
             self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
             self.evals[1:] = [(version, values)]
         found = self.guard.add(version, values) if self.guard else None
-        if found is None:
-            return {}
         self._finding = found
-        return {f"guard/{name}": value for name, value in found.values.items()}
+        return alarms | ({f"guard/{name}": value for name, value in found.values.items()} if found else {})
 
-    def _tell_finding(self) -> None:
-        """Say which signals of the guard are beyond their limits since the last step or evaluation."""
+    def _tell_findings(self) -> None:
+        """Say which alarms of a collapse, and which signals of the guard, are on since the last step or evaluation."""
+        for collapse in self.alarms.take_new():
+            for text in alarm_texts(collapse):
+                self.logger.alarm(text)
+            self._collapse = self._collapse or collapse
         found, self._finding = self._finding, None
         if found is None:
             return
@@ -139,8 +148,15 @@ class RunLog:
         found, self._trouble = self._trouble, None
         return found
 
+    def take_collapse(self) -> CollapseFinding | None:
+        """Return the first finding with a new alarm of a collapse since the last call."""
+        found, self._collapse = self._collapse, None
+        return found
+
     def _prune(self) -> None:
         wanted = self.guard.needed() if self.guard and self._config.guard.acts else []
+        if self._config.alarms.action == "stop":
+            wanted = [*wanted, self.alarms.back_to]
         if self._trouble:
             wanted = [*wanted, self._trouble.back_to]
         needed = {checkpoint_before(self.run_dir, version) for version in wanted} | self.kept_checkpoints
@@ -237,7 +253,7 @@ class RunLog:
             values |= self._note_values(version, values)
             self._prune()
             self.logger.log_eval(version, values)
-            self._tell_finding()
+            self._tell_findings()
             self._evals_to_tell |= values
 
     def skipped_eval(self, version: int, reason: str) -> None:
@@ -278,7 +294,7 @@ class RunLog:
         values |= self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values, report.examples)
-        self._tell_finding()
+        self._tell_findings()
         evals, self._evals_to_tell = self._evals_to_tell, {}
         self._on_step(report.version, values | evals)
 
@@ -318,6 +334,8 @@ class RunLog:
             summary["failed_groups"] = self._num_failed
         if self.ended:
             summary["ended"] = self.ended
+        if alarms := self.alarms.sentence():
+            summary["alarms"] = alarms
         if seconds > 0:
             usage = self.timeline.usage_of_run()
             summary |= {key: value for key in usage.metrics() if (value := figures.get(key)) is not None}

@@ -28,6 +28,7 @@ from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.judges import Judges
 from async_rl.driver.restart_limit import RestartLimit
+from async_rl.driver.run_alarms import RunAlarms
 from async_rl.driver.run_guard import RunGuard
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.server_memory import ServerMemory
@@ -71,6 +72,7 @@ class Supervisor:
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
         self.guard = RunGuard(config, processes, log, log.guard, self.watchdog) if log.guard else None
+        self.alarms = RunAlarms(config, processes, log, self.watchdog)
         self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
 
     def train(
@@ -301,6 +303,7 @@ class Supervisor:
             self._log.add(name, report)
             if self.guard:
                 self.guard.act()
+            self.alarms.act()
             if name == "learner/0":
                 self._on_learner_report(report)
             if self._tuner:

@@ -31,6 +31,8 @@ class Watchdog:
         self._questions: dict[str, asyncio.Task[Status | None]] = {}
         self.note = RUNNING
         """The state of the whole run: that it runs, or why it is paused."""
+        self.alarms = ""
+        """The alarms of the run in words; empty: there was none."""
 
     def begin(self, name: str) -> None:
         """Watch process `name`, which has just been started; count its silence from now on."""
@@ -75,7 +77,7 @@ class Watchdog:
             self._processes.place(name, self._statuses[name])
             for name in self._processes.actors if name in self._statuses
         ]
-        write_status(self._config.run_dir, known, note)
+        write_status(self._config.run_dir, known, note, self.alarms)
 
     def _silent(self, unanswered: Set[str]) -> list[tuple[str, AsyncRLError]]:
         """Return (name, error) of each process in `unanswered` that has been silent for too long.

@@ -37,6 +37,9 @@ class Advantage:
     """The advantages contain the truncated ratio to the behaviour policy already, so no correction is applied."""
     settings: Code | None = None
     """The class of the function's settings, which stand under algorithm.params: see Loss.settings."""
+    reads_ratios: bool = True
+    """`of_tokens` reads the log ratios. If it does not, the critic may be trained before the policy's pass, so that the
+    activations of the two are not in memory at the same time."""
     has_traces: bool = False
     """A reward reaches earlier tokens by the product of lam * min(1, rho), which the metric `vtrace/reach` reports."""
 
@@ -100,7 +103,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "remax": Advantage(of_group_and_baseline=f"{_ADVANTAGES}:remax"),
     "reinforce_pp": Advantage(of_returns=f"{_ADVANTAGES}:returns_to_go", discounts=True, whitens=True),
     "reinforce_pp_baseline": Advantage(of_group=f"{_ADVANTAGES}:dr_grpo", compares_group=True, whitens=True),
-    "gae": Advantage(of_tokens=f"{_ADVANTAGES}:gae", discounts=True),
+    "gae": Advantage(of_tokens=f"{_ADVANTAGES}:gae", discounts=True, reads_ratios=False),
     "vtrace": Advantage(of_tokens=f"{_ADVANTAGES}:vtrace", discounts=True, carries_correction=True, has_traces=True),
 }
 

@@ -35,6 +35,8 @@ class EngineEntry:
     """The values of weight_sync.staging, besides none, with which a server takes new weights while it samples."""
     rebuilds_weights: bool = False
     """A server makes whole weights of the parcels of a compact push (weight_sync.lora adapter, weight_sync.delta)."""
+    quantises_by: tuple[str, ...] = ()
+    """Flags of the server's program with which its weights have fewer bits than those that a push brings."""
     releases_memory: bool = False
     """A server can free the memory of weights and KV cache while the learner uses the GPU that they share."""
     max_tensor_parallel: int = 1
@@ -122,6 +124,7 @@ ENGINES: dict[str, EngineEntry] = {
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),
         rebuilds_weights=True,
+        quantises_by=("quantization",),
         releases_memory=True,
         max_tensor_parallel=0,
         attaches_to_url=True,
@@ -141,6 +144,7 @@ ENGINES: dict[str, EngineEntry] = {
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),
         rebuilds_weights=True,
+        quantises_by=("quantization",),
         max_tensor_parallel=0,
         sets_flags=(
             "model", "host", "port", "served-model-name", "tensor-parallel-size", "tokens-only", "generation-config",

@@ -23,7 +23,7 @@ from async_rl.config import CheckpointConfig, Config
 from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
-FORMAT = 3
+FORMAT = 4
 """The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
 STATE_FILE = "training_state.json"
 _OLD_STATE_FILE = "cut.json"  # of format 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,20 +13,21 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams import TRANSPORTS
 from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
-from async_rl.storage.model_folder import weight_files, weight_shapes
+from async_rl.storage.model_folder import weight_files
 
 RUN_BYTES = 2**30
 """Space for the logs and metrics of a run, besides its model and checkpoints."""
-BYTES_PER_PARAMETER = 12
-"""Bytes of a checkpoint for each trained parameter: the float32 weight and AdamW's two moments."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def check_disk(config: Config) -> None:
+def check_disk(config: Config, checkpoint_bytes: int) -> None:
     """Check that the run directory can be written and has the disk space that the run needs.
 
     A run needs RUN_BYTES, the checkpoints that exist at the same time, and copies of the model's files: one for the
     result, those of checkpoint.models_every_steps, and two for a weight transport that passes weights through folders.
+
+    Args:
+        checkpoint_bytes: the size of one checkpoint.
 
     Raises:
         ConfigError: the directory can't be written or has too little space.
@@ -39,26 +39,25 @@ def check_disk(config: Config) -> None:
     parent = existing_parent(config.run_dir)
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
-    count, each_bytes = _num_checkpoints(config), _checkpoint_bytes(config)
-    needed_bytes = run_bytes(config)
+    count, needed_bytes = _num_checkpoints(config), run_bytes(config, checkpoint_bytes)
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < needed_bytes:
         raise ConfigError(
             f"too little disk for a run in {config.run_dir}: {_gib(free_bytes)} free in {parent}, {_gib(needed_bytes)} "
-            f"needed, {_gib(count * each_bytes)} of it for {count} checkpoints ({BYTES_PER_PARAMETER} bytes a trained "
-            "parameter; while one is written, checkpoint.keep_last and keep_best others exist). Free some, "
-            "keep fewer, or set run.dir=... to another disk"
+            f"needed, {_gib(count * checkpoint_bytes)} of it for {count} checkpoints (trained weights in float32, and "
+            "what the optimizer keeps for them; while one is written, checkpoint.keep_last and keep_best others "
+            "exist). Free some, keep fewer, or set run.dir=... to another disk"
         )
 
 
-def run_bytes(config: Config) -> int:
+def run_bytes(config: Config, checkpoint_bytes: int) -> int:
     """Return the disk space that a run needs at most, see check_disk."""
     model = Path(config.model.path)
     model_bytes = sum(file.stat().st_size for file in weight_files(model)) if model.is_dir() else 0
     num_models = 3 if _may_write_model_folders(config) else 1
     if config.checkpoint.models_every_steps:
         num_models += config.run.steps // config.checkpoint.models_every_steps
-    return RUN_BYTES + num_models * model_bytes + _num_checkpoints(config) * _checkpoint_bytes(config)
+    return RUN_BYTES + num_models * model_bytes + _num_checkpoints(config) * checkpoint_bytes
 
 
 @contextlib.contextmanager
@@ -107,22 +106,5 @@ def _num_checkpoints(config: Config) -> int:
     return max(1, keep + 1 - len(there))
 
 
-def _checkpoint_bytes(config: Config) -> int:
-    lora_rank = config.model.lora.rank
-    shapes = _shapes(config.model.path)
-    if lora_rank:  # an upper bound, because not every matrix has an adapter
-        trained = sum(lora_rank * sum(shape) for shape in shapes if len(shape) == 2)
-    else:
-        trained = sum(map(math.prod, shapes))
-    if config.algorithm.advantage_entry.needs_critic:
-        trained += sum(map(math.prod, _shapes(config.critic.path or config.model.path)))
-    return BYTES_PER_PARAMETER * trained
-
-
-def _shapes(folder: str) -> list[list[int]]:
-    """Return the shapes of a model's tensors; [] if there is no such folder, which other checks report."""
-    return list(weight_shapes(Path(folder)).values()) if Path(folder).is_dir() else []
-
-
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_rl.config.learning import default_lr
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_names import SCHEME
 
@@ -110,6 +112,17 @@ def check_trainable(path: str | Path, key: str = "model.path") -> None:
             f"{key} {path}: a model of type {model.model_type} changes its logits by {changes[0]}, which the learner "
             "does not support: they must be output embeddings times last hidden state. Use e.g. a model of the Llama, "
             "Qwen, Mistral, Phi-3 or OLMo 2 family"
+        )
+
+
+def check_unquantised(path: str | Path, key: str) -> None:
+    """Raise ConfigError if the weights in `path`, the value of `key`, are quantised, which the learner can't load."""
+    model = _load_model_config(Path(path), key, ())
+    if quantised := getattr(model, "quantization_config", None):
+        raise ConfigError(
+            f"{key} {path} must have weights in float32, bfloat16 or float16; its config.json says that they are "
+            f"quantised ({dict(quantised).get('quant_method')}). The learner computes with the weights as they are "
+            "stored, and pushes them under their names. Take the model as it was before it was quantised"
         )
 
 
@@ -219,6 +232,18 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} is not a whole safetensors file: {error}. Copy or download it again") from None
     return shapes
+
+
+def policy_lr(config: Config) -> float:
+    """Return the policy's learning rate: learner.lr, or by the weights of the model in model.path where it is auto.
+
+    Raises:
+        ConfigError: learner.lr is auto, and the folder has no whole weight files.
+    """
+    if config.learner.lr != "auto":
+        return config.learner.lr
+    weights = sum(math.prod(shape) for shape in weight_shapes(Path(config.model.path)).values())
+    return default_lr(weights, has_adapters=config.model.lora.rank > 0)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -26,7 +26,7 @@ def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
     Raises:
         ConfigError: transformers can't build the model, or its files lack weights or hold weights of another shape.
     """
-    with _quiet():
+    with quiet_loading():
         try:
             lm, loaded = _HEADS.get(key, AutoModelForCausalLM).from_pretrained(
                 path, device_map="meta", attn_implementation=attn_implementation, output_loading_info=True,
@@ -52,7 +52,7 @@ def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Keep the progress bars and tables of weights of transformers from the terminal within the block."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

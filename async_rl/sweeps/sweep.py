@@ -257,6 +257,8 @@ def train_command(sweep: Sweep, cell: Cell) -> list[str]:
 
 def plan_of(sweep: Sweep) -> str:
     """Return what the sweep would do: its cells, how many at once and where, the time and the disk, as text."""
+    from learner.memory.optimizer_state import checkpoint_bytes
+
     cells, configs = checked_cells(sweep)
     places = places_here(configs[cells[0].name], sweep.parallel)
     progress = Progress.of(cells, len(places))
@@ -269,7 +271,8 @@ def plan_of(sweep: Sweep) -> str:
         elif is_locked(cell.folder):
             state = "is trained by another process"
         rows.append([cell.name, state])
-    needed = sum(run_bytes(configs[cell.name]) for cell in progress.pending)
+    of_cells = [configs[cell.name] for cell in progress.pending]
+    needed = sum(run_bytes(config, checkpoint_bytes(config)) for config in of_cells)
     free = shutil.disk_usage(existing_parent(sweep.folder)).free
     lines = [
         f"{len(cells)} cells, {len(progress.pending)} to do, {len(places)} at once: {'; '.join(map(str, places))}",

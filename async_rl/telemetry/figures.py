@@ -72,7 +72,7 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     (r"(batch|rollout|endpoint)/.+|push/bytes|.+/(skipped_steps|skipped_batches|early_stops)", FigureKind("sum")),
     # states and counts since the start of the run
     (r"buffer/(depth|running|held|used|slots_held)", BY_STEPS),
-    (r"(buffer|eval|late|version)/.+|.+/lr|kl/coef|auto/.+", FigureKind("last")),
+    (r"(buffer|difficulty|eval|late|version)/.+|.+/lr|kl/coef|auto/.+", FigureKind("last")),
 )
 """The kind of each metric by a regular expression of its key; the first one that fits counts, and else BY_STEPS."""
 

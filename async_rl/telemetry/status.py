@@ -47,14 +47,16 @@ class Status:
         return self.told_s - self.since_s
 
 
-def write_status(run_dir: Path, statuses: Sequence[Status], note: str) -> None:
+def write_status(run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "") -> None:
     """Replace `run_dir/status.json` by the given statuses.
 
     Args:
         note: the state of the whole run: `running`, `paused` and why, or how it ended.
+        alarms: the alarms of the run in words; empty: there was none.
     """
     partial = run_dir / "status.json.partial"
-    partial.write_text(json.dumps({"note": note, "time_s": time.time(), "processes": [asdict(s) for s in statuses]}))
+    saved = {"note": note, "alarms": alarms, "time_s": time.time(), "processes": [asdict(s) for s in statuses]}
+    partial.write_text(json.dumps(saved))
     os.replace(partial, run_dir / "status.json")
 
 
@@ -78,6 +80,8 @@ def format_status(run_dir: Path) -> str:
     now_s = time.time()
     age_s = now_s - saved["time_s"]
     text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
+    if saved.get("alarms"):  # a status of an earlier version has none
+        text += f"{saved['alarms']}\n"
     if saved["note"] == NORMAL_END:
         return text
     if not goes_on(saved["note"]):

@@ -26,9 +26,11 @@ _SUMMARY_ROWS = (
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """Return the `summary` of a run as a table in text, with one line for each value that was measured."""
+    """Return the `summary` of a run as a table in text, with a line for each value that was measured, and the alarms.
+    """
     measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
     rows = [(label, form.format(summary[key])) for label, key, form in measured]
     label_width = max((len(label) for label, _ in rows), default=0)
     value_width = max((len(value) for _, value in rows), default=0)
-    return "\n" + "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)
+    table = "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)
+    return f"\n{table}" + (f"\n{summary['alarms']}\n" if summary.get("alarms") else "")

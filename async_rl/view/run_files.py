@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from async_rl.config.loading import dump_config, load_config
+from async_rl.config.changed_settings import changed_settings
 from async_rl.config.yaml_text import read_yaml
-from async_rl.errors import ConfigError
 from async_rl.storage.run_dir import resuming_since_s
 from async_rl.sweeps.cells import Bound
 from async_rl.telemetry.status import RUNNING, STALE_S, goes_on
@@ -127,6 +125,11 @@ class RunFiles:
         return RunState("stopped writing", text, processes)
 
     @property
+    def alarms(self) -> str:
+        """The alarms of the run in words; empty: there was none."""
+        return str(read_json(self.folder / "status.json").get("alarms", ""))
+
+    @property
     def time_left_s(self) -> float | None:
         """Seconds until the run's last step at its present pace; None if it does not run or the pace is not known."""
         pace_s = self.metrics.recent().get("time/step_s")
@@ -158,34 +161,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the settings of a configuration that differ from the defaults of its preset, as (key, value, default).
-
-    `...` stands for a missing default: the key is required, or another version of this program wrote it.
-    """
-    algorithm = config.get("algorithm")
-    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
-    fixed = ["model.path=none", "task.name=reasoning_gym/none"]
-    try:
-        text = dump_config(load_config(None, [*fixed, *([f"algorithm.preset={preset}"] if preset else [])]))
-    except ConfigError:
-        text = dump_config(load_config(None, fixed))
-    defaults = dict(leaves(read_yaml(text)[0]))
-    required = {"model.path", "task.name"}
-    found = [(key, value, ... if key in required else defaults.get(key, ...)) for key, value in leaves(config)]
-    is_set = [key not in required or value for key, value, _ in found]  # task.env and task.agent take no task.name
-    return [each for each, counts in zip(found, is_set, strict=True) if counts and each[1] != each[2]]
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of each value in nested mappings."""
-    found: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        is_section = isinstance(value, Mapping) and value
-        found += leaves(value, f"{prefix}{name}.") if is_section else [(f"{prefix}{name}", value)]
-    return found
 
 
 def _with_wait(entry: dict[str, Any]) -> dict[str, Any]:

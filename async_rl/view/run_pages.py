@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from async_rl.errors import ConfigError
+from async_rl.guard.signals import SIGNALS
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.view.answers import sibling
 from async_rl.view.charts import EPISODE_CHARTS, OVERVIEW_CHARTS, reward_charts, staleness_charts
@@ -71,17 +72,29 @@ def _live_facts(run: RunFiles) -> dict[str, Any]:
     metrics = run.metrics.refresh()
     alarms = []
     for key in metrics.keys:
-        if key.startswith(("alarm/", "guard/")):
+        if is_broken := _rule_of(run, key):
             values = metrics.values(key)
-            broken = [step for step, value in values.items() if value > 0]
-            is_on = bool(values) and list(values.values())[-1] > 0
+            broken = [step for step, value in values.items() if is_broken(value)]
+            is_on = bool(values) and is_broken(list(values.values())[-1])
             alarms.append({"name": key.partition("/")[2], "is_on": is_on, "broken": broken})
     figures = metrics.recent()
     return {
         "last": metrics.last, "figure": figures.get, "recent_steps": RECENT_STEPS, "alarms": alarms,
+        "alarm_text": run.alarms,
         "time_left_s": run.time_left_s, "summary": run.summary,
         "pace_s": figures.get("time/step_s"), "broken_lines": metrics.broken_lines, "bound": run.bound,
     }  # fmt: skip
+
+
+def _rule_of(run: RunFiles, key: str) -> Callable[[float], bool] | None:
+    """Return whether a value of the metric `key` is an alarm, as a function; None: it is neither alarm nor signal."""
+    kind, _, name = key.partition("/")
+    if kind == "alarm":
+        return lambda value: value > 0
+    limit = run.setting(f"guard.{name}_limit") if kind == "guard" and name in SIGNALS else None
+    if not isinstance(limit, int | float):  # such as guard/rule_correlation, which is no signal
+        return None
+    return (lambda value: value < limit) if SIGNALS[name].is_floor else (lambda value: value > limit)
 
 
 def overlap(request: Request) -> Response:

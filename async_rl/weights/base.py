@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,6 +73,9 @@ class WeightPublisher(ABC):
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
         self.push_limit = config.timeouts.limit("push_s")
+        """How long each part of a push may take; rank 0 may change it between two pushes."""
+        self.loses_slow_servers = False
+        """Whether a part of a push that takes longer costs the servers that hang, or all. If not, it is an error."""
         self.dtype = torch.uint8 if config.weight_sync.is_compact else serving_dtype(config, device.type)
         """The type in which tensors travel: that of the servers' weights, or bytes in a compact push."""
         self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
@@ -119,7 +123,7 @@ class WeightPublisher(ABC):
         """After a failed push, end the update at each server, which stays paused if it is.
 
         Returns:
-            The names of servers that did not answer within timeouts.push_s: they hang in the failed push.
+            The names of servers that did not answer within `push_limit`: they hang in the failed push.
         """
         return self.tell_servers(lambda admin: admin.end_update(), self.servers)
 
@@ -143,7 +147,7 @@ class WeightPublisher(ABC):
         Raises:
             WeightSyncError: a live server refused the weights, or did not load some; it stays paused and must not be
                 used.
-            WaitTimeoutError: after `timeouts.push_s`, with every server alive.
+            WaitTimeoutError: after `push_limit`, with every server alive, unless `loses_slow_servers`.
         """
         tensors = iter(named_tensors)
         if self.config.shares_gpus and self.device.type == "cuda":
@@ -183,6 +187,8 @@ class WeightPublisher(ABC):
                 not lost and isinstance(error, WeightSyncError)
                 and self._changes is not None and self._changes.is_sparse
             )
+            if not lost and self.loses_slow_servers and isinstance(error, WaitTimeoutError):
+                lost = self.give_up() or tuple(self.servers)
             if not (lost or repeats):
                 raise
             self._remove(lost)
@@ -221,31 +227,31 @@ class WeightPublisher(ABC):
         return start_together(self.calls(call), self.push_limit, what)()
 
     def tell_servers(self, call: Callable[[ServerAdmin], None], names: Iterable[str]) -> tuple[str, ...]:
-        """Make `call` for the named servers in parallel, and return when all calls have ended; refusals are ignored.
+        """Make `call` for the named servers in parallel, and wait for the answers; refusals are ignored.
 
         Returns:
-            The names of the servers that did not answer within timeouts.push_s.
+            The names of the servers that did not answer within `push_limit`.
         """
-
-        def has_answered(admin: ServerAdmin) -> bool:
-            try:
-                call(admin)
-            except WeightSyncError:
-                return True
-            except WaitTimeoutError:
-                return False
-            return True
-
+        answered: set[str] = set()
         names = tuple(names)
-        return tuple(name for name, done in zip(names, self._call_all(has_answered, names), strict=True) if not done)
+
+        def tell(name: str) -> None:
+            with suppress(WaitTimeoutError):
+                with suppress(WeightSyncError):
+                    call(self.admin(name))
+                answered.add(name)
+
+        with suppress(WaitTimeoutError):
+            start_together({name: partial(tell, name) for name in names}, self.push_limit, "end of a push")()
+        return tuple(name for name in names if name not in answered)
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             del self.servers[name]
 
-    def _call_all(self, call: Callable[[ServerAdmin], Any], names: Iterable[str] | None = None) -> list[Any]:
-        """Make `call` for the named servers, or all, in parallel; return the results when all calls have ended."""
-        admins = [self.admin(name) for name in (self.servers if names is None else names)]
+    def _call_all(self, call: Callable[[ServerAdmin], Any]) -> list[Any]:
+        """Make `call` for all servers in parallel; return the results when all calls have ended."""
+        admins = [self.admin(name) for name in self.servers]
         with ThreadPoolExecutor(max(1, len(admins))) as threads:
             return list(threads.map(call, admins))
 

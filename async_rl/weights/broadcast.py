@@ -56,7 +56,7 @@ class BroadcastPublisher(BucketPublisher):
         self.group_name = f"weights-{time.time_ns()}"
         host, tp = self.config.network.host, self.config.placement.rollout.tp
         world_size = 1 + len(self.servers) * tp
-        limit = self.config.timeouts.limit("push_s")
+        limit = self.push_limit
         # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
         listener = open_listener(host, self.config.network.port_range)
         self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds), listener)

@@ -64,7 +64,7 @@ _IMPORT_PAST = (
 
 
 class Journal:
-    """Collects what is given to `record`, `record_group` and `record_move`. `commit` writes all of it to the file.
+    """Collects what is given to the `record` methods. `commit` writes all of it to the file.
 
     The payload of a trained or dropped group is kept for `keep_steps` versions; -1: for ever. Every method raises
     AsyncRLError if the file can't be read or written, the constructor also if it has another schema version.
@@ -77,6 +77,7 @@ class Journal:
         self._arrived = ArrivedRows()
         self._facts: dict[int, GroupFacts] = {}  # [group_id] of groups that arrived since the last commit
         self._moves: list[tuple[int, int, str]] = []
+        self._streaks: dict[int, int | None] = {}
         self._scalars: dict[str, Any] = {}
         with self._reporting_errors():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,8 +89,8 @@ class Journal:
             self._db.executescript(SCHEMA)
             self._open_payloads()
 
-    def load(self) -> tuple[list[StoredGroup], dict[str, Any]] | None:
-        """Return (rows of the live groups, the store's scalars), or None if nothing was committed.
+    def load(self) -> tuple[list[StoredGroup], dict[str, Any], list[tuple[int, int]]] | None:
+        """Return (rows of the live groups, the store's scalars, streaks of prompts), or None if nothing was committed.
 
         Live groups are those that were neither dropped nor trained on for the last time.
         """
@@ -107,8 +108,9 @@ class Journal:
                 _row(values, tuple(uses.get(values["group_id"], ())), self._payload(values["group_id"]))
                 for values in _by_name(self._db).execute(f"SELECT * FROM groups WHERE {live}")
             ]
+            streaks = self._db.execute("SELECT position, streak FROM streaks WHERE streak IS NOT NULL").fetchall()
         self._scalars = json.loads(found[0])
-        return rows, self._scalars
+        return rows, self._scalars, streaks
 
     def import_past(self, past: Path, saved: TrainingState) -> None:
         """Copy into a new journal, from the one at `past`, the groups trained or dropped before the checkpoint `saved`.
@@ -149,6 +151,10 @@ class Journal:
         """Add that `slots` groups may hold a slot since `version` is served, and why."""
         self._moves.append((version, slots, reason))
 
+    def record_streak(self, position: int, streak: int | None) -> None:
+        """Add that the question at this position has this streak now (task.difficulty); None: it is forgotten."""
+        self._streaks[position] = streak
+
     def commit(self, scalars: dict[str, Any]) -> None:
         """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
         if not self._rows and not self._moves and scalars == self._scalars:
@@ -181,6 +187,7 @@ class Journal:
             )
             execute("DELETE FROM payloads WHERE group_id = ?", pruned)
             execute("REPLACE INTO moves VALUES (?, ?, ?)", self._moves)
+            execute("REPLACE INTO streaks VALUES (?, ?)", list(self._streaks.items()))
             self._db.execute("REPLACE INTO state VALUES (0, ?)", (json.dumps(scalars),))
             self._db.execute("COMMIT")
             self._files.remove([self._kept.pop(group_id) for group_id, in pruned])
@@ -188,6 +195,7 @@ class Journal:
         self._arrived.clear()
         self._facts.clear()
         self._moves.clear()
+        self._streaks.clear()
         self._scalars = scalars
 
     def close(self) -> None:

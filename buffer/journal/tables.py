@@ -8,6 +8,8 @@
     uses       one line for each batch that a group was trained in
     payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
                Config.journal_kept_steps versions
+    streaks    one line for each prompt of which a group arrived, with task.difficulty: its position in the task, and
+               the number of its last groups in a row that were all right (> 0) or all not right (< 0)
     moves      one line for each move of the number of slots (staleness.depth: auto): from which version on, and why
     state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
 
@@ -80,6 +82,7 @@ def _create(table: str) -> str:
 _DEFINITIONS = "".join(map(_create, TABLES)) + """
 CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
+CREATE TABLE IF NOT EXISTS streaks (position INTEGER PRIMARY KEY, streak INTEGER);
 CREATE TABLE IF NOT EXISTS moves (version INTEGER PRIMARY KEY, slots INTEGER, reason TEXT);
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
 CREATE VIEW IF NOT EXISTS trained AS

@@ -35,6 +35,7 @@ from buffer.stored_group import Arrival
 
 MAX_WAIT_S = 60.0
 MAX_ACKNOWLEDGED = 2**20
+MAX_SOURCES = 2**16
 LEARNER = "learner"
 
 
@@ -165,12 +166,17 @@ class Operations:
         match request.op:
             case "admit":
                 worker, max_groups = self._worker(fields), fields.integer("max_groups", 1, 2**20)
+                if self.store.draw and not self.store.draw.knows_order:
+                    raise WireError("op: got admit, allowed prompts before it, with task.difficulty")
                 last_id, last_result = self._last_grant.get(worker, (-1, {}))
                 if request.id == last_id:
                     return last_result
                 self._park("admit", worker, identity, request, max_groups=max_groups)
                 self._seen_workers.add(worker)
                 return None
+            case "prompts":
+                self._worker(fields)
+                self._learn_prompts(fields)
             case "aborts":
                 worker, acknowledged = self._worker(fields), fields.items("acknowledged", 0, MAX_ACKNOWLEDGED)
                 if not all(type(group_id) is int for group_id in acknowledged):
@@ -212,6 +218,14 @@ class Operations:
             self._replies.append(reply)
         reply.ids.append(request_id)
         reply.result["flat_groups"] = self.store.num_flat
+
+    def _learn_prompts(self, fields: Fields) -> None:
+        sources = fields.items("sources", 1, MAX_SOURCES)
+        for source in sources:
+            if not (isinstance(source, list) and [type(each) for each in source] == [int, int] and min(source) > 0):
+                raise fields.refuse("sources", "a list of pairs of whole numbers above 0")
+        if self.store.draw:
+            self.store.draw.learn([(size, per_epoch) for size, per_epoch in sources], self.store.state.prompts)
 
     def _worker(self, fields: Fields) -> str:
         worker = fields.text("worker")

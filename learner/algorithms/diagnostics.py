@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.telemetry.metrics import Metric, Reduction
-from async_rl.types import Batch, Row
+from async_rl.types import Batch
 from learner.algorithms.losses import kl_k1, kl_k3
 from learner.algorithms.masked_ops import bounded_exp, sum_by_row
+from learner.algorithms.repetition import distinct_fraction, repeated_fraction
 from learner.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import ResponseTokens
 
@@ -269,12 +270,6 @@ def rule_metrics(by_rule: Batch, by_model: Batch) -> list[Metric]:
     return metrics
 
 
-def distinct_fraction(rows: Sequence[Row]) -> float:
-    """Return the share of distinct tokens among the trained ones of an episode; 1 if there are none."""
-    tokens = np.concatenate([row.tokens[row.mask] for row in rows])
-    return len(np.unique(tokens)) / len(tokens) if len(tokens) else 1.0
-
-
 def batch_metrics(batch: Batch) -> list[Metric]:
     """Return reward, staleness and length metrics of episodes, and the buffer's counters.
 
@@ -297,6 +292,8 @@ def batch_metrics(batch: Batch) -> list[Metric]:
         "response/distinct_fraction": np.mean([distinct_fraction(rows) for rows in episodes]),
         **batch.counters,
     }
+    if (repeated := repeated_fraction(batch)) is not None:
+        values["response/repeated_fraction"] = repeated
     if any(group.episodes for group in batch.groups):
         values["response/timeout_fraction"] = finish_reasons.count("timeout") / len(episodes)
         values["episode/rows"] = sum(map(len, episodes)) / len(episodes)

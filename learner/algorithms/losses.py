@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config.algorithm import ClipConfig, DppoTvSettings, PpoClipSettings
+from async_rl.errors import AsyncRLError
 from learner.algorithms.masked_ops import MAX_LOG_RATIO, bounded_exp, mean_by_row
 
 
@@ -136,3 +137,19 @@ def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """
     log_ratio = other - logprobs
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - log_ratio
+
+
+def check_output(output: LossOutput, name: str, trained: Tensor) -> None:
+    """Check what the loss `name` returned: a tensor of another shape would be summed up wrongly, in silence.
+
+    Raises:
+        AsyncRLError: a tensor is not [N], as `trained` is.
+    """
+    metrics = {f"metrics[{name!r}]": value for name, value in output.metrics.items()}
+    for part, value in {"loss": output.loss, "clipped": output.clipped, **metrics}.items():
+        if getattr(value, "shape", None) != trained.shape:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.50}"
+            raise AsyncRLError(
+                f"algorithm.loss {name}: {part} of its LossOutput must be a tensor with a value for each token, "
+                f"[{len(trained)}], got {got}. The caller sums over tokens and divides"
+            )

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.errors import AsyncRLError
 from async_rl.seams import find_entry
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, Group
@@ -38,7 +37,7 @@ from learner.algorithms.diagnostics import (
     add_offpolicy,
     add_policy,
 )
-from learner.algorithms.losses import LossInputs, LossOutput, kl_k1, kl_k2, kl_k3, value_loss
+from learner.algorithms.losses import LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
 from learner.algorithms.token_advantages import critic_advantages, penalty_to_go, whitens_at_start
 from learner.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
@@ -105,6 +104,11 @@ class Objective:
         the pass with gradient gives them: with one optimizer step a batch and no dropout the two passes agree."""
         self.computes_values = takes_several or self._whitens_at_start
         """Whether a forward pass at step start computes the old values, if there is a critic."""
+        computed = self.computes_proximal and algorithm.proximal != "interpolate"
+        self._knows_proximal = self._whitens_at_start or computed
+        reads_policy = self.advantage.reads_ratios or algorithm.kl.kind == "k1_reward"
+        self.trains_critic_first = self._knows_proximal or not reads_policy
+        """Whether the critic's targets are known before the pass of the policy with gradient."""
         self.needs_reference = algorithm.kl.kind != "none"
 
     def restore(self, kl_coef: float) -> None:
@@ -174,7 +178,7 @@ class Objective:
             logprobs=logprobs, centre=response.behaviour if algorithm.proximal == "behaviour" else proximal,
             advantages=advantages, trained=trained, rows=rows, count=count, clip=algorithm.clip,
         ))
-        _check_output(output, algorithm.loss, trained)
+        check_output(output, algorithm.loss, trained)
         weights, truncated = self._weights(log_rho, advantages, response)
         weights = weights / minibatch.mean_weight
         dropped = beyond_m2po(log_rho, response.places, minibatch.m2po_limit)
@@ -190,15 +194,25 @@ class Objective:
         if self._divides_by_length:
             loss = loss / response.counted.clamp(min=1)[rows]
 
-        critic = None
-        if values is not None:
-            errors = value_loss(values, _computed(old_values), _computed(returns), self.config.critic.value_clip)
-            critic = torch.where(trained, errors, 0.0).sum()
+        critic = None if values is None else self._value_loss(micro, values, _computed(old_values), returns)
         return MicroBatchLosses(
             policy=loss.sum(), critic=critic, logprobs=logprobs, proximal=proximal, log_rho=log_rho,
             advantages=advantages, output=output, weights=weights, truncated=truncated, dropped=dropped,
             old_values=old_values, returns=returns,
         )
+
+    def critic_loss(
+        self, micro: MicroBatch,
+        values: Tensor,  # [N] of the critic, with gradient
+    ) -> Tensor:
+        """Return the `critic` of `losses` without the policy's logprobs. Only for `trains_critic_first`."""
+        proximal = _computed(micro.proximal) if self._knows_proximal else micro.response.behaviour  # nothing reads it
+        old_values = values.detach() if micro.values is None else micro.values
+        return self._value_loss(micro, values, old_values, self._advantages(micro, proximal, old_values)[1])
+
+    def _value_loss(self, micro: MicroBatch, values: Tensor, old_values: Tensor, returns: Tensor | None) -> Tensor:
+        errors = value_loss(values, old_values, _computed(returns), self.config.critic.value_clip)
+        return torch.where(micro.response.trained, errors, 0.0).sum()
 
     def add_statistics(
         self, sums: MetricAccumulator, micro: MicroBatch, losses: MicroBatchLosses,
@@ -313,22 +327,6 @@ class Objective:
         if not self._correction.is_applied:
             return torch.ones_like(log_rho), truncated
         return raw.clamp(correction.floor, correction.cap), truncated
-
-
-def _check_output(output: LossOutput, name: str, trained: Tensor) -> None:
-    """Check what the loss `name` returned: a tensor of another shape would be summed up wrongly, in silence.
-
-    Raises:
-        AsyncRLError: a tensor is not [N], as `trained` is.
-    """
-    metrics = {f"metrics[{name!r}]": value for name, value in output.metrics.items()}
-    for field, value in {"loss": output.loss, "clipped": output.clipped, **metrics}.items():
-        if getattr(value, "shape", None) != trained.shape:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.50}"
-            raise AsyncRLError(
-                f"algorithm.loss {name}: {field} of its LossOutput must be a tensor with a value for each token, "
-                f"[{len(trained)}], got {got}. The caller sums over tokens and divides"
-            )
 
 
 def _computed(tensor: Tensor | None) -> Tensor:

@@ -3,11 +3,11 @@
 Sizes of weights are those of the model folders. The memory of forward and backward passes is measured with tensors
 without data, see activations.py. The peak is that of the fullest moment of a step:
 
-    loss       weights, moments, gradients of earlier micro-batches, activations of a full micro-batch, and the logits
-               with the gradient of the output head, or the backward pass of the last block
+    loss       weights, optimizer state, gradients of earlier micro-batches, activations of a full micro-batch, and the
+               logits with the gradient of the output head, or the backward pass of the last block
     embedding  in place of activations the gradients of what is no block, among them the embeddings, before they are
                split over the ranks
-    push       weights, moments, two buckets and the largest weight, gathered
+    push       weights, optimizer state, two buckets and the largest weight, gathered
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from async_rl.storage.model_loading import load_without_weights
 from async_rl.weights.base import serving_dtype
 from learner.algorithms.objective import Objective
 from learner.memory.activations import PassMemory, measure_pass
+from learner.memory.optimizer_state import MASTER_BYTES, state_bytes
 from learner.models import token_scores
+from learner.models.frozen import freeze
 from learner.models.lora import add_adapters
 from learner.models.policy import layout_of
 
-_MASTER = 4
-"""Bytes of a float32 number: master weights, their gradients, and each of AdamW's two moments."""
 PROCESS_BYTES = {"cpu": 0, "cuda": 3 * 2**29}
 """Memory of a process with a GPU before it holds a tensor: the CUDA context and NCCL's buffers. An estimate, on a GPU
 it was never measured; on a CPU only tensors are counted."""
@@ -44,6 +44,8 @@ class NetworkSizes:
     """How many it has without adapters."""
     trained: int
     """How many of the parameters are trained; with adapters only these."""
+    state: int
+    """The bytes that the optimizer keeps for them."""
     rest: int
     """How many are in no transformer block: embeddings, output head and the last norm."""
     block: int
@@ -95,7 +97,9 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
     base = sum(parameter.numel() for parameter in lm.parameters())
     if role == "policy" and config.model.lora.rank:
         add_adapters(lm, config.model.lora)
-    is_trained = role in ("policy", "critic")
+    if role == "policy" and config.model.frozen:
+        freeze(lm, config.model.frozen)
+    shapes = [p.shape for p in lm.parameters() if p.requires_grad] if role in ("policy", "critic") else []
     sizes = {id(parameter): parameter.numel() for parameter in lm.parameters()}
     names = set(lm._no_split_modules or ())
     blocks = [module for module in lm.modules() if type(module).__name__ in names]
@@ -103,7 +107,7 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
     head = lm.get_output_embeddings() if role in ("policy", "reference") else None
     return NetworkSizes(
         role=role, config=lm.config, parameters=sum(sizes.values()), base=base,
-        trained=sum(p.numel() for p in lm.parameters() if p.requires_grad) if is_trained else 0,
+        trained=sum(shape.numel() for shape in shapes), state=state_bytes(config.learner, shapes),
         rest=sum(sizes.values()) - sum(in_blocks), block=max(in_blocks, default=0), largest=max(sizes.values()),
         head=head.weight.numel() if head is not None else 0,
     )
@@ -121,6 +125,7 @@ class RankMemoryEstimate:
         self._device_type = device_type
         self.dtype = serving_dtype(config, device_type)
         self.networks = networks_of(config)
+        self._trains_critic_first = Objective(config).trains_critic_first
         self._passes: dict[tuple[str, bool], PassMemory] = {}
 
     def measure(self, network: NetworkSizes, checkpoints: bool) -> PassMemory:
@@ -173,14 +178,16 @@ class RankMemoryEstimate:
         fixed = held + gathered + PROCESS_BYTES[self._device_type]
         earlier = gradients if of_rank > rows else 0  # with a single micro-batch there are none yet
         loss, embedding = 0.0, 0.0
-        for network in trained:
-            alive = sum(kept.values()) if network.role == "critic" else kept["policy"]  # the critic goes first
+        for network in trained:  # the critic goes first
+            together = network.role == "critic" and not self._trains_critic_first
+            alive = sum(kept.values()) if together else kept[network.role]
             scores = self._scores(network, rows * config.longest_tokens // self._slices)
             parts[f"{network.role}: logits and head"] = scores
             block = rows * (passes[network.role].peak - passes[network.role].kept)
             block += self._unsharded(network.block, split)
-            loss = max(loss, fixed - gradients + earlier + alive + max(scores, block))
-            others = alive - kept[network.role]
+            there = earlier or (parts.get("critic: gradients", 0) if network.role == "policy" else 0)
+            loss = max(loss, fixed - gradients + there + alive + max(scores, block))
+            others = sum(kept.values()) - kept[network.role] if together else 0.0
             embedding = max(embedding, fixed + others + self._unsharded(network.rest // self._slices, split))
         buffers = self._push(split)
         parts["push buffers"] = buffers
@@ -188,7 +195,10 @@ class RankMemoryEstimate:
         if self._device_type == "cpu":  # there they are kept from push to push
             loss, embedding = loss + self._buckets(), embedding + self._buckets()
         parts["process"] = PROCESS_BYTES[self._device_type]
-        copies = sum(3 * _MASTER * network.trained // split for network in trained)
+        copies = sum(
+            (MASTER_BYTES * network.trained + network.state + self._average_bytes(network)) // split
+            for network in trained
+        )
         host["checkpoint being written"] = copies
         peaks = {"loss": round(loss), "embedding": round(embedding), "push": push}
         return RankMemory(parts=parts, host=host, peaks=peaks)
@@ -204,9 +214,16 @@ class RankMemoryEstimate:
             offloads = network.role == "reference" and self._config.reference.offload
             yield "weights", self.dtype.itemsize * network.parameters // split, offloads
             return
-        yield "weights", _MASTER * network.parameters // split, offload == "all"
-        yield "gradients", _MASTER * network.trained // split, offload == "all"
-        yield "moments", 2 * _MASTER * network.trained // split, offload in ("moments", "all")
+        yield "weights", MASTER_BYTES * network.parameters // split, offload == "all"
+        yield "gradients", MASTER_BYTES * network.trained // split, offload == "all"
+        yield "optimizer state", network.state // split, offload in ("moments", "all")
+        if average_bytes := self._average_bytes(network):
+            yield "average", average_bytes // split, offload == "all"
+
+    def _average_bytes(self, network: NetworkSizes) -> int:
+        """Return the bytes of the moving average of a network's weights (learner.ema_decay)."""
+        has_average = network.role == "policy" and self._config.learner.ema_decay
+        return MASTER_BYTES * network.trained if has_average else 0
 
     def _gathered(self, network: NetworkSizes, split: int) -> int:
         """Return the bytes of weights in the compute type: those of no block stay gathered, and a block or three."""
@@ -215,7 +232,7 @@ class RankMemoryEstimate:
 
     def _unsharded(self, parameters: int, split: int) -> int:
         """Return the bytes of gradients before they are split: in the compute type, and as float32 to be summed."""
-        copies = _MASTER if split > 1 or self.dtype.itemsize != _MASTER else 0
+        copies = MASTER_BYTES if split > 1 or self.dtype.itemsize != MASTER_BYTES else 0
         return parameters * (self.dtype.itemsize + copies) if self._trains_all else 0
 
     @property
@@ -236,10 +253,10 @@ class RankMemoryEstimate:
         if not network.head:
             return 0
         limit = token_scores.LOGITS_BYTES[self._device_type]
-        wanted, narrow = 4 * tokens * -(-network.config.vocab_size // self._slices), self.dtype.itemsize < _MASTER
+        wanted, narrow = 4 * tokens * -(-network.config.vocab_size // self._slices), self.dtype.itemsize < MASTER_BYTES
         logits = min(wanted, limit)
         is_summed = self._slices > 1 or (narrow and wanted > limit)
-        head = network.head // self._slices * (_MASTER + self.dtype.itemsize if is_summed else self.dtype.itemsize)
+        head = network.head // self._slices * (MASTER_BYTES + self.dtype.itemsize if is_summed else self.dtype.itemsize)
         return round(logits * (1.5 if narrow else 1.3)) + head * self._trains_all
 
     def _buckets(self) -> int:
@@ -250,7 +267,12 @@ class RankMemoryEstimate:
         return min(model_bytes, most) if self._device_type == "cpu" else most  # on a CPU what is not used is not there
 
     def _push(self, split: int) -> int:
-        """Return the bytes of the buckets and of the largest weight, gathered in float32 and then converted."""
-        gathered = _MASTER if split > 1 else 0
-        converted = self.dtype.itemsize if self.dtype.itemsize != _MASTER else 0
-        return self._buckets() + self.networks[0].largest * (gathered + converted)
+        """Return the bytes of the buckets and of the largest weight, which is converted and gathered.
+
+        Where it may have an adapter, it is gathered in float32, summed up with it, and then converted.
+        """
+        is_converted = self.dtype.itemsize != MASTER_BYTES
+        each = self.dtype.itemsize if is_converted or split > 1 else 0
+        if not self._trains_all:
+            each = MASTER_BYTES * (1 + (split > 1)) + self.dtype.itemsize * is_converted
+        return self._buckets() + self.networks[0].largest * each

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from async_rl.config import Config
 from async_rl.storage.model_folder import ROLES, weight_shapes
+from learner.memory.optimizer_state import MASTER_BYTES, state_bytes
 
 IN_TURNS_BYTES = 5 * 2**30
 """The bytes of a GPU that a server holds after it has let go of weights and KV cache: CUDA graphs, say. An estimate."""
@@ -40,13 +41,14 @@ def is_surely_small(config: Config, room: int) -> bool:
     """Return whether all networks of the learner, not split, and a full micro-batch need but a fraction of `room`."""
     paths = {config.model.path, *(getattr(config, key.partition(".")[0]).path for key in ROLES)} - {""}
     tokens, longest = config.learner.max_tokens_per_forward, config.longest_tokens
-    parameters = numbers = 0
+    held = numbers = 0
     for path in paths:
         shapes = weight_shapes(Path(path)).values()
-        parameters += 2 * sum(torch.Size(shape).numel() for shape in shapes)  # also as a critic or a reference
+        trained = 2 * MASTER_BYTES * sum(torch.Size(shape).numel() for shape in shapes)
+        held += 2 * (trained + state_bytes(config.learner, shapes))  # also as a critic or a reference
         model = AutoConfig.from_pretrained(path).get_text_config()
         layers, heads = model.num_hidden_layers, model.num_attention_heads
         widest = max(shape[-1] for shape in shapes if shape)
         pairs = longest * (3 * layers * heads if config.model.attn_implementation == "eager" else 4)
         numbers += 2 * tokens * (layers * max(40 * model.hidden_size, 12 * widest) + pairs)
-    return _SMALL * (16 * parameters + 4 * numbers) < room
+    return _SMALL * (held + 4 * numbers) < room

@@ -14,6 +14,7 @@ from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from async_rl.storage.hub import located
 from async_rl.storage.model_folder import writing
 from async_rl.weights.checkpoint_names import to_checkpoint
+from learner.checkpointing import AVERAGE, has_average
 from learner.models.loading import read_weights
 from learner.models.lora import merged_parameters
 from learner.models.policy import open_policy, write_folder
@@ -22,7 +23,8 @@ from learner.models.policy import open_policy, write_folder
 def export(source: str | Path, target: Path) -> Path:
     """Write the policy of `source`, a checkpoint or a run with one, to `target`, and return the checkpoint's path.
 
-    Weights get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
+    Its weights are the moving average if the checkpoint has one (learner.ema_decay), as those of run_dir/model. They
+    get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
 
     Raises:
         ConfigError: there is no checkpoint, or `target` holds something already or can't be written.
@@ -38,7 +40,8 @@ def export(source: str | Path, target: Path) -> Path:
     config = located(load_config(run_dir_of(checkpoint) / "config.yaml"), ["model.path"])
     policy = open_policy(config.model, torch.float32)
     read_weights(policy, policy.lm, "cpu")
-    tensors = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    kind = AVERAGE if has_average(checkpoint) else ""
+    tensors = {f"policy.{name}{kind}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     with writing(target):

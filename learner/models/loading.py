@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.checkpoint_names import Source, sources_of
+from learner.models.split_vocabulary import unfit_vocabulary
 from learner.optimizer import check_finite
 
 Start = Callable[[torch.Size], Tensor]
@@ -137,10 +138,6 @@ def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:
     mesh, own = weight.device_mesh, weight.to_local()
     shape, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
     if shape != own.shape:  # checkpoints find their rows by the same function
-        raise ConfigError(
-            f"learner.sequence_parallel must be 1 with {len(weight)} rows of embeddings on {mesh.size()} learner "
-            f"ranks: torch's checkpoints would take the {len(own)} rows of this rank for {shape[0]}. Or take another "
-            "number of ranks, or a model whose vocabulary they divide"
-        )
+        raise unfit_vocabulary(len(weight), mesh.size(), len(own), shape[0])
     if own.numel():  # the last ranks may have no rows
         own.copy_(read(slice(first, first + own.shape[0])))

@@ -84,20 +84,22 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
             layer.scaling[_ADAPTER] = value
 
 
-def merged_parameters(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_parameters(lm: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
     """Yield (transformers' name, whole tensor) of each parameter, with W + alpha / rank * B A in place of an adapted W.
 
-    Collective: all ranks gather one layer at a time. Tied parameters come once, under their first name.
+    Collective: all ranks gather one layer at a time. Tied parameters come once, under their first name. An adapted W is
+    summed in the type that it is kept in; all others are converted to `dtype` before they are gathered.
     """
     modules = dict(lm.named_modules())
     for name, parameter in lm.named_parameters():
         if ".lora_" in name:
             continue
-        whole = _gathered(parameter)
         layer = modules[name.rpartition(_FROZEN)[0]] if _FROZEN in name else None
         if isinstance(layer, LoraLayer) and name.endswith(".weight"):
             a, b = (_gathered(matrix.get_parameter(f"{_ADAPTER}.weight")) for matrix in (layer.lora_A, layer.lora_B))
-            whole = torch.addmm(whole, b, a, alpha=layer.scaling[_ADAPTER])
+            whole = torch.addmm(_gathered(parameter), b, a, alpha=layer.scaling[_ADAPTER]).to(dtype)
+        else:
+            whole = _gathered(parameter, dtype)
         yield name.replace(_FROZEN, ""), whole
 
 
@@ -146,11 +148,14 @@ class AdapterParcels:
             yield name + SUFFIX, adapter_parcel(a.cpu(), b.cpu(), scaling, self._dtype, self._base_sums[name])
 
 
-def _gathered(parameter: Tensor) -> Tensor:
+def _gathered(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole parameter on every rank, converted to `dtype` if that is given. Collective."""
     data: Any = parameter.detach()
     if not isinstance(data, DTensor):
-        return data
-    data = data.to(data.device_mesh.device_type)  # with learner.offload all, shards are in CPU memory
+        return data.to(dtype or data.dtype)
+    mesh = data.device_mesh
+    own = data.to_local().to(mesh.device_type, dtype or data.dtype)  # offloaded shards are in CPU memory
+    data = DTensor.from_local(own, mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride())
     placements = list(data.placements)
     for dim in range(len(placements)):  # one dimension at a time: torch warns where it gathers two in one go
         placements[dim] = Replicate()

@@ -154,8 +154,7 @@ def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, T
     """Yield (name, whole tensor) of all weights as model folders have them, see merged_parameters. Collective."""
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # a forward pass without a backward leaves the root's parameters gathered
-    merged = merged_parameters(policy.lm)
-    return to_checkpoint(policy.lm, ((name, tensor.to(dtype)) for name, tensor in merged))
+    return to_checkpoint(policy.lm, merged_parameters(policy.lm, dtype))
 
 
 def due_folders(config: Config, version: int, *, is_last: bool) -> list[Path]:

@@ -109,6 +109,8 @@ def read_verdict(value: Any) -> RewardResult:
 
 def _finite(value: Any, duty: str) -> float:
     try:
+        if isinstance(value, str):  # float would read "1.0", and take "nan" or an answer for a reward
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise RewardError(f"the reward function must {duty}, got {value!r:.200}") from None

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
 from async_rl.seams.extras import check_extra
 from async_rl.types import IntArray, Prompt
+from buffer.prompt_order import PromptOrder
 from rollout_server.question import Question
 from rollout_server.rewards.rules import NUMBER_RULES, find_number
 from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
@@ -40,7 +40,6 @@ class Task(ABC):
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         """Held while questions are made, not while they are tokenized."""
-        self._order = lru_cache(maxsize=4)(self._shuffled)
         self.eval_size = config.eval.size
         """The number of held-out questions that are asked for."""
         self.params = config.task.params
@@ -77,11 +76,15 @@ class Task(ABC):
 
         Each epoch of `num_prompts` indices holds every question once, in another order unless task.shuffle is false.
         """
-        epoch, place = divmod(index, self.num_prompts)
         with self._lock:
-            position = int(self._order(epoch)[place])
+            position = self.order.position(index)
             question = self.train_question(position)
         return self._encode(question, index, *self._place(position, is_held_out=False))
+
+    @cached_property
+    def order(self) -> PromptOrder:
+        """The order of the training prompts."""
+        return PromptOrder(self._sources(), self._seed, shuffles=self._config.shuffle)
 
     def eval_prompts(self) -> list[Prompt]:
         """Return the held-out prompts. The first call tokenizes them."""
@@ -140,10 +143,9 @@ class Task(ABC):
             data_row=data_row, origin=origin,
         )
 
-    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
-        if not self._config.shuffle:
-            return np.arange(self.num_prompts)
-        return np.random.default_rng([self._seed, epoch]).permutation(self.num_prompts)
+    def _sources(self) -> list[tuple[int, int]]:
+        """Return (number of questions, number of them in an epoch) of each source of training questions."""
+        return [(self.num_prompts, self.num_prompts)]
 
 
 TASKS = {

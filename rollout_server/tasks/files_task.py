@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from async_rl.config import Config, DataConfig
 from async_rl.errors import ConfigError
@@ -86,22 +85,8 @@ class FilesTask(Task):
         source, own, _ = self._at(position)
         return source.first_row + own, f"row {own} of {source.data.path}"
 
-    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the positions of an epoch: of each source as many as its weight says, the next ones in each epoch."""
-        parts = []
-        for index, (source, start) in enumerate(zip(self._train, self._starts, strict=False)):
-            size, count = len(source.questions), source.per_epoch
-            if count == size:
-                parts.append(start + np.arange(size))
-                continue
-            cycles, places = np.divmod(epoch * count + np.arange(count), size)
-            for cycle in np.unique(cycles):
-                order = np.arange(size)
-                if self._config.shuffle:
-                    order = np.random.default_rng([self._seed, index, cycle]).permutation(size)
-                parts.append(start + order[places[cycles == cycle]])
-        positions = np.concatenate(parts)
-        return positions[super()._shuffled(epoch)]
+    def _sources(self) -> list[tuple[int, int]]:
+        return [(len(source.questions), source.per_epoch) for source in self._train]
 
     def _held_out(self, sources: Sequence[_Source]) -> list[tuple[int, str, int, Question]]:
         """Return the first eval.size held-out questions, of several sources in turn, so that each has its share."""

@@ -31,7 +31,7 @@ FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int3
         ([b""], "message: 0 bytes"),
         ([b"\xc1rubbish"], "message: 8 bytes starting b'\\xc1rubbish'"),
         ([b"\x01"], "op: got 1, allowed one of admit"),
-        ([pack_request("explode", 77)], "op: got 'explode', allowed one of admit, put"),
+        ([pack_request("explode", 77)], "op: got 'explode', allowed one of admit, prompts, put"),
         ([pack_request("trained", 77)], "version: missing"),
         ([pack_request("trained", 77, version="1")], "version: got '1', allowed an integer"),
         ([pack_request("trained", 77, version=1)], "version: got 1, allowed the next after 0"),

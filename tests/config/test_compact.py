@@ -43,6 +43,14 @@ def test_compact_pushes_work_with_every_engine(
         ([*DELTA, "weight_sync.staging=host"], "weight_sync.delta must be false with weight_sync.staging host"),
         ([*DELTA, "rollout.server_url=http://there"], "weight_sync.delta must be false with rollout.server_url"),
         (
+            [*ADAPTER, "rollout.server_args={quantization: fp8}"],
+            "weight_sync.lora must be merged with quantization in rollout.server_args, got 'adapter'",
+        ),
+        (
+            [*DELTA, "rollout.engine=vllm", "rollout.server_args={quantization: fp8}"],
+            "weight_sync.delta must be false with quantization in rollout.server_args, got True",
+        ),
+        (
             [*ADAPTER, "rollout.engine=tests.extensions.engine:COUNTING"],
             "must be merged with rollout.engine tests.extensions.engine:COUNTING, got 'adapter'",
         ),

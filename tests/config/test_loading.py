@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.config import Config, CorrectionConfig
+from async_rl.config.keys_elsewhere import KEYS_ELSEWHERE, OF_SECTION
 from async_rl.config.loading import dump_config, load_config
 from async_rl.config.schema import RENAMED, _leaves
 from async_rl.errors import ConfigError
@@ -122,7 +124,9 @@ def test_an_empty_section_keeps_its_defaults(tmp_path: Path) -> None:
         ("staleness.max=-1", ["staleness.max must be greater than or equal to 0, got -1"]),
         ("run.seed=-1", ["run.seed must be greater than or equal to 0, got -1", "Engines take no others"]),
         ("run.seed=4294967296", ["run.seed must be less than 4294967296, got 4294967296"]),
-        ("learner.lr=.inf", ["learner.lr must be a finite number, got inf (command line). Only algo", "give"]),
+        ("critic.lr=.inf", ["critic.lr must be a finite number, got inf (command line). Only algo", "give"]),
+        ("learner.lr=fast", ["learner.lr must be a number or 'auto', got 'fast' (str) (command line). The policy's"]),
+        ("eval.temperature=-1", ["eval.temperature must be greater than or equal to 0 or 'rollout', got -1"]),
         ("critic.value_clip=.inf", ["critic.value_clip must be a finite number, got inf"]),
         ("run.seconds=.inf", ["run.seconds must be a finite number, got inf"]),
         ("model.lora.alpha=.inf", ["model.lora.alpha must be a finite number, got inf"]),
@@ -139,6 +143,33 @@ def test_a_bad_override_is_named_with_what_is_allowed(
 ) -> None:
     message = error_of(tmp_path, MINIMAL, override)
     assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("rollout.top_k=5", "there is none, because the logged logprobs"), ("model.revision=x", "OWNER/NAME@REVISION"),
+        ("run.epochs=3", "the length is run.steps batches"), ("learner.tp=2", "split over all ranks by FSDP2"),
+        ("learner.epochs=3", "Passes over one batch are algorithm.epochs"),
+        ("learner.beta=0.9", "did you mean learner.betas"),
+        ("num_generations=8", "it is rollout.group_size"), ("algorithm.beta=0.1", "is algorithm.kl.coef"),
+        ("model.trust_remote_code=true", "code that comes with a model is never run"),
+    ],
+)
+def test_a_name_of_another_package_is_answered_with_what_there_is_here(key: str, says: str, tmp_path: Path) -> None:
+    message = error_of(tmp_path, MINIMAL, key)
+    assert f"unknown key {key.partition('=')[0]} (command line); " in message and says in message
+
+
+def test_what_is_said_of_names_of_other_packages_names_keys_that_there_are() -> None:
+    leaves = {*_leaves(Config)}
+    names = {key.rpartition(".")[2] for key in leaves}
+    sections = {key.partition(".")[0] for key in leaves}
+    assert len(KEYS_ELSEWHERE) > 40 and not {*OF_SECTION} & leaves
+    for said in {*KEYS_ELSEWHERE.values(), *OF_SECTION.values()}:
+        told = re.findall(rf"(?<![\w.])(?:{'|'.join(sections)})\.\w[\w.]*\w", said)
+        assert {key for key in told if key not in leaves} == set(), said
+    assert names & {*KEYS_ELSEWHERE} == {"batch_size"}  # that of sft, which means something else than a learner's
 
 
 @pytest.mark.parametrize("key", RENAMED)
@@ -256,7 +287,7 @@ def test_an_error_names_the_override_or_the_preset_and_no_place_for_a_default(tm
 def test_all_errors_of_a_configuration_are_listed_at_once(tmp_path: Path) -> None:
     lines = error_of(tmp_path, MINIMAL, "run.steps=0", "learner.lr=-1", "eval.sizes=3").splitlines()
     assert [line.split(" (command")[0] for line in lines] == [
-        "run.steps must be greater than 0, got 0", "learner.lr must be greater than 0, got -1",
+        "run.steps must be greater than 0, got 0", "learner.lr must be greater than 0 or 'auto', got -1",
         "unknown key eval.sizes",
     ]
 

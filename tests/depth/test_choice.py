@@ -12,8 +12,8 @@ from async_rl.depth.choice import (
     best_of,
     compared,
     efficiency,
-    everywhere,
     forecast,
+    in_reach,
     near,
 )
 from async_rl.depth.simulate import GroupTime, Workload
@@ -39,7 +39,7 @@ def test_depths_are_tried_in_quarters_then_halves_then_whole_ones_up_to_the_ceil
 
 def test_where_few_groups_are_long_a_depth_of_two_beats_both_sides() -> None:
     """As in the report: best constant depth 2 with tools of 40 s. Below it the learner waits, above data are older."""
-    found = everywhere(PROSPECT)
+    found = in_reach(PROSPECT)
     best = best_of(found)
     assert 1.5 <= best.depth <= 2.5
     assert best.worth > 1.1 * found[1.0].worth
@@ -48,13 +48,13 @@ def test_where_few_groups_are_long_a_depth_of_two_beats_both_sides() -> None:
 
 def test_where_groups_are_equal_and_quick_depth_one_is_enough() -> None:
     quick = dataclasses.replace(TOOLS, groups=[GroupTime(4.0)])
-    assert best_of(everywhere(dataclasses.replace(PROSPECT, workload=quick))).depth <= 1
+    assert best_of(in_reach(dataclasses.replace(PROSPECT, workload=quick))).depth <= 1
 
 
 def test_without_a_cost_of_staleness_speed_alone_counts() -> None:
     free = dataclasses.replace(PROSPECT, kl_per_version=0.0)
     assert forecast(free, 2.0).efficiency == 1
-    assert best_of(everywhere(free)).depth >= best_of(everywhere(PROSPECT)).depth
+    assert best_of(in_reach(free)).depth >= best_of(in_reach(PROSPECT)).depth
 
 
 def test_with_lr_by_ess_a_depth_counts_less() -> None:
@@ -67,6 +67,13 @@ def test_near_depths_are_the_present_one_and_two_on_either_side() -> None:
     assert list(near(PROSPECT)) == [0.5, 0.75, 1, 1.25, 1.5]
     assert list(near(dataclasses.replace(PROSPECT, depth=8.0))) == [6, 7, 8]
     assert list(near(dataclasses.replace(PROSPECT, depth=3.25, lowest=3.0))) == [3, 3.25, 3.5, 4]
+
+
+def test_no_depth_is_simulated_that_a_move_may_not_reach() -> None:
+    free = dataclasses.replace(PROSPECT, kl_per_version=0.0, depth=0.5)
+    assert max(in_reach(free)) <= 1.5
+    assert max(in_reach(dataclasses.replace(free, depth=8.0))) == 8
+    assert min(in_reach(dataclasses.replace(free, depth=8.0))) == 0  # down it may go all the way
 
 
 def test_two_depths_are_compared_in_words() -> None:

@@ -20,19 +20,37 @@ PAGE = (ROOT / "docs" / "from-trl.md").read_text()
 ROWS = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
 
 
+def source_of(package: str, file: str) -> ast.Module:
+    """A source file, which is read and not imported, because importing TRL takes half a minute."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    return ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
+
+
+def settings_in(package: str, file: str) -> set[str]:
+    found = [each.target for each in ast.walk(source_of(package, file)) if isinstance(each, ast.AnnAssign)]
+    return {target.id for target in found if isinstance(target, ast.Name)}
+
+
+def own_names_of_trl() -> set[str]:
+    """The settings that GRPOConfig itself declares, and the arguments of GRPOTrainer but for the config."""
+    (trainer,) = (
+        each for each in ast.walk(source_of("trl", "trainer/grpo_trainer.py"))
+        if isinstance(each, ast.ClassDef) and each.name == "GRPOTrainer"
+    )
+    (start,) = (each for each in trainer.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+    arguments = {each.arg for each in start.args.args} - {"self", "args"}
+    return {name for name in settings_in("trl", "trainer/grpo_config.py") if not name.startswith("_")} | arguments
+
+
 def names_of_trl() -> set[str]:
-    """The settings of a GRPOConfig, read from the sources, because importing TRL takes half a minute."""
-    names = {"train_dataset", "eval_dataset"}  # of the trainer
-    for package, file in (
-        ("trl", "trainer/grpo_config.py"), ("trl", "trainer/base_config.py"), ("transformers", "training_args.py"),
-    ):  # fmt: skip
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.submodule_search_locations
-        tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
-        for each in ast.walk(tree):
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                names.add(each.target.id)
-    return names
+    return own_names_of_trl().union(
+        settings_in("trl", "trainer/base_config.py"), settings_in("transformers", "training_args.py")
+    )
+
+
+def told_names() -> set[str]:
+    return {name for cells in ROWS for name in re.findall(r"`(\w+)`", cells[1])}
 
 
 def settings_of_trl() -> dict[str, Any]:
@@ -42,9 +60,12 @@ def settings_of_trl() -> dict[str, Any]:
 
 
 def test_every_name_of_trl_on_the_page_is_a_setting_of_a_grpo_config() -> None:
-    told = {name for cells in ROWS for name in re.findall(r"`(\w+)`", cells[1])}
-    assert len(told) > 40
-    assert (told | settings_of_trl().keys()) - names_of_trl() == set()
+    assert len(told_names()) > 100
+    assert (told_names() | settings_of_trl().keys()) - names_of_trl() == set()
+
+
+def test_every_setting_of_a_grpo_config_and_argument_of_its_trainer_is_on_the_page() -> None:
+    assert own_names_of_trl() - told_names() == set()
 
 
 def test_every_key_of_ours_on_the_page_for_trls_users_exists() -> None:
@@ -76,6 +97,7 @@ def test_the_two_configurations_on_the_page_are_the_same(tmp_path: Path) -> None
         "gradient_checkpointing": learner.gradient_checkpointing,
     }
     assert same == {name: trl[name] for name in same}
+    assert (trl["use_bias_correction_kl"], algorithm.kl.kind) == (False, "k3_loss")
     assert (trl["lr_scheduler_type"], learner.decay_fraction) == ("constant_with_warmup", 0)
     assert (trl["loss_type"], algorithm.aggregation, algorithm.loss) == ("dapo", "token_mean", "ppo_clip")
     assert (trl["scale_rewards"], algorithm.advantage, algorithm.minibatches) == ("group", "grpo", 1)

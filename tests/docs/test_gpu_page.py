@@ -10,6 +10,7 @@ from async_rl.config.loading import load_config
 from benchmarks.what_fits import CASES, CONFIG, report
 from tests.kit.documents import DOCUMENTS, ROOT
 
+AUDIT = DOCUMENTS["docs/gpu-audit.md"]
 PAGE, RESULTS = DOCUMENTS["docs/gpu.md"], ROOT / "benchmarks" / "results" / "what_fits.md"
 
 
@@ -32,3 +33,9 @@ def test_the_settings_of_a_case_are_a_configuration(settings: tuple[str, ...]) -
 @pytest.mark.nightly
 def test_the_results_are_what_the_program_computes_now() -> None:
     assert report() == RESULTS.read_text()
+
+
+def test_the_tests_that_the_table_of_the_audit_names_are_there() -> None:
+    named = set(re.findall(r"`(tests/[a-z0-9_/]+\.py)`", AUDIT))
+    assert len(named) > 25
+    assert {file for file in named if not (ROOT / file).is_file()} == set()

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForSequenceClassification
 
 from async_rl.config import Config, JudgePlacement
 from async_rl.config.loading import load_config
+from learner.models.reward_model import RewardModel
+from learner.ranks import Ranks
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CodeSettings
@@ -19,8 +24,10 @@ from rollout_server.rewards.judge.rewards import ListSettings, PairSettings, Sco
 from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.sandbox import kernel
 from tests.kit.configs import changed
-from tests.kit.documents import DOCUMENTS, blocks
+from tests.kit.documents import DOCUMENTS, ROOT, blocks
 from tests.kit.judges import FakeJudge, verdicts
+from tests.kit.learner.batches import make_batch
+from tests.kit.models import save_bare_reward_model
 from tests.kit.rewards import told
 
 PAGE = DOCUMENTS["docs/rewards.md"]
@@ -94,12 +101,32 @@ def test_the_judge_of_the_page_on_servers_of_the_run_compares(folder: Path) -> N
     assert [each.reward for each in found] == [0.5, 0.5] and len(fake.asked) == 2
 
 
+def test_the_judge_of_the_page_ranks_a_group(folder: Path) -> None:
+    found, fake = judged(load(folder, EXAMPLES[4]), '{"ranking": [1, 3, 2]}', "x", "y", "z")
+    # in the other order the same numbers name z, x and y: x is 1st and 2nd, y 3rd twice, z 2nd and 1st
+    assert [each.reward for each in found] == [0.75, 0.0, 0.75] and len(fake.asked) == 2
+
+
+def test_the_reward_model_of_the_page_scores_in_the_place_of_the_rule(folder: Path, one_rank: None) -> None:
+    config = load(folder, EXAMPLES[5])
+    assert (config.task.reward, config.guard_action) == ("gsm8k", "warn")
+    path = save_bare_reward_model(folder / config.reward_model.path)
+    batch = make_batch()
+    ranks = Ranks(init_device_mesh("cpu", (1,)))
+    scored = RewardModel(config, torch.device("cpu"), torch.float32, ranks).score(batch)
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    group, found = batch.groups[0], scored.groups[0].rows[0]
+    row = torch.tensor([[*group.prompt_tokens.tolist(), *found.tokens.tolist()]])
+    model.config.pad_token_id = None  # then it reads the last token of a single sequence
+    assert found.reward == pytest.approx(model(row).logits.item(), rel=1e-5)
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
 def test_programs_are_scored_as_the_page_says(folder: Path) -> None:
     tests = json.dumps({"fn_name": "double", "inputs": ["1", "2"], "outputs": ["2", "4"]})
     (right, half) = scored(
-        load(folder, EXAMPLES[4]), tests, "```python\ndef double(x): return 2 * x\n```",
+        load(folder, EXAMPLES[6]), tests, "```python\ndef double(x): return 2 * x\n```",
         "```python\ndef double(x): return 2\n```",
     )  # fmt: skip
     assert (right.reward, half.reward) == (1, 0.5)
@@ -120,4 +147,18 @@ def test_every_setting_of_a_judge_is_on_the_page(settings: Any) -> None:
 
 
 def test_the_page_has_no_example_that_is_not_tested() -> None:
-    assert len(EXAMPLES) == 5 and len(blocks(PAGE, "python")) == 2
+    assert len(EXAMPLES) == 7 and len(blocks(PAGE, "python")) == 2
+
+
+def test_the_page_quotes_what_the_sandbox_was_measured_at() -> None:
+    rates, at_once, memory, killed = json.loads((ROOT / "benchmarks" / "results" / "sandbox.json").read_text())
+    found = {(row[0], row[1]): row for row in rates["rows"]}
+    text = " ".join(PAGE.split())
+    for number, words in (("4", "the fork server makes {} times"), ("1", "one at a time {}")):
+        assert words.format(found["fork server", number][3]) in text
+    slow = [found["namespaces", number][3] for number in ("4", "1")]
+    assert f"namespaces {slow[0]} times; one at a time 4.6 and {slow[1]} times" in text
+    forked, spaced, bare = (found[way, "1"][5] for way in ("fork server", "namespaces", "subprocess"))
+    assert f"costs {forked} ms of processor time, {spaced} with namespaces, and {bare} as a process" in text
+    assert [row[1] for row in at_once["rows"]] == ["16 of 16"] * 2 and [row[2] for row in killed["rows"]] == ["0", "0"]
+    assert [round(float(row[2])) for row in memory["rows"]] == [54, 72]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from async_rl.errors import ConfigError
 from benchmarks.model_loading import QWEN2_5, save_headers
 from learner.memory import checkpointing_choice
 from learner.memory.checkpointing_choice import with_checkpointing
+from learner.memory.rank_memory import RankMemory
 from learner.memory.room import host_bytes, is_surely_small
 from tests.kit.configs import learner_config, make_config
 
@@ -43,7 +45,7 @@ def test_a_rank_holds_its_part_of_weights_gradients_and_moments(folder: Path) ->
         found = plan(folder, 8, placement={"learner": {"ranks": ranks}}).rank_memory()
         parts = {name.removeprefix("policy: "): size for name, size in found.parts.items()}
         assert parts["weights"] == parts["gradients"] == 4 * parameters // ranks
-        assert parts["moments"] == 8 * parameters // ranks
+        assert parts["optimizer state"] == 8 * parameters // ranks
         assert found.host == {"checkpoint being written": 12 * parameters // ranks}
         assert found.peak == max(found.peaks.values()) > 16 * parameters // ranks
 
@@ -59,7 +61,7 @@ def test_ranks_that_split_rows_have_their_part_of_activations_embeddings_and_log
     assert split["activations"] == whole["activations"] // 2
     assert whole["gathered"] - split["gathered"] == pytest.approx(151_936 * 896, rel=0.01)  # half of them in bfloat16
     assert whole["logits and head"] - split["logits and head"] == 3 * 151_936 * 896  # of 6 bytes; logits fill a chunk
-    assert split["moments"] == whole["moments"]
+    assert split["optimizer state"] == whole["optimizer state"]
     assert parts(2, "sdpa")["activations"] > parts(1, "sdpa")["activations"] // 2  # each rank has masks of whole rows
 
 
@@ -81,10 +83,43 @@ def test_what_is_offloaded_is_in_the_hosts_memory(folder: Path) -> None:
         found = plan(folder, learner={"offload": offload}).rank_memory()
         peaks[offload] = found.peak
         on_host = {name.removeprefix("policy: ") for name in found.host}
-        kept = {"none": set(), "moments": {"moments"}, "all": {"weights", "gradients", "moments"}}[offload]
+        state = "optimizer state"
+        kept = {"none": set(), "moments": {state}, "all": {"weights", "gradients", state}}[offload]
         assert on_host == {"checkpoint being written", *kept}
-    moments = plan(folder).rank_memory().parts["policy: moments"]
+    moments = plan(folder).rank_memory().parts["policy: optimizer state"]
     assert peaks["none"] - peaks["moments"] == moments and peaks["moments"] - peaks["all"] == moments
+
+
+def test_an_optimizer_is_counted_with_what_it_keeps(folder: Path) -> None:
+    def memory_with(**learner: Any) -> RankMemory:
+        return plan(folder, 2, learner=learner).rank_memory()
+
+    adamw = memory_with()
+    sgd = memory_with(optimizer="SGD")
+    momentum = memory_with(optimizer="SGD", optimizer_params={"momentum": 0.9})
+    state = adamw.parts["policy: optimizer state"]
+    assert sgd.parts["policy: optimizer state"] == 0
+    assert momentum.parts["policy: optimizer state"] == state // 2
+    assert adamw.peak - momentum.peak == momentum.peak - sgd.peak == state // 2
+    assert sgd.host["checkpoint being written"] == adamw.host["checkpoint being written"] // 3
+    assert not [line for line in plan(folder, 2, learner={"optimizer": "SGD"}).table() if "optimizer state" in line]
+
+
+def test_moments_are_offered_to_the_host_for_adamw_alone(folder: Path) -> None:
+    settings = {
+        optimizer: [setting for setting, _ in plan(folder, learner={"optimizer": optimizer})._settings()]
+        for optimizer in ("AdamW", "SGD")
+    }
+    of_moments = {name: any("offload: moments" in setting for setting in found) for name, found in settings.items()}
+    assert of_moments == {"AdamW": True, "SGD": False}
+    assert all(any("offload: all" in setting for setting in found) for found in settings.values())
+
+
+def test_frozen_weights_have_no_gradient_and_no_state(folder: Path) -> None:
+    frozen = plan(folder, 2, model={"frozen": ["model.embed_tokens.*"]}).rank_memory()
+    whole = plan(folder, 2).rank_memory()
+    for part, each in (("gradients", 4), ("optimizer state", 8), ("weights", 0)):
+        assert whole.parts[f"policy: {part}"] - frozen.parts[f"policy: {part}"] == each * 151_936 * 896
 
 
 def test_auto_checkpoints_only_what_would_not_fit(folder: Path) -> None:
@@ -164,7 +199,7 @@ def test_on_a_cpu_all_processes_share_the_memory_of_the_host(folder: Path) -> No
 def test_the_table_has_a_line_for_each_part_and_server(folder: Path) -> None:
     lines = plan(folder, 8, placement={"learner": {"ranks": 2}, "rollout": {"servers": 3}}).table()
     text = "\n".join(lines)
-    for part in ("weights", "gradients", "moments", "activations", "logits and head", "gathered"):
+    for part in ("weights", "gradients", "optimizer state", "activations", "logits and head", "gathered"):
         assert f"\n  policy: {part} " in text
     assert "each of 2 learner rank(s): at most" in text and "\n  push buffers " in text
     assert "each of 3 rollout server(s):\n  weights " in text and "\n  KV cache " in text
@@ -175,7 +210,14 @@ def test_a_critic_and_a_reference_are_in_the_table(folder: Path) -> None:
     found = plan(folder, 2, algorithm={"advantage": "gae", "kl": {"kind": "k2_loss"}}).rank_memory()
     names = {name.partition(":")[0] for name in found.parts}
     assert {"policy", "critic", "reference"} <= names
-    assert "reference: moments" not in found.parts and "critic: moments" in found.parts
+    assert "reference: optimizer state" not in found.parts and "critic: optimizer state" in found.parts
+
+
+def test_activations_of_policy_and_critic_add_up_only_where_the_critic_waits(folder: Path) -> None:
+    first, later = (plan(folder, 2, algorithm={"advantage": name}).rank_memory() for name in ("gae", "vtrace"))
+    assert first.parts == later.parts
+    assert later.peaks["embedding"] - first.peaks["embedding"] == first.parts["policy: activations"]
+    assert later.peak > first.peak
 
 
 def test_a_run_far_smaller_than_the_host_is_not_computed(
@@ -208,6 +250,8 @@ def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline, "check_inputs", checked)
     text = pipeline.dry_run(make_config(model_folder, rollout={"engine": "hf"}))
     assert "\n# memory\n# host: " in text and "#   policy: activations " in text
+    (changed,) = re.findall(r"\n# differs from the defaults\n((?:# .*\n)+)", text)
+    assert {line.split()[1] for line in changed.splitlines()} == {"model.path", "task.name", "rollout.engine"}
 
 
 @pytest.mark.nightly

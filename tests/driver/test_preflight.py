@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM
 
 from async_rl import pipeline
 from async_rl.config import (
@@ -32,7 +33,7 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.config.loading import load_config
-from async_rl.driver.preflight import check_inputs
+from async_rl.driver.preflight import _check_loading, check_inputs
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.pipeline import dry_run, run
@@ -302,4 +303,31 @@ def test_sliding_windows_are_refused_before_the_start_if_rows_are_split(
     check_inputs(make_config(model.path, task=task, run={"dir": tmp_path / "runs"}, **split))
     check_inputs(make_config(folder, task=task, run={"dir": tmp_path / "runs"}))
     with pytest.raises(ConfigError, match=r"sequence_parallel must be 1 with model.path .*\(sliding_window = 64\)"):
+        check_inputs(make_config(folder, task=task, run={"dir": tmp_path / "runs"}, **split))
+
+
+@pytest.mark.parametrize("key", ["model.path", "reference.path", "critic.path"])
+def test_quantised_weights_are_refused_for_whatever_the_learner_computes(
+    key: str, model: ModelConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model.path, tmp_path / "quantised")
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=rf"{key} {folder} must have weights in float32.* quantised \(fp8\)\..*Take"):
+        _check_loading(key, str(folder), make_config(model.path))
+
+
+def test_a_vocabulary_that_ranks_of_split_rows_would_miscount_is_refused(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(model.path)
+    rows = next(rows for rows in range(lm.config.vocab_size, 10**6) if rows % 8 == 1)
+    lm.resize_token_embeddings(rows)
+    folder = shutil.copytree(model.path, tmp_path / "odd")
+    lm.save_pretrained(folder)
+    task = {"name": "reasoning_gym/chain_sum"}
+    split = {"learner": {"sequence_parallel": 2}, "placement": {"learner": {"ranks": 8}}}
+    check_inputs(make_config(model.path, task=task, run={"dir": tmp_path / "runs"}, **split))
+    with pytest.raises(ConfigError, match=rf"sequence_parallel must be 1 with {rows} rows of embeddings on 8 "):
         check_inputs(make_config(folder, task=task, run={"dir": tmp_path / "runs"}, **split))

@@ -49,15 +49,18 @@ def evaluated_alone(config: Config, version: int, folder: Path) -> dict[str, flo
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("engine", "servers", "ranks"), [("hf", 2, 2), pytest.param("sglang", 1, 1, marks=pytest.mark.nightly)]
+    ("engine", "servers", "ranks", "ema_decay"),
+    [("hf", 2, 2, 0.8), *(pytest.param("sglang", 1, 1, decay, marks=pytest.mark.nightly) for decay in (0.0, 0.8))],
 )
 def test_evaluation_servers_measure_what_async_rl_eval_does_beside_training(
-    smoke_yaml: Path, tmp_path: Path, reward: str, engine: str, servers: int, ranks: int
+    smoke_yaml: Path, tmp_path: Path, reward: str, engine: str, servers: int, ranks: int, ema_decay: float
 ) -> None:
+    """With a moving average of the weights it is this that they are served, and that `async-rl export` writes."""
     config = load_config(smoke_yaml, [
         f"run.dir={tmp_path}", "run.name=apart", f"rollout.engine={engine}", "staleness.max=2", f"task.reward={reward}",
         f"placement.eval.servers={servers}", "eval.every_steps=2", "eval.size=25", "eval.samples=4", "learner.lr=1e-2",
         "checkpoint.every_steps=2", "checkpoint.keep_last=9", "run.steps=6", f"placement.learner.ranks={ranks}",
+        f"learner.ema_decay={ema_decay}",
     ])  # fmt: skip
     summary = run(config)
     assert summary["steps"] == 6 and summary["staleness_max"] <= 2

@@ -77,7 +77,7 @@ def config(device: torch.device, model_path: Path, tmp_path: Path) -> Config:
             "group_size": 8, "max_response_tokens": longest, "concurrency": 64, "mem_fraction": 0.3,
             "server_args": server_args,
         },
-        learner={"prompts_per_step": 8, "max_tokens_per_microbatch": 8192},
+        learner={"prompts_per_step": 8, "lr": 1e-6, "max_tokens_per_microbatch": 8192},
     )
 
 

@@ -28,7 +28,7 @@ def test_signals_are_means_over_steps_against_the_first_ones() -> None:
     (found,) = [*run(guard, range(5, 6), length=10.0), *run(guard, range(6, 7), length=30.0)]
     assert found.values["longer"] == 2.0  # the mean of 10 and 30 over 10
     assert (found.beyond, found.new, found.is_trouble) == (("longer",), ("longer",), False)
-    assert "answers are 2 times as long as at the start (guard.longer_limit: at most 1.6)" in found.text(
+    assert "answers are 2 times as long as at the start (guard.longer_limit: at most 1.75)" in found.text(
         GuardConfig(), found.new
     )
 
@@ -74,7 +74,7 @@ def test_with_gold_rewards_they_alone_decide_and_the_best_is_gone_back_to() -> N
 
 
 def test_the_correlation_with_a_rule_is_that_of_the_steps_between_evaluations() -> None:
-    guard = Guard(GuardConfig(every_steps=2))
+    guard = Guard(GuardConfig(every_steps=2, gold_correlation_limit=0.1))
     for version in range(1, 7):
         guard.add(version, STEP | {"guard/rule_correlation": 0.0 if version > 4 else 0.09})
         if version % 2 == 0:

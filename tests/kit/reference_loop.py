@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import Config
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.storage.model_folder import load_tokenizer, policy_lr
 from async_rl.types import Batch, Group, Prompt
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
@@ -44,7 +44,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
         learner = config.learner
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay
+            self.model.parameters(), lr=policy_lr(config), betas=learner.betas, weight_decay=learner.weight_decay
         )
 
     def run(self, steps: int) -> Iterator[Step]:

@@ -36,6 +36,7 @@ from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakePublisher, open_learner, pushed_bytes
+from tests.kit.learner.updates import weights_of
 
 CPU = torch.device("cpu")
 
@@ -75,6 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "SGD": {"learner": {"optimizer": "SGD", "optimizer_params": {"momentum": 0.9}}},
     "AdamW with a third tensor": {"learner": {"optimizer_params": {"amsgrad": True}}},
+    "a moving average": {"learner": {"ema_decay": 0.9}},
     "Adam": {"learner": {"optimizer": "Adam", "optimizer_params": {"amsgrad": True}}},
     "an optimizer from outside": {"learner": {"optimizer": "tests.extensions.optimizer:MuonWithAdamW"}},
     "an optimizer with numbers in its state": {"learner": {"optimizer": "tests.kit.learner.optimizers:Counting"}},
@@ -140,9 +142,11 @@ def _train_rank(
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    layout = {"learner": {"sequence_parallel": slices}, "placement": {"learner": {"ranks": ranks}}}
+    layout = {"learner": {"sequence_parallel": slices, "ema_decay": 0.9}, "placement": {"learner": {"ranks": ranks}}}
     updater = train(learner_config(Path(model), **layout), steps, Path(folder), save_at)
     tensors = whole(updater)
+    with updater.averaged():
+        tensors |= {f"averaged {name}": tensor for name, tensor in weights_of(updater).items()}
     if rank == 0:
         torch.save(tensors, f"{store}.pt")
     dist.destroy_process_group()

@@ -103,6 +103,17 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     assert of_eval.servers == {"eval/0": "http://new"}
 
 
+@pytest.mark.parametrize(("push_s", "limit_s"), [(0.5, 60.0), (20.0, 100.0), (80.0, 300.0)])
+def test_a_push_to_evaluation_servers_may_take_five_times_one_to_the_others(
+    push_s: float, limit_s: float, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher,
+    of_eval: FakePublisher, fake_buffer: None,
+) -> None:
+    """timeouts.silent_s, five pushes to the rollout servers, and at most timeouts.push_s."""
+    publisher.seconds = push_s
+    list(evaluate(open_run(tiny_model_path, tmp_path, 3), ends=[0, 2]))
+    assert (of_eval.push_limit.seconds, publisher.push_limit.seconds) == (limit_s, 300.0)
+
+
 def test_a_resumed_learner_first_has_the_version_of_its_checkpoint_evaluated(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
 ) -> None:

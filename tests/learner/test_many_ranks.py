@@ -86,6 +86,7 @@ def check_equal_roles(model: Path, roles: dict[str, Any]) -> None:
         assert split == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for name, tensor in whole["weights"].items():
         torch.testing.assert_close(roles["weights"][name], tensor, atol=1e-4, rtol=0)
+        assert torch.equal(roles["narrow"][name], roles["weights"][name].to(torch.bfloat16))
 
 
 def _of_one_rank(algorithm: str, max_tokens: int, sharding: str, slices: int, untied: bool) -> Case:

@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_newest_whole_one(
 
 def test_the_fields_of_a_training_state_are_those_of_its_format() -> None:
     """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
-    fields = {3: ["buffer", "kl_coef", "lineage", "networks", "ranks", "version"]}
+    fields = {4: ["buffer", "kl_coef", "lineage", "networks", "ranks", "version"]}
     assert sorted(field.name for field in dataclasses.fields(TrainingState)) == fields[FORMAT]
 
 

@@ -18,8 +18,9 @@ from async_rl.config import (
 from async_rl.errors import ConfigError
 from async_rl.storage import free_space as disk
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.free_space import check_disk, full_disk_named
+from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import new_run_dir
+from learner.memory.optimizer_state import checkpoint_bytes
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 
@@ -31,14 +32,18 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def check(config: Config) -> None:
+    disk.check_disk(config, checkpoint_bytes(config))
+
+
 def needed_bytes(config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
     """The least free space that `check_disk` accepts, found by bisection."""
-    refused, accepted = 0, 2**40
+    refused, accepted, of_checkpoint = 0, 2**40, checkpoint_bytes(config)
     while accepted - refused > 1:
         middle = (refused + accepted) // 2
         monkeypatch.setattr(disk.shutil, "disk_usage", lambda path, free=middle: SimpleNamespace(free=free))
         try:
-            check_disk(config)
+            disk.check_disk(config, of_checkpoint)
         except ConfigError:
             refused = middle
         else:
@@ -66,6 +71,8 @@ def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
     assert checkpoints(every_steps=60) == 2 * parameters  # of steps 60 and 100
     assert checkpoints(every_steps=0) == 0
     assert checkpoints(every_steps=100, advantage="gae") == 2 * parameters  # policy and critic
+    sgd = make_config(good, run={"dir": tmp_path}, checkpoint={"every_steps": 10}, learner={"optimizer": "SGD"})
+    assert needed_bytes(sgd, monkeypatch) - fixed == 3 * 4 * parameters
     lora = make_config(good, run={"dir": tmp_path}, model={"lora": {"rank": 1}})
     adapters = (needed_bytes(lora, monkeypatch) - fixed) / 12
     assert adapters == sum(sum(tensor.shape) for tensor in weights.values() if tensor.ndim == 2) < parameters / 4
@@ -96,10 +103,10 @@ def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
 def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_disk(make_config(good, run={"dir": tmp_path / "not" / "yet"}))
+    check(make_config(good, run={"dir": tmp_path / "not" / "yet"}))
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
-    with pytest.raises(ConfigError, match=r"0\.5 GiB free in .*, 1\.0 GiB needed"):
-        check_disk(make_config(good, run={"dir": tmp_path / "not" / "yet"}))
+    with pytest.raises(ConfigError, match=r"512 MiB free in .*, 1\.0 GiB needed"):
+        check(make_config(good, run={"dir": tmp_path / "not" / "yet"}))
 
 
 def test_incomplete_weight_files_are_refused(good: Path, tmp_path: Path) -> None:
@@ -107,7 +114,7 @@ def test_incomplete_weight_files_are_refused(good: Path, tmp_path: Path) -> None
     for content in (whole[:100], b"", b"version https://git-lfs.github.com/spec/v1"):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
-            check_disk(make_config(tmp_path, run={"dir": tmp_path / "runs"}))
+            check(make_config(tmp_path, run={"dir": tmp_path / "runs"}))
 
 
 def test_a_run_dir_that_is_no_folder_is_refused(good: Path, tmp_path: Path) -> None:
@@ -115,7 +122,7 @@ def test_a_run_dir_that_is_no_folder_is_refused(good: Path, tmp_path: Path) -> N
     (tmp_path / "link").symlink_to(tmp_path / "missing")
     for run_dir in (tmp_path / "file", tmp_path / "file" / "runs", tmp_path / "link"):
         with pytest.raises(ConfigError, match=r"run\.dir must be a folder or not exist .*/(file|link) is no folder"):
-            check_disk(make_config(good, run={"dir": run_dir}))
+            check(make_config(good, run={"dir": run_dir}))
 
 
 def test_a_run_dir_that_can_not_be_created_is_refused(good: Path, tmp_path: Path) -> None:
@@ -129,7 +136,7 @@ def test_a_run_dir_without_permission_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
     with pytest.raises(ConfigError, match="no permission to write in"):
-        check_disk(make_config(good, run={"dir": tmp_path / "runs"}))
+        check(make_config(good, run={"dir": tmp_path / "runs"}))
 
 
 def test_a_disk_that_fills_up_during_a_run_is_one_clear_error(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.sweeps.cell_process import claimed
-from async_rl.sweeps.cells import all_cells, cell_config, read_record
+from async_rl.sweeps.cells import Cell, all_cells, cell_config, read_record, seed_axis, staleness_axis
 from async_rl.sweeps.places import CellPlace, cells_at_once, divide
 from async_rl.sweeps.sweep import resumed_version, run_sweep
 from tests.kit.configs import make_config
@@ -42,6 +43,37 @@ def test_several_cells_run_at_once_each_with_its_part_of_the_host(
     places = {CellPlace(("4", "5"), (0, 1, 2)), CellPlace(("6", "7"), (3, 4, 5))}
     assert set(trainer.places) == places and all(trainer.places.count(place) == 2 for place in places)
     assert places.pop().environment.keys() == {"CUDA_VISIBLE_DEVICES"}
+
+
+class OnGpus(Trainer):
+    """Checks that no GPU has two cells at once."""
+
+    def __init__(self) -> None:
+        super().__init__(meets=3)  # 33 cells, four at once: three of them always wait for each other
+        self.lock, self.busy = threading.Lock(), Counter[str]()
+
+    def __call__(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
+        with self.lock:
+            self.busy.update(place.gpus)
+            assert max(self.busy.values()) == 1
+        try:
+            return super().__call__(command, cell, place)
+        finally:
+            with self.lock:
+                self.busy.subtract(place.gpus)
+
+
+def test_a_box_of_eight_gpus_sweeps_eleven_bounds_with_three_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.sweeps.places._gpus_here", lambda: list("01234567"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
+    trainer = OnGpus()
+    bounds = ",".join(map(str, range(11)))
+    axes = (staleness_axis(bounds), seed_axis(3, 0))
+    progress = run_sweep(make(tmp_path, axes=axes, parallel=None), trainer)
+    assert progress.pending == [] and len(progress.seconds) == len(set(trainer.cells)) == len(trainer.cells) == 33
+    assert {place.gpus for place in trainer.places} == {("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")}
 
 
 @pytest.mark.parametrize(

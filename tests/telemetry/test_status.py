@@ -55,6 +55,17 @@ def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: 
     assert lines[3].startswith("learner/0")
 
 
+@pytest.mark.parametrize("note", ["running", "ended normally"])
+def test_the_alarms_of_a_run_stand_below_its_state(tmp_path: Path, note: str) -> None:
+    write_status(tmp_path, [], note, "Alarms: reward since step 57")
+    lines = format_status(tmp_path).splitlines()
+    assert lines[:2] == [f"{tmp_path}, 0 s ago: {note}", "Alarms: reward since step 57"]
+    told = json.loads((tmp_path / "status.json").read_text())
+    del told["alarms"]  # a run of an earlier version has written it
+    (tmp_path / "status.json").write_text(json.dumps(told))
+    assert "Alarms" not in format_status(tmp_path)
+
+
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"status\.json"):
         format_status(tmp_path)

@@ -14,3 +14,8 @@ def test_the_summary_is_a_table_of_what_was_measured() -> None:
         "staleness, max               2",
         "tokens/s                12,346",
     ]
+
+
+def test_the_alarms_of_a_run_stand_below_the_table() -> None:
+    text = format_summary({"steps": 5, "alarms": "The run has stopped learning: the mean reward has fallen."})
+    assert text.splitlines() == ["", "steps  5", "", "The run has stopped learning: the mean reward has fallen."]

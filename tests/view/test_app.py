@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import re
 import shutil
 import sqlite3
 from dataclasses import replace
@@ -16,7 +17,16 @@ from async_rl.view.pages import MISSING, duration
 from async_rl.view.run_files import RunFiles
 from buffer.journal.journal import FILE_NAME
 from tests.kit.view.client import Client
-from tests.kit.view.run_dirs import CHAT_PROMPT, HOSTILE, JournalWriter, append_step, make_chat, make_run, text_group
+from tests.kit.view.run_dirs import (
+    CHAT_PROMPT,
+    HOSTILE,
+    JournalWriter,
+    append_step,
+    make_chat,
+    make_run,
+    metrics_of,
+    text_group,
+)
 
 PAGES = ["/run/overview", "/run/overlap", "/run/groups", "/run/groups/1", "/run/staleness", "/run/overview/live"]
 
@@ -33,6 +43,23 @@ def test_pages_of_a_run_that_lacks_a_file_are_shown(run_dir: Path, missing: str)
     (run_dir / missing).unlink()
     codes = {path: Client(run_dir).get(path).status_code for path in PAGES if path != "/run/groups/1"}
     assert set(codes.values()) == {200}
+
+
+def test_alarms_are_told_and_signals_of_the_guard_are_on_beyond_their_limits(run_dir: Path) -> None:
+    text = Client(run_dir).get("/run/overview").text
+    assert "was on at step 3" in text and "has stopped learning" not in text
+    record = metrics_of(12) | {"guard/cut": 0.4, "guard/gold_correlation": -0.2, "guard/rule_correlation": 0.9}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    status = json.loads((run_dir / "status.json").read_text())
+    (run_dir / "status.json").write_text(json.dumps(status | {"alarms": f"The run has stopped learning {HOSTILE}"}))
+    text = Client(run_dir).get("/run/overview").text
+    assert "The run has stopped learning" in text and HOSTILE not in text
+    alarms = text.partition("Alarms and guard")[2].partition("</ul>")[0].split("<li")[1:]
+    told = {" ".join(re.sub(r"<.*?>|^.*?>", " ", each).split()) for each in alarms}
+    assert told == {
+        "ess never on", "kl was on at step 3", "cut never on", "gold correlation on now, at 1 step so far"
+    }
 
 
 def test_text_of_models_and_data_is_escaped(client: Client) -> None:

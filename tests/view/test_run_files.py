@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.config.changed_settings import changed_settings
 from async_rl.view.journal_reader import JournalError
-from async_rl.view.run_files import RunFiles, changed_settings, read_json
+from async_rl.view.run_files import RunFiles, read_json
 from tests.kit.view.run_dirs import make_run
 
 

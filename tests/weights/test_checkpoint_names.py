@@ -19,7 +19,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from async_rl.config import ModelConfig
 from async_rl.driver.preflight import _check_loading
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import weight_shapes
@@ -27,7 +26,7 @@ from async_rl.storage.model_loading import load_without_weights
 from async_rl.weights.checkpoint_names import check_names, from_checkpoint, to_checkpoint
 from learner.models.policy import open_policy, save_policy, shard
 from learner.ranks import Ranks
-from tests.kit.configs import learner_config
+from tests.kit.configs import learner_config, make_config
 from tests.kit.learner.exported import train_and_export
 from tests.kit.tiny_moe import EXPERTS, save_moe
 
@@ -99,7 +98,7 @@ def test_a_model_whose_router_is_no_parameter_is_refused_before_the_start(tmp_pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     said = r"e_score_correction_bias the checkpoint has the shape \[4\], a push nothing"
     with pytest.raises(ConfigError, match=said):
-        _check_loading("model.path", str(tmp_path), ModelConfig(path=str(tmp_path), attn_implementation="eager"), False)
+        _check_loading("model.path", str(tmp_path), make_config(tmp_path, model={"attn_implementation": "eager"}))
 
 
 def test_saved_and_exported_policies_have_the_names_of_their_folder(tmp_path: Path, one_rank: None) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import PlacementConfig, TimeoutsConfig
-from async_rl.errors import WeightSyncError
+from async_rl.config import Limit, PlacementConfig, TimeoutsConfig
+from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights import base as publisher_module
 from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
 
@@ -27,6 +27,23 @@ class HangingHandler(AcceptingHandler):
 
     def do_POST(self) -> None:
         if self.path == "/end_weight_update":
+            HANGING.wait(60)
+        super().do_POST()
+
+
+class StuckHandler(HangingHandler):
+    """A server whose scheduler hangs in a pause, and in all that comes after it."""
+
+    def do_POST(self) -> None:
+        HANGING.wait(60)
+        super().do_POST()
+
+
+class SlowHandler(AcceptingHandler):
+    """A server whose pause takes too long, while it answers everything else."""
+
+    def do_POST(self) -> None:
+        if self.path == "/pause_generation":
             HANGING.wait(60)
         super().do_POST()
 
@@ -58,6 +75,28 @@ def test_the_cause_of_a_lost_push_is_reported_and_survivors_that_hang_are_lost_t
     assert "pause before a weight push: rollout/1 failed" in report.cause and "Connection refused" in report.cause
     assert publisher.servers == {"rollout/0": urls[0]}
     assert publisher.push([("w", torch.zeros(1))], 1).lost == ()
+
+
+@pytest.mark.parametrize(
+    ("handler", "lost"), [(StuckHandler, ("rollout/1",)), (SlowHandler, ("rollout/0", "rollout/1"))]
+)
+def test_servers_that_others_need_not_wait_for_are_lost_once_they_are_slow(
+    handler: type[AcceptingHandler], lost: tuple[str, ...], url_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the servers that hang are lost; if none can be told from the others, all are."""
+    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
+    urls = [url_of(AcceptingHandler), url_of(handler)]
+    for is_pool_spared in (False, True):
+        publisher = PausingPublisher(CONFIG, urls, 0, CPU)  # timeouts.push_s is 20 s
+        publisher.push_limit, publisher.loses_slow_servers = Limit(1.0, "of a test"), is_pool_spared
+        if is_pool_spared:
+            report = publisher.push([("w", torch.zeros(1))], 1)
+            assert report.lost == lost
+            assert "the learner waited 1 s (of a test) for rollout/1" in report.cause
+            assert tuple(publisher.servers) == tuple(name for name in ("rollout/0", "rollout/1") if name not in lost)
+        else:
+            with pytest.raises(WaitTimeoutError, match="for rollout/1"):
+                publisher.push([("w", torch.zeros(1))], 1)
 
 
 class UnloadedAdmin:

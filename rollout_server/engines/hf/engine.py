@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.storage.model_folder import end_tokens, forbidden_tokens, load_tokenizer
+from async_rl.storage.model_loading import quiet_loading
 from async_rl.weights.base import serving_dtype
 from rollout_server.engines.base import GenerationRequest, Load, Purpose, SampledReply, check_prompt
 from rollout_server.engines.hf.batch import DecodingBatch, OpenRequest
@@ -260,8 +261,9 @@ class HFEngine:
 def _load(config: Config) -> PreTrainedModel:
     """Load the model in its serving dtype onto the first GPU, or the CPU if there is none, and return it."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=serving_dtype(config, device.type),
-        attn_implementation=config.model.attn_implementation,
-    )
+    with quiet_loading():
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=serving_dtype(config, device.type),
+            attn_implementation=config.model.attn_implementation,
+        )
     return model.to(device).eval()  # type: ignore[arg-type]

@@ -196,7 +196,7 @@ class ModelChecker:
             assert found
             assert sorted(found[0]) == sorted(live), "the journal has other groups"
             self.check_journal()
-            live, scalars = found
+            live, scalars, _ = found
         self.store = Store(self.rules, StoreState(record=self.record))
         self.store.state.restore(live, scalars)
         assert self.store.state.counters() == before

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.config import TimeoutsConfig
+from async_rl.config import Limit, TimeoutsConfig
 from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.base import PushReport, Tolerance
@@ -63,6 +63,9 @@ class FakePublisher:
         self.device = torch.device("cpu")
         self.dies_next = ""
         """Name of a server that the next push drops."""
+        self.seconds = 0.5
+        """How long a push takes, by its report."""
+        self.push_limit = Limit(300.0, "timeouts.push_s")
 
     def connect(self) -> None:
         self.calls.append(("connect", -1))
@@ -78,7 +81,7 @@ class FakePublisher:
             del self.servers[lost]
             return PushReport(lost=(lost,))
         return PushReport(
-            seconds=0.5, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
+            seconds=self.seconds, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
         )
 
     def verify(self, tokens: list[int], logprobs: list[float], tolerance: Tolerance) -> None:

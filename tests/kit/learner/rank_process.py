@@ -106,9 +106,9 @@ def placed(case: Case) -> PlacementConfig:
     return PlacementConfig(learner=learner, rollout=RolloutPlacement(servers=2))
 
 
-def learner_of(case: Case, **changes: Any) -> LearnerConfig:
+def learner_of(case: Case, lr: float = 1e-6, **changes: Any) -> LearnerConfig:
     return LearnerConfig(
-        prompts_per_step=3, max_tokens_per_microbatch=case.max_tokens // case.slices, sharding=case.sharding,
+        prompts_per_step=3, lr=lr, max_tokens_per_microbatch=case.max_tokens // case.slices, sharding=case.sharding,
         sequence_parallel=case.slices, **changes,
     )
 
@@ -148,7 +148,8 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 
 
 def measure_roles(model: Path, case: Case) -> dict[str, Any]:
-    """All four roles at once, the policy with adapters: metrics of two updates and the weights to push."""
+    """All four roles at once, the policy with adapters: metrics of two updates, and the weights to push, in two types.
+    """
     offload: dict[int, Literal["none", "moments", "all"]] = {1: "none", 2: "all", 4: "moments"}
     config = learner_config(
         model,
@@ -160,7 +161,8 @@ def measure_roles(model: Path, case: Case) -> dict[str, Any]:
     )
     updater = Updater(config, torch.device("cpu"))
     metrics = [{m.key: m.value for m in updater.update(make_batch(seed, seed))} for seed in (0, 1)]
-    return {"metrics": metrics, "weights": dict(full_parameters(updater.policy, torch.float32))}
+    types = {"weights": torch.float32, "narrow": torch.bfloat16}
+    return {"metrics": metrics, **{key: dict(full_parameters(updater.policy, dtype)) for key, dtype in types.items()}}
 
 
 def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def rank_main(rank: int, ranks: int, store_file: str, out: str, cases: list[Case
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
     sequence._flash_attention_forward = flash_on_cpu
-    learner = LearnerConfig(prompts_per_step=3, sequence_parallel=ranks)
+    learner = LearnerConfig(prompts_per_step=3, lr=1e-6, sequence_parallel=ranks)
     config = learner_config(learner=learner, placement=PlacementConfig(learner=LearnerPlacement(ranks=ranks)))
     results = {}
     for kernel, exchange in cases:

@@ -20,7 +20,6 @@ from learner.algorithms.diagnostics import (
     add_offpolicy,
     add_policy,
     batch_metrics,
-    distinct_fraction,
     explained_variance,
     rule_metrics,
     token_metrics,
@@ -250,12 +249,6 @@ def test_staleness_splits_into_flight_and_queue_by_the_oldest_token_of_each_roll
         "by_length/2/episodes": 1.0,
         "by_length/2/reward": 1.0,
     }
-
-
-def test_repetition_is_the_share_of_distinct_tokens_in_an_answer() -> None:
-    rows = [make_row([5, 6, 5, 5], [-1.0] * 4, 1.0), make_row([7], [-1.0], 0.0)]
-    masked = replace(make_row([5, 6], [-1.0, 0.0], 1.0), mask=np.array([True, False]))
-    assert [distinct_fraction(rows[:1]), distinct_fraction(rows), distinct_fraction([masked])] == [0.5, 0.6, 1.0]
 
 
 def test_rule_and_model_are_compared_over_the_answers_of_a_batch() -> None:

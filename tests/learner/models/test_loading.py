@@ -25,6 +25,7 @@ from async_rl.errors import ConfigError
 from benchmarks.model_loading import QWEN2_5, count, fake_ranks, save_headers
 from learner.models.loading import open_model, read_weights
 from learner.models.policy import Policy, open_policy, shard
+from learner.models.split_vocabulary import check_vocabulary
 from learner.ranks import Ranks, open_ranks
 from tests.kit.configs import learner_config
 from tests.kit.models import save_bare_model, save_bare_reward_model
@@ -158,14 +159,42 @@ def test_ranks_that_split_rows_read_their_part_of_head_and_embeddings(
             assert torch.equal(parameter.to_local(), expected), name  # type: ignore[attr-defined]
 
 
-def test_rows_of_embeddings_that_torch_cannot_tell_apart_are_refused(tmp_path: Path, no_group: None) -> None:
+def save_with_rows(rows: int, folder: Path) -> str:
+    """Save a model with so many rows of embeddings."""
     lm = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=9, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=rows, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2,
     ))  # fmt: skip
-    lm.save_pretrained(tmp_path)
+    lm.save_pretrained(folder)
+    return str(folder)
+
+
+def test_rows_of_embeddings_that_torch_cannot_tell_apart_are_refused(tmp_path: Path, no_group: None) -> None:
     with pytest.raises(ConfigError, match=r"1 with 9 rows of embeddings on 8 learner ranks: .*0 rows.* for 1\."):
-        sharded_as(str(tmp_path), 8, 6, 2)
+        sharded_as(save_with_rows(9, tmp_path), 8, 6, 2)
+
+
+@pytest.mark.parametrize("rows", [9, 12, 13])
+def test_what_a_rank_would_refuse_is_known_without_ranks(rows: int, tmp_path: Path, no_group: None) -> None:
+    path, refused = save_with_rows(rows, tmp_path), 0
+    for rank in range(8):
+        try:
+            sharded_as(path, 8, rank, 2)
+        except ConfigError:
+            refused += 1
+    assert bool(refused) == (rows == 9)
+    if refused:
+        with pytest.raises(ConfigError, match=f"with {rows} rows of embeddings on 8 learner ranks"):
+            check_vocabulary(rows, ranks=8, slices=2)
+    else:
+        check_vocabulary(rows, ranks=8, slices=2)
+
+
+def test_gpt2s_vocabulary_does_not_fit_eight_ranks_and_fits_copies_on_each_node() -> None:
+    with pytest.raises(ConfigError, match="1 with 50257 rows of embeddings on 8 learner ranks"):
+        check_vocabulary(50_257, ranks=8, slices=2)
+    check_vocabulary(50_257, ranks=8, slices=2, copies=4)
+    check_vocabulary(151_936, ranks=64, slices=8)
 
 
 def test_adapters_begin_alike_however_they_are_sharded(tmp_path: Path, no_group: None) -> None:

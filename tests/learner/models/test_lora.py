@@ -99,6 +99,26 @@ def test_servers_make_the_bits_of_a_merged_push_of_adapters_alone(
         updater.update(make_batch(version, version))
 
 
+def test_only_what_has_an_adapter_is_gathered_wider_than_it_is_pushed(
+    tiny_model_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = trained_updater(tiny_model_path)
+    exact = dict(full_parameters(updater.policy, torch.float32))
+    gathered: list[torch.dtype] = []
+    redistribute = DTensor.redistribute
+
+    def watched(tensor: DTensor, *arguments: Any, **options: Any) -> DTensor:
+        gathered.append(tensor.dtype)
+        return redistribute(tensor, *arguments, **options)
+
+    monkeypatch.setattr(DTensor, "redistribute", watched)
+    pushed = dict(full_parameters(updater.policy, torch.bfloat16))
+    adapted = sum(name.endswith("proj.weight") for name in pushed)
+    assert gathered.count(torch.float32) == 3 * adapted  # W, A and B
+    assert gathered.count(torch.bfloat16) == len(pushed) - adapted
+    assert all(torch.equal(pushed[name], tensor.to(torch.bfloat16)) for name, tensor in exact.items())
+
+
 def test_the_saved_model_is_merged_and_scores_like_the_trained(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:

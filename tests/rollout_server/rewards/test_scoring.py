@@ -95,9 +95,9 @@ def test_a_reward_of_a_group_must_return_a_verdict_for_each(returned: object) ->
         scored([named(reward)], "a", "b")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", RewardResult(float("nan")), [1.0]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", "1.0", RewardResult(float("nan")), [1.0]])
 def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(RewardError, match=r"must return a (finite )?number.*, got (nan|inf|'high'|\[1.0\])"):
+    with pytest.raises(RewardError, match=r"must return a (finite )?number.*, got (nan|inf|'high'|'1.0'|\[1.0\])"):
         read_verdict(value)
 
 

@@ -1,0 +1,87 @@
+"""Keeps the alarms of a run: those that the learner has checked at its step, and those of a collapse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_rl.config.alarms import AlarmsConfig
+from async_rl.guard.collapse import COLLAPSE_SIGNALS, Values
+from async_rl.guard.collapse_watch import CollapseFinding, CollapseWatch
+
+PAGE = "docs/not-learning.md"
+_KEY = "alarm/"
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps at which an alarm was on."""
+
+    count: int
+    since: int
+    """The first of those without a break up to the last one."""
+    last: int
+
+
+class AlarmLog:
+    """Takes the metrics of the steps of a run in order, checks the signals of a collapse, and counts all alarms."""
+
+    def __init__(self, config: AlarmsConfig) -> None:
+        self._watch = CollapseWatch(config)
+        self._new: list[CollapseFinding] = []
+        self._newest: CollapseFinding | None = None
+        self._steps: dict[str, _Steps] = {}
+        self._version = 0
+
+    @property
+    def back_to(self) -> int:
+        """The newest version that is known to have been at the best reward."""
+        return self._watch.back_to
+
+    def add(self, version: int, values: Values) -> dict[str, float]:
+        """Take the metrics of a step; return the metrics `alarm/<name>` of the signals of a collapse, 1 or 0 each."""
+        finding = self._watch.add(version, values)
+        states = {}
+        if finding:
+            self._newest = finding
+            states = {f"{_KEY}{name}": float(name in finding.beyond) for name in finding.measured}
+            if finding.new:
+                self._new.append(finding)
+        for key, value in {**values, **states}.items():
+            if key.startswith(_KEY) and value > 0:
+                self._count(key.removeprefix(_KEY), version)
+        self._version = version
+        return states
+
+    def _count(self, name: str, version: int) -> None:
+        steps = self._steps.setdefault(name, _Steps(0, version, version))
+        if steps.last < self._version:
+            steps.since = version
+        steps.count, steps.last = steps.count + 1, version
+
+    def take_new(self) -> list[CollapseFinding]:
+        """Return the findings with alarms that began since the last call, in order."""
+        found, self._new = self._new, []
+        return found
+
+    def sentence(self) -> str:
+        """Return the alarms of the run in words; empty: there was none."""
+        if not self._steps:
+            return ""
+        told = []
+        for name, steps in self._steps.items():
+            if steps.last == self._version:
+                told.append(f"{name} since step {steps.since}")
+            else:
+                told.append(f"{name} at {steps.count} step{'s' * (steps.count > 1)}, the last was {steps.last}")
+        newest = self._newest
+        why = "; ".join(newest.text(name) for name in newest.beyond) if newest else ""
+        begin = f"The run has stopped learning: {why}. " if why else ""
+        return f"{begin}Alarms: {', '.join(told)} ({PAGE})"
+
+
+def alarm_texts(finding: CollapseFinding) -> list[str]:
+    """Return a line for the console for each alarm that began at a step."""
+    return [
+        f"ALARM at step {finding.version}: {finding.text(name)}. {COLLAPSE_SIGNALS[name].advice}."
+        for name in finding.new
+    ]

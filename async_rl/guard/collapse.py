@@ -1,0 +1,141 @@
+"""The signals that a run has stopped learning, or loses what it has learned, as pure functions of its metrics.
+
+    start   means over the first window of alarms.window_steps steps
+    now     means over the newest one
+    best    the highest mean reward of any window
+
+Each signal is a number with a limit, alarms.<name>_limit, and an alarm, the metric alarm/<name>. How the limits were
+found, and how early the alarms came in other runs, stands in docs/not-learning.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from async_rl.config.alarms import AlarmsConfig
+
+Values = Mapping[str, float]
+KEYS = (
+    "reward/mean", "reward/std", "response/truncated_fraction", "response/repeated_fraction", "policy/entropy",
+    "policy/grad_norm",
+)  # fmt: skip
+LOST = 0.1
+"""A policy has lost reward if the window's has fallen by more than this share: then a small entropy or gradient is no
+success."""
+SPREAD = 0.1
+"""The rewards of a batch differ if their deviation is above this share of that at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollapseSignal:
+    """A signal, after whose name its limit and its alarm are called."""
+
+    name: str
+    text: str
+    """The words on the console, with the fields of its SignalValue in the places of their names."""
+    advice: str
+    """The meaning of the alarm, and the setting to change."""
+    is_floor: bool = False
+    """True: the value must not be below its limit. False: not above it."""
+
+    def limit(self, config: AlarmsConfig) -> float:
+        return float(getattr(config, f"{self.name}_limit"))
+
+    def is_beyond(self, value: float, config: AlarmsConfig) -> bool:
+        """Return whether a value is beyond the limit of the signal; NaN is not."""
+        limit = self.limit(config)
+        return value < limit if self.is_floor else value > limit
+
+
+COLLAPSE_SIGNALS = {
+    signal.name: signal for signal in (
+        CollapseSignal(
+            "reward", "the mean reward has fallen from {best:.3g} to {now:.3g}",
+            "The policy loses what it has learned. Lower learner.lr or staleness.depth, and go on from a checkpoint "
+            "before the fall",
+        ),
+        CollapseSignal(
+            "cut", "{now:.0%} of the answers are cut off, {start:.0%} at the start",
+            "Answers no longer end. Lower learner.lr, or raise rollout.max_response_tokens if they are right but long",
+        ),
+        CollapseSignal(
+            "repeated", "{now:.0%} of the prompts get one and the same answer, {start:.0%} at the start",
+            "The policy no longer reads the prompt. Lower learner.lr, or hold it by algorithm.kl or "
+            "algorithm.entropy_coef",
+        ),
+        CollapseSignal(
+            "entropy", "the entropy is {now:.2g} nats a token, {start:.2g} at the start, at a reward below its best",
+            "The policy samples one answer only, so there is nothing to compare. Lower learner.lr, or set "
+            "algorithm.entropy_coef", is_floor=True,
+        ),
+        CollapseSignal(
+            "gradient", "the gradient is {value:.2g} times that at the start, at rewards that differ or have fallen",
+            "Nothing is learned: the answers to a prompt all get the same reward. Go back to a checkpoint with more "
+            "entropy, or take prompts that are neither always nor never solved", is_floor=True,
+        ),
+    )
+}  # fmt: skip
+"""The signals by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignalValue:
+    """The value of a signal, and the numbers that its text tells."""
+
+    value: float
+    start: float
+    now: float
+    best: float = math.nan
+
+
+def mean_over(steps: Iterable[Values]) -> dict[str, float]:
+    """Return the means over steps of the metrics that signals read, each over the steps that have it."""
+    steps = list(steps)
+    found = {key: [step[key] for step in steps if math.isfinite(step.get(key, math.nan))] for key in KEYS}
+    return {key: math.fsum(values) / len(values) for key, values in found.items() if values}
+
+
+def reward_fall(newest: Sequence[float], start: float, start_std: float, best: float) -> tuple[float, float]:
+    """Return how far the mean reward has fallen, and the mean of the newest steps that show it most. W = len(newest)
+
+        max over n = 1..W of  sqrt(n / W) * (best - mean of the n newest) / max(best - start, start_std / 2)
+
+    Fewer steps are noisier and must show a larger fall. Half of the deviation stands for the gain of a run that has
+    gained less. It is 0 if all rewards were and are the same.
+    """
+    means = [math.fsum(newest[-n:]) / n for n in range(1, len(newest) + 1)]
+    scale = max(best - start, start_std / 2)
+    if scale <= 0:
+        return 0.0, means[-1]
+    return max((math.sqrt(n / len(means)) * (best - mean) / scale, mean) for n, mean in enumerate(means, 1))
+
+
+def collapse_signals(rewards: Sequence[float], now: Values, start: Values, best: float) -> dict[str, SignalValue]:
+    """Return each signal that the metrics allow, by name.
+
+    Args:
+        rewards: the mean rewards of the steps of the newest window, in order.
+        now, start: means over the newest window and over the first one.
+        best: the highest mean reward of a window so far.
+    """
+    found: dict[str, SignalValue] = {}
+    fall, spread = 0.0, 0.0
+    if rewards and "reward/mean" in start:
+        first, std = start["reward/mean"], start.get("reward/std", 0.0)
+        fall, newest = reward_fall(rewards, first, std, best)
+        found["reward"] = SignalValue(fall, first, newest, best)
+        fall, _ = reward_fall([now["reward/mean"]], first, std, best)  # of the window as a whole
+        spread = now.get("reward/std", 0.0) / std if std > 0 else 0.0
+    for name, key in (("cut", "response/truncated_fraction"), ("repeated", "response/repeated_fraction")):
+        if key in now and key in start:
+            found[name] = SignalValue(now[key] - start[key], start[key], now[key])
+    if "policy/entropy" in now and "policy/entropy" in start:
+        entropy = now["policy/entropy"]
+        found["entropy"] = SignalValue(entropy if fall > LOST else math.inf, start["policy/entropy"], entropy)
+    if start.get("policy/grad_norm", 0.0) > 0 and "policy/grad_norm" in now:
+        first, norm = start["policy/grad_norm"], now["policy/grad_norm"]
+        share = norm / first if fall > LOST or spread > SPREAD else math.inf
+        found["gradient"] = SignalValue(share, first, norm)
+    return found

@@ -1,0 +1,344 @@
+"""Measures how early the alarms notice that a run collapses, and how often they are false, on runs of seconds.
+
+    python -m benchmarks.collapse runs --work runs/collapse --out benchmarks/results/collapse
+    python -m benchmarks.collapse judge benchmarks/results/collapse
+
+`runs` makes the runs of collapsing_runs.py and writes the metrics that alarms read into tuning.json and judged.json.
+`judge` replays them, with the present limits, and writes a page beside them. The limits were chosen with the tuning
+runs; the judged ones have other settings and other seeds.
+
+Which runs collapse is told by the reward of the answers that each version gives, the median of the five steps around
+each: those that end with less than half of what they had gained, which must be 0.2 or more. A run that had gained less
+and ends with less than half of the reward of its start only fell; one that was below half and recovered is not sound
+either. A collapse is noticed if the first alarm comes no later than the step from which on half is lost, and not before
+the reward was at its best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_rl.config.alarms import AlarmsConfig
+from async_rl.guard.collapse import KEYS
+from async_rl.guard.collapse_watch import CollapseFinding, CollapseWatch
+from async_rl.sweeps.machine import machine_text
+from async_rl.sweeps.tables import Table, write_page
+from benchmarks.collapsing_runs import Record, WordsRun, supervised, train
+
+KEPT = (*KEYS, "staleness/mean", "true/reward")
+"""The metrics that are kept of a run."""
+SMOOTHED = 5
+GAIN = 0.2
+"""A run has gained something if its reward, smoothed, has risen by so much."""
+Over = dict[str, Any]
+NO_CORRECTION: Over = {"algorithm.correction.kind": "none"}
+RISING: Over = {"learner.warmup_steps": 400}
+FOUR: Over = {"algorithm.epochs": 4}
+FOUR_RISING = RISING | FOUR
+SORTED: Over = {"rule": "sorted", "letters": 5}
+
+
+def raised(after: int, factor: float) -> Over:
+    """Return the settings of a learning rate that is raised by a factor after so many optimizer steps."""
+    params = f"{{after: {after}, factor: {factor}}}"
+    return {"learner.optimizer": "benchmarks.collapsing_runs:RaisedAdamW", "learner.optimizer_params": params}
+
+
+TUNING = (
+    WordsRun("rising to 4e-3", 0, 4e-3, steps=150, over=RISING),
+    WordsRun("rising to 4e-3", 1, 4e-3, steps=150, over=RISING),
+    WordsRun("rising to 6e-3", 2, 6e-3, steps=120, over=RISING),
+    WordsRun("rising to 6e-3", 3, 6e-3, steps=120, over=RISING),
+    WordsRun("no correction, 5e-4", 4, 5e-4, 8, steps=100, over=NO_CORRECTION),
+    WordsRun("no correction, 3e-4", 5, 3e-4, 8, steps=100, over=NO_CORRECTION),
+    WordsRun("four epochs, 3e-4", 6, 3e-4, steps=60, over=FOUR),
+    WordsRun("four epochs, 5e-4", 7, 5e-4, steps=60, over=FOUR),
+    WordsRun("entropy bonus of 0.05", 8, 3e-4, steps=100, over={"algorithm.entropy_coef": 0.05}),
+    WordsRun("entropy bonus of 0.1", 9, 3e-4, steps=100, over={"algorithm.entropy_coef": 0.1}),
+    WordsRun("sorted, rising to 6e-3", 10, 6e-3, steps=120, over=RISING, **SORTED),
+    WordsRun("stale, rising to 6e-3", 11, 6e-3, 8, steps=120, over=RISING),
+    WordsRun("2e-3", 12, 2e-3, steps=40),
+    WordsRun("four epochs, rising to 4e-3", 13, 4e-3, steps=60, over=FOUR_RISING),
+    WordsRun("four epochs, rising to 4e-3", 14, 4e-3, steps=60, over=FOUR_RISING),
+    WordsRun("four epochs, rising to 8e-3", 15, 8e-3, steps=50, over=FOUR_RISING),
+    WordsRun("four epochs, rising to 8e-3", 16, 8e-3, steps=50, over=FOUR_RISING),
+    WordsRun("sorted, four epochs, rising to 4e-3", 17, 4e-3, steps=60, over=FOUR_RISING, **SORTED),
+    WordsRun("stale, four epochs, rising to 4e-3", 18, 4e-3, 4, steps=60, over=FOUR_RISING),
+    WordsRun("stale, four epochs, rising to 8e-3", 19, 8e-3, 2, steps=50, over=FOUR_RISING),
+    WordsRun("four epochs, raised by 10", 40, 3e-4, steps=65, over=FOUR | raised(160, 10)),
+    WordsRun("four epochs, raised by 20", 41, 3e-4, steps=55, over=FOUR | raised(160, 20)),
+    WordsRun("four epochs, raised by 5", 42, 3e-4, steps=65, over=FOUR | raised(160, 5)),
+    WordsRun("four epochs, raised by 5", 43, 3e-4, steps=65, over=FOUR | raised(160, 5)),
+    WordsRun("sorted, four epochs, raised by 10", 44, 3e-4, steps=65, over=FOUR | raised(160, 10), **SORTED),
+    WordsRun("stale, four epochs, raised by 7", 45, 3e-4, 4, steps=65, over=FOUR | raised(160, 7)),
+    WordsRun("raised by 15", 46, 3e-4, steps=95, over=raised(75, 15)),
+    WordsRun("3e-4", 20, 3e-4),
+    WordsRun("3e-4", 21, 3e-4),
+    WordsRun("2e-4", 22, 2e-4),
+    WordsRun("2e-4", 23, 2e-4),
+    WordsRun("stale, 3e-4", 24, 3e-4, 2),
+    WordsRun("stale, 2e-4", 25, 2e-4, 4),
+    WordsRun("sorted, 2e-4", 26, 2e-4, **SORTED),
+    WordsRun("sorted and stale, 2e-4", 27, 2e-4, 2, **SORTED),
+    WordsRun("gspo, 3e-4", 28, 3e-4, over={"algorithm.preset": "gspo"}),
+    WordsRun("adapters, 3e-3", 29, 3e-3, over={"model.lora.rank": 8}),
+    WordsRun("KL penalty, 3e-4", 30, 3e-4, over={"algorithm.kl.kind": "k2_loss", "algorithm.kl.coef": 0.01}),
+)
+TWO: Over = {"algorithm.epochs": 2}
+PARTS: Over = {"algorithm.minibatches": 4}
+CISPO: Over = {"algorithm.preset": "cispo"}
+RLOO: Over = {"algorithm.preset": "rloo"}
+OTHER_BETAS: Over = {"learner.betas": "[0.9, 0.95]"}
+ADAPTERS: Over = {"model.lora.rank": 4}
+
+JUDGED = (
+    WordsRun("two epochs, raised by 8", 100, 4e-4, steps=75, over=TWO | raised(100, 8)),
+    WordsRun("two epochs, raised by 12", 101, 4e-4, steps=70, over=TWO | raised(100, 12)),
+    WordsRun("gspo, raised by 12", 102, 4e-4, steps=85, over={"algorithm.preset": "gspo"} | raised(65, 12)),
+    WordsRun("cispo, raised by 12", 103, 4e-4, steps=85, over=CISPO | raised(65, 12)),
+    WordsRun("rloo, raised by 10", 104, 4e-4, steps=85, over=RLOO | raised(65, 10)),
+    WordsRun("adapters, four epochs, raised by 10", 105, 3e-3, steps=65, over=ADAPTERS | FOUR | raised(160, 10)),
+    WordsRun("sorted and stale, two epochs, raised by 8", 106, 4e-4, 2, steps=75, over=TWO | raised(100, 8), **SORTED),
+    WordsRun("five letters, four epochs, raised by 6", 107, 3e-4, letters=5, steps=60, over=FOUR | raised(140, 6)),
+    WordsRun("stale, four epochs, raised by 10", 108, 3e-4, 8, steps=70, over=FOUR | raised(160, 10)),
+    WordsRun("no clip, two epochs, raised by 10", 109, 4e-4, steps=70,
+             over=TWO | {"learner.grad_clip": 100.0} | raised(100, 10)),
+    WordsRun("four minibatches, raised by 10", 110, 2e-4, steps=65, over=PARTS | raised(160, 10)),
+    WordsRun("stale, two epochs, raised by 20", 111, 4e-4, 4, steps=70, over=TWO | raised(100, 20)),
+    WordsRun("two epochs, 3e-4", 120, 3e-4, steps=60, over=TWO),
+    WordsRun("two epochs, 2e-4", 121, 2e-4, steps=60, over=TWO),
+    WordsRun("cispo, 3e-4", 122, 3e-4, over=CISPO),
+    WordsRun("rloo, 3e-4", 123, 3e-4, over=RLOO),
+    WordsRun("five letters, 3e-4", 124, 3e-4, letters=5),
+    WordsRun("sorted, two epochs, 2e-4", 125, 2e-4, steps=60, over=TWO, **SORTED),
+    WordsRun("stale, 3e-4", 126, 3e-4, 1),
+    WordsRun("stale, 2e-4", 127, 2e-4, 6),
+    WordsRun("four minibatches, 2e-4", 128, 2e-4, steps=60, over=PARTS),
+    WordsRun("other betas, 3e-4", 129, 3e-4, over=OTHER_BETAS),
+    WordsRun("adapters, two epochs, 2e-3", 130, 2e-3, steps=60, over=ADAPTERS | TWO),
+    WordsRun("dppo_tv, 3e-4", 131, 3e-4, over={"algorithm.preset": "dppo_tv"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WordsRecord:
+    """The metrics of a run, step by step, and what became of its reward."""
+
+    setting: Mapping[str, Any]
+    records: Sequence[Record]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The true reward at each step, smoothed: the median of the steps around it."""
+        raw, half = [record["true/reward"] for record in self.records], SMOOTHED // 2
+        parts = (raw[max(0, place - half) : place + half + 1] for place in range(len(raw)))
+        return [statistics.median(part) for part in parts]
+
+    @property
+    def start(self) -> float:
+        """The reward of version 0, which is not smoothed: a run may collapse in its first steps."""
+        return self.records[0]["true/reward"]
+
+    @property
+    def best(self) -> int:
+        """The step with the best reward."""
+        rewards = self.rewards
+        return 1 + max(range(len(rewards)), key=rewards.__getitem__)
+
+    @property
+    def gain(self) -> float:
+        """How much the reward has risen from the start to its best."""
+        return self.rewards[self.best - 1] - self.start
+
+    @property
+    def half_lost(self) -> int | None:
+        """The first step after the best one at which half is lost; None: it is not at the end."""
+        rewards = self.rewards
+        least = half_of(rewards[self.best - 1], self.start)
+        below = [step for step in range(self.best, len(rewards) + 1) if rewards[step - 1] < least]
+        return below[0] if rewards[-1] < least else None
+
+    @property
+    def kind(self) -> str:
+        """`collapsed`, `fell`, which is a collapse of what had gained little, `recovered` or `sound`."""
+        if self.half_lost is not None:
+            return "collapsed" if self.gain >= GAIN else "fell"
+        rewards = self.rewards
+        highest = itertools.accumulate(rewards, max)
+        dips = any(reward < half_of(best, self.start) for reward, best in zip(rewards, highest, strict=True))
+        return "recovered" if dips else "sound"
+
+    def kept(self, version: int) -> float:
+        """Return the share of the gain that a version has."""
+        rewards = self.rewards
+        return (rewards[min(version, len(rewards) - 1)] - self.start) / self.gain if self.gain > 0 else 1.0
+
+
+def half_of(best: float, start: float) -> float:
+    """Return the reward at which half of a gain is lost, or half of the start where the gain is small."""
+    return (best + start) / 2 if best - start >= GAIN else start / 2
+
+
+def findings(record: WordsRecord, config: AlarmsConfig) -> Iterator[CollapseFinding]:
+    """Yield the findings with new alarms, in order."""
+    watch = CollapseWatch(config)
+    for each in record.records:
+        found = watch.add(int(each["step"]), each)
+        if found and found.new:
+            yield found
+
+
+def is_noticed(record: WordsRecord, config: AlarmsConfig) -> bool:
+    """Return whether the first alarm comes before half of the gain is lost, and not before the best reward."""
+    first, lost = next(findings(record, config), None), record.half_lost
+    return first is not None and lost is not None and record.best - config.window_steps <= first.version <= lost
+
+
+def first_steps(record: WordsRecord, config: AlarmsConfig) -> dict[str, int]:
+    """Return the step at which each alarm comes first, by name, in order."""
+    first: dict[str, int] = {}
+    for found in findings(record, config):
+        first |= {name: found.version for name in found.new if name not in first}
+    return first
+
+
+def verdict(records: Sequence[WordsRecord], config: AlarmsConfig) -> dict[str, float]:
+    """Return the numbers of collapses, of those noticed, of sound runs, and of those with an alarm; and what is kept.
+
+    `kept` is the mean share of the gain that the version has to which alarms.action stop goes back.
+    """
+    collapses = [record for record in records if record.kind == "collapsed"]
+    sound = [record for record in records if record.kind == "sound"]
+    fell = [record for record in records if record.kind == "fell"]
+    kept = [record.kept(found.back_to) for record in collapses if (found := next(findings(record, config), None))]
+    return {
+        "collapses": len(collapses), "noticed": sum(is_noticed(record, config) for record in collapses),
+        "sound": len(sound), "false": sum(any(findings(record, config)) for record in sound),
+        "fell": len(fell), "fell, with an alarm": sum(any(findings(record, config)) for record in fell),
+        "recovered": len(records) - len(collapses) - len(sound) - len(fell),
+        "kept": sum(kept) / max(1, len(kept)),
+    }  # fmt: skip
+
+
+def run_table(records: Sequence[WordsRecord], config: AlarmsConfig) -> Table:
+    header = ("run", "kind", "seed", "lr", "staleness", "reward at the start", "at its best", "at step", "at the end",
+              "half lost at", "alarms and their first steps", "noticed", "kept by stop")  # fmt: skip
+    rows = []
+    for record in records:
+        setting, rewards, first = record.setting, record.rewards, next(findings(record, config), None)
+        fired = ", ".join(f"{name} {step}" for name, step in first_steps(record, config).items()) or "-"
+        lost, noticed = record.half_lost, "yes" if is_noticed(record, config) else "no"
+        if record.kind == "fell":
+            noticed = "no" if first is None else "in time" if first.version <= (lost or 0) else "late"
+        elif record.kind != "collapsed":
+            noticed = "-" if first is None else "false" if record.kind == "sound" else "dip"
+        rows.append([
+            setting["name"], record.kind, str(setting["seed"]), f"{setting['lr']:g}", str(setting["staleness"]),
+            f"{record.start:.2f}", f"{rewards[record.best - 1]:.2f}", str(record.best), f"{rewards[-1]:.2f}",
+            "-" if lost is None else str(lost), fired, noticed,
+            f"{record.kept(first.back_to):.2f}" if first else "-",
+        ])  # fmt: skip
+    return Table(header, rows)
+
+
+def summary(records: Sequence[WordsRecord], config: AlarmsConfig) -> str:
+    found = {key: value if key == "kept" else int(value) for key, value in verdict(records, config).items()}
+    return (
+        f"{found['noticed']} of {found['collapses']} collapses are noticed before half of the gain is lost; "
+        f"{found['false']} of {found['sound']} sound runs have an alarm. Of the other runs, {found['recovered']} have "
+        f"recovered, and {found['fell']} fell before they had gained {GAIN:g}, {found['fell, with an alarm']} of them "
+        f"with an alarm. In a collapse, the version to which alarms.action stop goes back has {found['kept']:.2f} of "
+        "the gain in the mean."
+    )
+
+
+def read_records(file: Path) -> list[WordsRecord]:
+    """Return the runs of a file that `write_records` has written."""
+    runs = []
+    for each in json.loads(file.read_text()):
+        columns = each["metrics"]
+        steps = range(len(columns["true/reward"]))
+        records = [{"step": step + 1.0, **{k: v[step] for k, v in columns.items()}} for step in steps]
+        runs.append(WordsRecord(each["setting"], records))
+    return runs
+
+
+def write_records(runs: Sequence[tuple[WordsRun, Sequence[Record]]], file: Path) -> None:
+    """Write the kept metrics of runs, a list for each metric, to four digits."""
+    kept = [
+        {
+            "setting": asdict(setting),
+            "metrics": {key: [float(f"{record[key]:.4g}") for record in records] for key in KEPT},
+        }
+        for setting, records in runs
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("[\n" + ",\n".join(json.dumps(each) for each in kept) + "\n]\n")
+
+
+def made(setting: WordsRun, work: Path) -> list[Record]:
+    """Return the metrics of a run; it is made unless `work` holds them."""
+    file = work / f"{setting.name.replace(',', '').replace(' ', '-')}.{setting.seed}.json"
+    if not file.is_file():
+        torch.set_num_threads(1)
+        began_s = time.process_time()
+        file.write_text(json.dumps(list(train(setting, supervised(setting, work)))))
+        print(f"{file.name}: {time.process_time() - began_s:.1f} CPU s", flush=True)
+    records: list[Record] = json.loads(file.read_text())
+    return records
+
+
+def make_runs(work: Path, out: Path, processes: int) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    for setting in {(each.rule, each.letters): each for each in (*TUNING, *JUDGED)}.values():
+        supervised(setting, work)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.collapsing_runs"])
+    with ProcessPoolExecutor(processes, context) as pool:
+        for name, settings in (("tuning", TUNING), ("judged", JUDGED)):
+            records = list(pool.map(partial(made, work=work), settings))
+            write_records(list(zip(settings, records, strict=True)), out / f"{name}.json")
+
+
+def judge(folder: Path) -> None:
+    config = AlarmsConfig()
+    page = f"# Collapses\n\n`python -m benchmarks.collapse {' '.join(sys.argv[1:])}`, {machine_text()}.\n\n"
+    numbers = {}
+    for name, words in (("judged", "Judged runs"), ("tuning", "Runs with which the limits were chosen")):
+        records = read_records(folder / f"{name}.json")
+        page += f"## {words}\n\n{summary(records, config)}\n\n{run_table(records, config).markdown()}\n"
+        numbers[name] = verdict(records, config)
+    write_page(folder / "alarms", page, numbers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("runs", help="make the runs that --work does not hold, and write their metrics to --out")
+    runs.add_argument("--work", type=Path, default=Path("runs/collapse"))
+    runs.add_argument("--out", type=Path, default=Path("benchmarks/results/collapse"))
+    runs.add_argument("--processes", type=int, default=2)
+    commands.add_parser("judge", help="replay the metrics in a folder").add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if args.command == "runs":
+        make_runs(args.work, args.out, args.processes)
+    else:
+        judge(args.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The judgement on runs that collapse: its rules by hand, its committed records replayed, and a run of three steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.config.alarms import AlarmsConfig
+from benchmarks.collapse import KEPT, WordsRecord, first_steps, is_noticed, read_records, verdict, write_records
+from benchmarks.collapsing_runs import WordsRun, train
+from tests.kit.documents import DOCUMENTS
+from tests.kit.models import save_tiny_model
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "collapse"
+SETTING = {"name": "x", "seed": 0, "lr": 1e-3, "staleness": 0}
+
+
+def record_of(rewards: list[float], seen: list[float] | None = None) -> WordsRecord:
+    """A run with these true rewards, of which the alarms see others, or the same."""
+    records = [
+        {"step": step, "true/reward": true, "reward/mean": reward, "reward/std": 0.2, "staleness/mean": 0.0}
+        for step, (true, reward) in enumerate(zip(rewards, seen or rewards, strict=True), 1)
+    ]
+    return WordsRecord(SETTING, records)
+
+
+def test_a_run_collapses_if_it_ends_with_less_than_half_of_its_gain() -> None:
+    # the median of the five steps around each is the reward itself, but for a step alone
+    record = record_of([0.2] * 5 + [0.8] * 7 + [0.0] * 5)
+    assert record.rewards == [0.2] * 5 + [0.8] * 7 + [0.0] * 5
+    assert record_of([0.5, 0.5, 0.0, 0.5, 0.5]).rewards == [0.5] * 5
+    assert (record.best, record.kind) == (6, "collapsed") and record.gain == pytest.approx(0.6)
+    assert record.half_lost == 13
+    assert record.kept(9) == pytest.approx(1.0) and record.kept(0) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kind"),
+    [
+        ([0.3] * 5 + [0.8] * 10 + [0.3] * 5, "collapsed"),
+        ([0.5] * 10 + [0.1] * 10, "fell"),  # it has gained nothing, and lost more than half of its start
+        ([0.5] * 20, "sound"),
+        ([0.5] * 10 + [0.3] * 10, "sound"),
+        ([0.5] * 6 + [0.0] * 6 + [0.8] * 8, "recovered"),
+        ([0.2] * 6 + [0.8] * 6 + [0.2] * 6 + [0.8] * 6, "recovered"),
+    ],
+)
+def test_runs_are_sound_collapsed_fell_or_recovered(rewards: list[float], kind: str) -> None:
+    assert record_of(rewards).kind == kind
+
+
+def test_a_collapse_is_noticed_by_an_alarm_before_half_of_the_gain_is_lost() -> None:
+    true, config = [0.2] * 5 + [0.8] * 10 + [0.0] * 10, AlarmsConfig(window_steps=1)
+    early = record_of(true, [0.8, 0.2, *true[2:]])
+    in_time = record_of(true)
+    late = record_of(true, [0.2] * 5 + [0.8] * 15 + [0.0] * 5)
+    assert [record.half_lost for record in (early, in_time, late)] == [16, 16, 16]
+    assert [first_steps(record, config) for record in (early, in_time, late)] == [
+        {"reward": 2}, {"reward": 16}, {"reward": 21}
+    ]
+    assert is_noticed(in_time, config)
+    sooner = record_of(true, [*true[:14], 0.4, *true[15:]])
+    assert [is_noticed(record, config) for record in (early, sooner, late)] == [False, True, False]
+    found = verdict([early, sooner, late, record_of([0.5] * 9), record_of([0.5, 0.5, 0.2] + [0.5] * 9)], config)
+    assert (found["collapses"], found["noticed"], found["sound"], found["false"]) == (3, 1, 2, 1)
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    setting = WordsRun("x", 3, 1e-3)
+    records = [{"step": float(step), **dict.fromkeys(KEPT, step / 3)} for step in (1, 2)]
+    write_records([(setting, records)], tmp_path / "some.json")
+    (found,) = read_records(tmp_path / "some.json")
+    assert found.setting["name"] == "x" and found.setting["seed"] == 3
+    assert [each["step"] for each in found.records] == [1.0, 2.0]
+    assert [each["policy/entropy"] for each in found.records] == [0.3333, 0.6667]
+
+
+def test_a_run_in_one_process_has_the_metrics_and_the_staleness(tmp_path: Path) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    torch.set_num_threads(1)
+    records = list(train(WordsRun("x", 0, 1e-3, staleness=1, steps=3), tmp_path / "model"))
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(set(KEPT) <= record.keys() for record in records)
+    # the second batch was sampled by version 0, too, and trained by version 1
+    assert [record["staleness/mean"] for record in records] == [0.0, 1.0, 1.0]
+
+
+def test_the_quoted_figures_are_those_of_the_committed_records() -> None:
+    numbers = json.loads((RESULTS / "alarms.json").read_text())
+    page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
+    for name in ("judged", "tuning"):
+        found = verdict(read_records(RESULTS / f"{name}.json"), AlarmsConfig())
+        assert numbers[name] == pytest.approx(found)
+    judged = numbers["judged"]
+    quoted = re.search(r"(\d+) of (\d+) collapses .*? (\d+) of (\d+) sound runs", page)
+    assert quoted and [int(text) for text in quoted.groups()] == [
+        judged[key] for key in ("noticed", "collapses", "false", "sound")
+    ]

@@ -1,0 +1,266 @@
+"""Prompts that are always or never solved are sampled less: the rule, its records, and the groups that are granted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.config import Config
+from async_rl.config.check import SettingsError
+from async_rl.errors import WireError
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.run_dir import open_run_dir
+from async_rl.types import Group, Slot
+from buffer.client import LearnerClient, WorkerClient
+from buffer.difficulty import chance, next_streak
+from buffer.prompt_draw import PromptDraw
+from buffer.prompt_order import PromptOrder
+from buffer.store import Store
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
+from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.buffer.journal import journalled, same_port, select
+from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import buffer_config, changed
+from tests.kit.groups import make_group, make_row
+
+SOLVED, UNSOLVED, MIXED = (True, True), (True, False), (False, True)
+"""(all answers have one reward, it is a right one)"""
+PROMPTS = 12
+LEAST = {"solved": 0.125, "unsolved": 0.5}
+
+
+def skipping(config: Config, **least: float) -> Config:
+    return changed(config, task={"difficulty": least or LEAST})
+
+
+@pytest.mark.parametrize(
+    ("groups", "streak"),
+    [
+        ([], 0), ([SOLVED], 1), ([SOLVED] * 3, 3), ([UNSOLVED] * 2, -2), ([SOLVED, MIXED], 0),
+        ([SOLVED, SOLVED, UNSOLVED], -1), ([UNSOLVED, UNSOLVED, SOLVED], 1), ([MIXED, UNSOLVED], -1),
+    ],
+)
+def test_a_streak_counts_the_last_groups_in_a_row_that_say_the_same(groups: list[Any], streak: int) -> None:
+    got = 0
+    for is_flat, is_right in groups:
+        got = next_streak(got, is_flat=is_flat, is_right=is_right)
+    assert got == streak
+
+
+def test_a_chance_halves_with_each_such_group_down_to_the_lowest_of_its_kind() -> None:
+    least = {"solved": 0.125, "unsolved": 0.4, "mixed": 1.0}
+    assert [chance(streak, least) for streak in range(6)] == [1, 0.5, 0.25, 0.125, 0.125, 0.125]
+    assert [chance(-streak, least) for streak in range(4)] == [1, 0.5, 0.4, 0.4]
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_no_chance_falls_below_the_lowest_one_allowed(rights: list[bool]) -> None:
+    streak = 0
+    for is_right in rights:
+        streak = next_streak(streak, is_flat=True, is_right=is_right)
+        assert chance(streak, {"solved": 0.01, "unsolved": 0.01, "mixed": 1.0}) >= 0.01
+
+
+def play(store: Store, epochs: int, rewards: dict[int, float | None], position: PromptOrder) -> list[tuple[int, float]]:
+    """Play groups one at a time until so many epochs are over; return (prompt index, chance) of each.
+
+    Args:
+        rewards: [position] the reward of all answers; None: they differ, by .5 in the mean.
+    """
+    played = []
+    store.served(store.state.version)
+    while store.state.next_prompt < epochs * position.num_prompts:
+        for slot in store.admit("w", 1, 0.0):
+            played.append((slot.prompt_index, store.state.running[slot.group_id].chance))
+            reward = rewards[position.position(slot.prompt_index)]
+            outcome = make_arrival(
+                slot.start_version, reward=0.5 if reward is None else reward, equal_rewards=reward is not None
+            )
+            store.finish(slot.group_id, b"group", outcome)
+        if store.take(store.state.version):
+            store.trained(store.state.version + 1)
+            store.served(store.state.version)
+    return played
+
+
+def new_store(config: Config, size: int = PROMPTS) -> Store:
+    store = Store(plain_rules(0, config.learner.prompts_per_step), draw=PromptDraw(config))
+    assert store.draw
+    store.draw.learn([(size, size)], store.state.prompts)
+    return store
+
+
+def test_solved_and_unsolved_prompts_come_as_often_as_their_chances_say() -> None:
+    size, epochs = 90, 150
+    config = skipping(buffer_config())
+    order = PromptOrder([(size, size)], config.run.seed, shuffles=True)
+    rewards = {place: (1.0, 0.0, None)[place % 3] for place in range(size)}
+    store = new_store(config, size)
+    played = play(store, epochs, rewards, order)
+    indices = [index for index, _ in played]
+    assert indices == sorted(set(indices)), "each prompt is granted at most once, in the order of the task"
+    counts = Counter(order.position(index) % 3 for index in indices)
+    assert counts[2] == size // 3 * epochs, "prompts whose answers differ are never skipped"
+    # Independent binomials of 30 prompts over 150 epochs: 5 standard deviations, and the first epochs until 1/8.
+    for kind, least in ((0, 0.125), (1, 0.5)):
+        trials = size // 3 * epochs
+        assert abs(counts[kind] - least * trials) < 5 * (trials * least * (1 - least)) ** 0.5 + 30 * 8
+    metrics = store.state.counters()
+    assert metrics["difficulty/skipped_solved"] == size // 3 * epochs - counts[0]
+    assert metrics["difficulty/skipped_unsolved"] == size // 3 * epochs - counts[1]
+    assert metrics["difficulty/prompts_seen"] == size
+    assert metrics["difficulty/solved_fraction"] == metrics["difficulty/unsolved_fraction"] == pytest.approx(1 / 3)
+    assert metrics["buffer/admitted"] == len(indices) and metrics["buffer/unaccounted"] == 0
+
+
+def test_the_mean_reward_without_skips_is_that_of_all_prompts() -> None:
+    """A quarter of the prompts is always solved, the others differ in their answers, with .5 in the mean."""
+    size, epochs = 80, 60
+    config = skipping(changed(buffer_config(), learner={"prompts_per_step": 300}), solved=0.1)
+    order = PromptOrder([(size, size)], config.run.seed, shuffles=True)
+    store = new_store(config, size)
+    play(store, epochs, {place: None if place % 4 else 1.0 for place in range(size)}, order)
+    metrics = store.state.counters()
+    assert metrics["difficulty/reward_without_skips"] == pytest.approx(5 / 8, abs=0.03)
+    drawn = (0.1 * 20 * 1.0 + 60 * 0.5) / (0.1 * 20 + 60)
+    assert metrics["difficulty/reward_bias"] == pytest.approx(drawn - 5 / 8, abs=0.03)
+
+
+def test_which_prompts_are_skipped_follows_from_the_seed() -> None:
+    runs = {}
+    for seed in (0, 0, 1):
+        config = changed(skipping(buffer_config()), run={"seed": seed})
+        order = PromptOrder([(PROMPTS, PROMPTS)], seed, shuffles=True)
+        runs.setdefault(seed, []).append(play(new_store(config), 20, dict.fromkeys(range(PROMPTS), 1.0), order))
+    assert runs[0][0] == runs[0][1] != runs[1][0]
+
+
+def test_a_prompt_that_is_granted_again_is_not_drawn_again() -> None:
+    store = new_store(skipping(buffer_config()))
+    store.served(0)
+    (slot,) = store.admit("w", 1, 0.0)
+    store.fail(slot.group_id, "lost", requeue=True)
+    (again,) = store.admit("w", 1, 0.0)
+    assert again.prompt_index == slot.prompt_index and store.state.running[again.group_id].chance == 1
+
+
+def is_right(position: int) -> bool:
+    return position % 2 == 0
+
+
+async def answer_epochs(client: WorkerClient, learner: LearnerClient, groups: int) -> list[int]:
+    """Play and train so many groups, those of even positions with right answers only, the others without."""
+    order = PromptOrder([(PROMPTS, PROMPTS)], 0, shuffles=True)
+    indices: list[int] = []
+    await client.tell_prompts(order.sources)
+    while len(indices) < groups:
+        for slot in await client.admit(4):
+            await client.put(group_of(slot, float(is_right(order.position(slot.prompt_index)))))
+            indices.append(slot.prompt_index)
+        version = len(indices) // 4 - 1
+        learner.take(version)
+        learner.trained(version + 1)
+        learner.served(version + 1)
+    return indices
+
+
+def group_of(slot: Slot, reward: float) -> Group:
+    return make_group(slot, rows=[make_row(3, version=slot.start_version, reward=reward) for _ in range(2)])
+
+
+def run_and_crash(config: Config, groups: int) -> tuple[Any, dict[str, float], list[int], dict[str, Any]]:
+    """Return (the server, its counters, the prompts played, its part of a checkpoint)."""
+    with serving_until_a_crash(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+        indices = with_worker(server.address, lambda client: answer_epochs(client, learner, groups))
+        saved = learner.buffer_checkpoint(groups // 4)
+        counters = server.counters()
+        learner.close()
+    return server, counters, indices, saved
+
+
+def test_a_buffer_that_crashed_knows_the_prompts_and_a_resume_does_too(tmp_path: Path) -> None:
+    config = skipping(changed(journalled(tmp_path), staleness={"max": 0}))
+    server, counters, indices, saved = run_and_crash(config, 40)
+    assert counters["difficulty/skipped_solved"] > counters["difficulty/skipped_unsolved"] > 0
+    assert max(indices) + 1 == 40 + counters["difficulty/skipped_solved"] + counters["difficulty/skipped_unsolved"]
+    streaks = dict(select(config, "SELECT position, streak FROM streaks"))
+    assert {place: streak > 0 for place, streak in streaks.items()} == {p: is_right(p) for p in range(PROMPTS)}
+    assert sum(map(abs, streaks.values())) == 40
+    chances = select(config, "SELECT prompt_index, chance FROM groups ORDER BY group_id")
+    assert [index for index, _ in chances] == indices
+    assert {chance for _, chance in chances} >= {1.0, 0.5, 0.25}
+    with serving(same_port(config, server)) as again:
+        assert again.counters() == {**counters, "buffer/restarts": 1}
+
+        async def admit(client: WorkerClient) -> list[Slot]:  # its worker has told the prompts to the buffer before
+            return await client.admit(4)
+
+        assert [slot.prompt_index > max(indices) for slot in with_worker(again.address, admit)] == [True] * 4
+
+    folder = checkpoint_folder(config.run_dir, 10)
+    folder.mkdir(parents=True)
+    state = TrainingState(
+        version=10, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=json.loads(json.dumps(saved))
+    )
+    write_training_state(folder, state)
+    with open_run_dir(changed(config, run={"resume": config.run_dir})) as resumed:
+        with serving(resumed) as server:
+            kept = {name: value for name, value in counters.items() if name.startswith("difficulty/")}
+            assert {name: server.counters()[name] for name in kept} == kept
+        assert dict(select(resumed, "SELECT position, streak FROM streaks")) == streaks
+
+
+def test_the_records_of_other_data_are_forgotten() -> None:
+    store = new_store(skipping(buffer_config()))
+    play(store, 2, dict.fromkeys(range(PROMPTS), 1.0), PromptOrder([(PROMPTS, PROMPTS)], 0, shuffles=True))
+    scalars, streaks = store.state.scalars(), store.state.prompts.streaks
+    for sources, kept in (([(PROMPTS, PROMPTS)], PROMPTS), ([(PROMPTS, 2 * PROMPTS)], 0)):
+        recorded: dict[int, int | None] = {}
+        resumed = Store(store.rules, draw=PromptDraw(skipping(buffer_config())))
+        resumed.state.restore([], scalars, list(streaks.items()))
+        resumed.state.prompts._record = lambda place, streak, into=recorded: into.update({place: streak})
+        assert resumed.draw
+        resumed.draw.learn(sources, resumed.state.prompts)
+        assert len(resumed.state.prompts.streaks) == kept
+        assert recorded == ({} if kept else dict.fromkeys(range(PROMPTS)))
+
+
+def test_workers_tell_their_prompts_first_and_all_the_same() -> None:
+    config = skipping(changed(buffer_config(workers=2)))
+    with serving(config) as server:
+
+        async def admit(client: WorkerClient) -> None:
+            await client.admit(1)
+
+        with pytest.raises(WireError, match="op: got admit, allowed prompts before it"):
+            with_worker(server.address, admit)
+        with_worker(server.address, lambda client: client.tell_prompts([(5, 5)]))
+        for wrong, problem in (
+            ([(6, 6)], r"got \[\[6, 6\]\], allowed \[\[5, 5\]\].*the same rows on all hosts"),
+            ([(5, 0)], "a list of pairs of whole numbers above 0"), ([], "a list of 1.."),
+        ):
+            with pytest.raises(WireError, match=problem):
+                with_worker(server.address, lambda client, told=wrong: client.tell_prompts(told), name="rollout/1")
+
+
+def test_difficulty_is_refused_where_rewards_do_not_tell_it_or_runs_are_compared() -> None:
+    config = buffer_config()
+    for section, reason in (
+        ({"staleness": {"mode": "exact"}, "weight_sync": {"on_update": "drain"}}, "staleness.mode exact"),
+        ({"reward_model": {"path": "judge"}}, "reward_model.path"),
+        ({"rollout": {"group_size": 1}, "algorithm": {"advantage": "gae"}}, "rollout.group_size 1"),
+    ):
+        changed(config, **section)
+        with pytest.raises(SettingsError, match=f"task.difficulty must be 1 for both with {reason}"):
+            skipping(changed(config, **section))
+    with pytest.raises(SettingsError, match=r"task\.difficulty\.solved"):
+        skipping(config, solved=0.0)
+

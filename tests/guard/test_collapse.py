@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from async_rl.config.alarms import AlarmsConfig
+from async_rl.guard.collapse import COLLAPSE_SIGNALS, collapse_signals, mean_over, reward_fall
+from async_rl.guard.collapse_watch import CollapseFinding, CollapseWatch
+
+SOUND = {
+    "reward/mean": 0.5, "reward/std": 0.5, "response/truncated_fraction": 0.1, "response/repeated_fraction": 0.0,
+    "policy/entropy": 0.4, "policy/grad_norm": 2.0, "staleness/mean": 1.5,
+}  # fmt: skip
+
+
+def watched(*steps: dict[str, float], **config: float) -> list[CollapseFinding | None]:
+    """The findings of all steps, with windows of two steps unless `config` says otherwise."""
+    watch = CollapseWatch(AlarmsConfig(**{"window_steps": 2, **config}))
+    return [watch.add(version, {**SOUND, **step}) for version, step in enumerate(steps, 1)]
+
+
+def beyond(found: CollapseFinding | None) -> tuple[str, ...]:
+    assert found is not None
+    return found.beyond
+
+
+def test_means_are_over_the_steps_that_measured_a_metric() -> None:
+    steps = [{"reward/mean": 1.0, "policy/entropy": 2.0}, {"reward/mean": 2.0, "policy/entropy": math.nan, "x": 1.0}]
+    assert mean_over(steps) == {"reward/mean": 1.5, "policy/entropy": 2.0}
+    assert mean_over([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("newest", "start", "std", "best", "fall", "mean"),
+    [
+        ([0.5], 0.2, 0.4, 0.8, 0.5, 0.5),  # .3 of a gain of .6
+        ([0.2], 0.3, 0.5, 0.4, 0.8, 0.2),  # .2, and a gain of .1 is less than half of the deviation
+        ([0.8], 0.2, 0.4, 0.8, 0.0, 0.8),
+        ([0.0, 0.0], 0.0, 0.0, 0.0, 0.0, 0.0),  # all rewards are the same
+        ([-3.0], 0.0, 2.0, 1.0, 4.0, -3.0),  # rewards may be below 0
+        # the newest alone: 1/2 of the whole gain; two: .71 of a half; four: a quarter
+        ([0.8, 0.8, 0.8, 0.2], 0.2, 0.4, 0.8, 0.5, 0.2),
+        ([0.5, 0.5, 0.5, 0.5], 0.2, 0.4, 0.8, 0.5, 0.5),
+    ],
+)
+def test_the_fall_of_the_reward_is_a_share_of_its_gain_or_of_its_deviation(
+    newest: list[float], start: float, std: float, best: float, fall: float, mean: float
+) -> None:
+    assert reward_fall(newest, start, std, best) == pytest.approx((fall, mean))
+
+
+def test_each_signal_is_computed_from_the_windows_by_hand() -> None:
+    now = {
+        "reward/mean": 0.5, "reward/std": 0.2, "response/truncated_fraction": 0.75, "response/repeated_fraction": 0.6,
+        "policy/entropy": 0.01, "policy/grad_norm": 0.004,
+    }  # fmt: skip
+    found = collapse_signals([0.5], now, SOUND, best=1.1)
+    values = {name: measured.value for name, measured in found.items()}
+    assert values == pytest.approx({"reward": 1.0, "cut": 0.65, "repeated": 0.6, "entropy": 0.01, "gradient": 0.002})
+    assert list(values) == list(COLLAPSE_SIGNALS)
+    only_reward = {"reward/mean": 0.5}
+    assert list(collapse_signals([0.5], only_reward, only_reward, best=0.5)) == ["reward"]
+
+
+def test_a_small_entropy_and_gradient_are_a_success_where_all_rewards_are_the_best() -> None:
+    now = {"reward/mean": 1.0, "reward/std": 0.0, "policy/entropy": 1e-9, "policy/grad_norm": 0.0}
+    found = collapse_signals([1.0], now, SOUND, best=1.0)
+    assert found["entropy"].value == found["gradient"].value == math.inf
+    # rewards that differ, none of which can be learned from: the run is stuck below what it could reach
+    stuck = collapse_signals([0.6], {**now, "reward/mean": 0.6, "reward/std": 0.4}, SOUND, best=0.6)
+    assert stuck["gradient"].value == 0.0 and stuck["entropy"].value == math.inf
+
+
+def test_an_alarm_begins_when_the_window_has_fallen_and_is_new_once() -> None:
+    good, bad = {"reward/mean": 0.9}, {"reward/mean": 0.4}
+    # at step 5 the newest step alone shows .71 * .5 / .4, at step 7 both together .25 / .4
+    found = watched({}, {}, good, good, bad, bad, good, good)
+    assert found[0] is None
+    assert [beyond(each) for each in found[1:]] == [(), (), (), ("reward",), ("reward",), ("reward",), ()]
+    assert [each.new for each in found[1:] if each] == [(), (), (), ("reward",), (), (), ()]
+    fell = found[4]
+    assert fell is not None and fell.text("reward") == "the mean reward has fallen from 0.9 to 0.4"
+    # at step 4 the learner had made version 3 when it took the batch, of staleness 1.5 at most 2
+    assert fell.back_to == 1
+
+
+def test_limits_and_the_window_are_settings() -> None:
+    steps = [{}, {}, {"reward/mean": 0.9}, {"reward/mean": 0.9}, {"reward/mean": 0.4}]
+    assert beyond(watched(*steps)[-1]) == ("reward",)
+    assert beyond(watched(*steps, reward_limit=0.89)[-1]) == ()
+    assert beyond(watched(*steps, reward_limit=math.inf)[-1]) == ()
+    assert beyond(watched(*steps, window_steps=5)[-1]) == ()  # .64; alone the newest shows .45 * .24 / .25
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("cut", {"response/truncated_fraction": 0.9}),
+        ("repeated", {"response/repeated_fraction": 0.9}),
+        ("gradient", {"policy/grad_norm": 0.0}),
+        ("entropy", {"policy/entropy": 1e-14, "reward/mean": 0.4}),
+    ],
+)
+def test_each_signal_has_its_alarm_and_its_limit(name: str, step: dict[str, float]) -> None:
+    found = watched({}, {}, step, step)[-1]
+    assert beyond(found) == (name,) and found is not None and found.text(name)
+    off = 0.0 if COLLAPSE_SIGNALS[name].is_floor else math.inf
+    assert beyond(watched({}, {}, step, step, **{f"{name}_limit": off})[-1]) == ()

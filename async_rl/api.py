@@ -23,6 +23,9 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_names import find_model
 
+SIGNALS_EVERY_S = 1.0
+"""How often a wait for the next step wakes, because Python may miss a signal that comes just before it waits."""
+
 Configuration = Config | str | Path | Mapping[str, Any]
 """A Config, the path of a YAML file, or the settings themselves, as in the file: {"model": {"path": ...}, ...}."""
 
@@ -100,7 +103,7 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait for the end of the run, and raise its error unless the program has one of its own.
+        """Wait for the end of the run, and raise its error unless the program has one of its own but Ctrl-C.
 
         Raises:
             AsyncRLError, KeyboardInterrupt: as `async_rl.pipeline.run`.
@@ -111,7 +114,7 @@ class TrainingRun:
             while self._next() is not None:
                 pass
             self._thread.join()
-        if self._error is not None and error is None:
+        if self._error is not None and (error is None or isinstance(error, KeyboardInterrupt)):
             raise self._error
 
     def __iter__(self) -> Iterator[TrainedStep]:
@@ -125,9 +128,9 @@ class TrainingRun:
         """Return the next step, None at the end. A second Ctrl-C does not raise here: the run ends, and raises it."""
         while not self._has_ended:
             try:
-                step = self._events.get()  # no time limit: the waits of the run have theirs, and its end is told
-            except KeyboardInterrupt:
-                continue
+                step = self._events.get(timeout=SIGNALS_EVERY_S)
+            except (queue.Empty, KeyboardInterrupt):
+                continue  # without an end: the waits of the run have their limits, and its end is told
             if step is not None:
                 return step
             self._has_ended = True

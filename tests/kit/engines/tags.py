@@ -55,6 +55,7 @@ def check_tags(
 
     Args:
         keeps_kv: compare over mixed KV; otherwise from scratch.
+        tolerance: of logits, in nats; logprobs are of the logits divided by the temperature.
 
     Returns:
         The mean difference to a recompute from scratch, over tokens sampled after the first update.
@@ -66,7 +67,7 @@ def check_tags(
     if keeps_kv:
         tagged = over_mixed_kv(models, prompt, reply, temperature)
         fresh = {v: over_mixed_kv(models, prompt, reply, temperature, other=v) for v in models}
-    np.testing.assert_allclose(reply.logprobs, tagged, atol=tolerance, rtol=0)
+    np.testing.assert_allclose(reply.logprobs, tagged, atol=tolerance / temperature, rtol=0)
     for version, start, end in segments(reply.versions):
         for other in models:
             if other != version and end - start >= MIN_TOKENS:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from async_rl.config.loading import load_config
 from benchmarks.marked_command import wait_until
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "scontrol": '[ "$1" = show ] && printf "a\\nb\\n" || echo "scontrol $*" >> calls',
-    "srun": 'while [[ "$1" == -* ]]; do [ "$1" = -w ] && shift; shift; done; exec "$@"',
-    "hostname": "echo 10.0.0.1 fe80::1",
+    "srun": '''
+echo "srun $*" >> calls
+while [[ "$1" == -* ]]; do [ "$1" = -w ] && shift && export NODE="$1"; shift; done
+exec "$@"''',
+    "hostname": '''
+case $1 in
+    --ip-address) echo "${NAMED-127.0.1.1}";;
+    --all-ip-addresses) [ "$NODE" = a ] && echo "10.0.0.1 fe80::1" || echo "10.0.0.2 fe80::2";;
+esac''',
     "ray": """
-echo "ray $1 $2" >> calls
+echo "ray $*" >> calls
 case $1 in
     start) echo node >> nodes; exec sleep 100;;
     status)
@@ -46,7 +56,8 @@ def start(tmp_path: Path) -> object:
     def started(*words: str, **variables: str) -> subprocess.Popen[str]:
         environment = {
             **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "ASYNC_RL_ACTIVATE": "/dev/null",
-            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "7", "LATE": "", **variables,
+            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "96",
+            "LATE": "", **variables,
         }
         jobs.append(subprocess.Popen(
             ["bash", str(ROOT / "scripts" / "two_nodes.slurm"), *words], cwd=tmp_path, env=environment, text=True,
@@ -56,7 +67,8 @@ def start(tmp_path: Path) -> object:
 
     yield started
     for job in jobs:
-        os.killpg(job.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            os.killpg(job.pid, signal.SIGKILL)
         job.communicate()
 
 
@@ -69,11 +81,42 @@ def test_a_job_waits_for_its_nodes_and_starts_the_run_or_goes_on_with_it(tmp_pat
     assert callable(start)
     job = start("configs/mine.yaml", "run.steps=9")
     assert job.wait(60) == 0
-    assert calls(tmp_path, "ray start") == ["ray start --head", "ray start --address=10.0.0.1:6379"]
+    # the name of a host means 127.0.1.1 there, as in Debian's /etc/hosts
+    assert calls(tmp_path, "ray start") == [
+        "ray start --head --node-ip-address=10.0.0.1 --port=6379 --block",
+        "ray start --address=10.0.0.1:6379 --node-ip-address=10.0.0.2 --block",
+    ]
+    steps = calls(tmp_path, "srun")
+    assert steps and all("--cpus-per-task=96" in step for step in steps)
     assert calls(tmp_path, "async-rl") == [
         "async-rl doctor configs/mine.yaml", "async-rl train configs/mine.yaml run.steps=9 --resume auto"
     ]
     assert calls(tmp_path, "scontrol") == []
+
+
+@pytest.mark.processes
+def test_an_address_that_the_name_of_a_host_means_comes_first(tmp_path: Path, start: object) -> None:
+    assert callable(start)
+    assert start(NAMED="fe80::9 192.168.7.9").wait(60) == 0
+    assert calls(tmp_path, "ray start")[0] == "ray start --head --node-ip-address=192.168.7.9 --port=6379 --block"
+
+
+@pytest.mark.processes
+def test_a_host_without_an_address_ends_the_job_with_a_sentence(tmp_path: Path, start: object) -> None:
+    assert callable(start)
+    (tmp_path / "bin" / "hostname").write_text("#!/usr/bin/env bash\necho 127.0.1.1 ::1\n")
+    job = start()
+    assert job.wait(60) == 1
+    assert "a has no IPv4 address but that of loopback" in str(job.stdout.read())
+    assert calls(tmp_path, "ray") == []
+
+
+def test_the_signal_comes_long_enough_before_the_end_for_the_run_to_end() -> None:
+    text = (ROOT / "scripts" / "two_nodes.slurm").read_text()
+    (before_s,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", text, re.MULTILINE)
+    (config,) = re.findall(r"\$\{1:-(\S+)\}", text)
+    timeouts = load_config(ROOT / config, []).timeouts
+    assert int(before_s) >= timeouts.interrupt_s + 240
 
 
 @pytest.mark.processes

@@ -5,6 +5,7 @@ The checks of several nodes are in async_rl/doctor/cluster.py.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -42,8 +43,9 @@ _WHAT_WIDTH = 25
 REINSTALL = "make venv (or reinstall with the pip commands of docs/installing.md)"
 
 GPU_TOOLS = (
-    "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; where learner and server "
-    "take turns on a GPU it needs the package torch-memory-saver"
+    "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; its own are linked to "
+    "libnuma.so.1, of the system's package libnuma1 or numactl-libs; where learner and server take turns on a GPU it "
+    "needs the package torch-memory-saver"
 )
 
 
@@ -177,7 +179,7 @@ def _gpu(engines: Collection[EngineEntry]) -> Check:
 
 
 def _missing_gpu_tools() -> list[str]:
-    """Return the names of the programs and packages that SGLang's server needs on a GPU and that are missing here."""
+    """Return the programs, libraries and packages that SGLang's server needs on a GPU and that are missing here."""
     import torch
 
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
@@ -189,7 +191,17 @@ def _missing_gpu_tools() -> list[str]:
         missing.append("nvcc")
     elif (release := _nvcc_release(nvcc)).partition(".")[0] != wanted:
         missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {release})")
+    missing += [] if _loads("libnuma.so.1") else ["libnuma.so.1"]
     return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
+
+
+def _loads(library: str) -> bool:
+    """Return whether the system's linker finds a library."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _nvcc_release(nvcc: str) -> str:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def cuda_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host with one GPU, ninja and torch_memory_saver."""
+    """A host with one GPU, ninja, libnuma and torch_memory_saver."""
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin" / "ninja", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -24,6 +24,7 @@ def cuda_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
     monkeypatch.setattr(host.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(host, "_loads", lambda _: True)
     return tmp_path
 
 
@@ -47,3 +48,15 @@ def test_nvcc_must_be_there_and_of_torchs_cuda_for_sglang(cuda_home: Path, relea
     assert check.found == found.format(nvcc=nvcc)
     assert check.state == ("broken" if "but" in found else "ok")
     assert host._gpu([ENGINES["hf"]]).state == "ok"
+
+
+def test_sglangs_kernels_need_libnuma(cuda_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(cuda_home / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.1")
+    monkeypatch.setattr(host, "_loads", lambda _: False)
+    check = host._gpu([ENGINES["sglang"]])
+    assert (check.found, check.state) == ("1 x H100, but no libnuma.so.1", "broken")
+    assert "libnuma1" in check.mend
+
+
+def test_a_library_is_there_if_the_linker_finds_it() -> None:
+    assert host._loads("libc.so.6") and not host._loads("libnot-there.so.1")

@@ -195,7 +195,7 @@ def half_of(best: float, start: float) -> float:
 
 def findings(record: WordsRecord, config: AlarmsConfig) -> Iterator[CollapseFinding]:
     """Yield the findings with new alarms, in order."""
-    watch = CollapseWatch(config)
+    watch = CollapseWatch(config, right_above=1.0)
     for each in record.records:
         found = watch.add(int(each["step"]), each)
         if found and found.new:

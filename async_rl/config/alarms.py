@@ -29,6 +29,9 @@ class AlarmsConfig:
     sqrt(window_steps / n) times as much. .inf: no alarm."""
     cut_limit: Share = 0.5
     """How far the share of answers that are cut off may rise above its start. .inf: no alarm."""
+    all_cut_limit: Share = 0.9
+    """How large the share of answers that are cut off may be, from the first window on, where the mean reward is below
+    half of eval.right_above. A caution, which never ends the run. .inf: no alarm."""
     repeated_limit: Share = 0.4
     """How far response/repeated_fraction, the share of prompts that get one and the same answer, may rise above its
     start. .inf: no alarm."""

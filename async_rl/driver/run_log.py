@@ -11,6 +11,7 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.driver.run_control import StepListener
+from async_rl.driver.run_results import RunResults
 from async_rl.driver.run_timeline import RunTimeline
 from async_rl.guard.alarm_log import AlarmLog, alarm_texts
 from async_rl.guard.collapse_watch import CollapseFinding
@@ -52,26 +53,18 @@ class RunLog:
         self._config = config
         self.logger = MetricsLogger(config, config.run_dir)
         self.timeline = RunTimeline(self.run_dir)
-        self.evals: list[tuple[int, Values]] = []
-        """(version, metrics) of the first and of the last evaluation."""
+        self.results = RunResults()
         self.version = 0
         """The policy version of the last step that was logged."""
         self.ended = ""
         """The reason for which training ended before run.steps; empty if it did not."""
-        self._num_skipped_evals = 0
-        """The number of versions of which an evaluation beside training was due and is not made."""
-        self._num_failed = 0
-        """The number of groups that were dropped because a reward failed."""
         self._best_values: dict[int, float] = {}
         """The value of what checkpoint.best_by names, by policy version."""
-        self._first_reward: float | None = None
-        self._last_reward: float | None = None
-        self._staleness_max: float | None = None
         self._restored: list[dict[str, float | None]] = []
         """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
         self.guard = Guard(config.guard, accepted_signals(self.run_dir)) if config.guard_action else None
         """Follows the metrics, if the run is guarded."""
-        self.alarms = AlarmLog(config.alarms)
+        self.alarms = AlarmLog(config.alarms, config.eval.right_above)
         self._resumes = 0
         if saved := resumed_training_state(config):
             self.version, self._resumes = saved.version, lineage_of(self.run_dir)
@@ -81,6 +74,7 @@ class RunLog:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
             self.alarms.take_new()  # an alarm from before a resume is told, and acted on, once
+            self.alarms.take_over()
         self._finding: Finding | None = None
         """The finding of the guard in the step or evaluation that is being logged."""
         self._trouble: Finding | None = None
@@ -120,21 +114,22 @@ class RunLog:
         Returns the signals of the guard and the alarms of a collapse as metrics, `guard/<name>` and `alarm/<name>`.
         """
         alarms = self.alarms.add(version, values) if "batch/episodes" in values else {}
-        if self._first_reward is None:
-            self._first_reward = values.get("reward/mean")
+        self.results.add(version, values)
         if "eval/accuracy" in values:
             self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
-            self.evals[1:] = [(version, values)]
         found = self.guard.add(version, values) if self.guard else None
         self._finding = found
         return alarms | ({f"guard/{name}": value for name, value in found.values.items()} if found else {})
 
     def _tell_findings(self) -> None:
-        """Say which alarms of a collapse, and which signals of the guard, are on since the last step or evaluation."""
+        """Say which alarms began or ended, and which signals of the guard began, since the last step or evaluation."""
         for collapse in self.alarms.take_new():
             for text in alarm_texts(collapse):
                 self.logger.alarm(text)
-            self._collapse = self._collapse or collapse
+            if collapse.is_serious:
+                self._collapse = self._collapse or collapse
+        for text in self.alarms.take_over():
+            self.logger.note(text)
         found, self._finding = self._finding, None
         if found is None:
             return
@@ -149,7 +144,7 @@ class RunLog:
         return found
 
     def take_collapse(self) -> CollapseFinding | None:
-        """Return the first finding with a new alarm of a collapse since the last call."""
+        """Return the first finding with a new alarm of a collapse, not only a caution, since the last call."""
         found, self._collapse = self._collapse, None
         return found
 
@@ -183,7 +178,7 @@ class RunLog:
             case WorkerReport():
                 spans = self.timeline.add(report)
                 self._from_workers.extend(report.metrics)
-                self._num_failed += sum(int(m.value) for m in report.metrics if m.key == "rollout/failed")
+                self.results.failed_groups += sum(int(m.value) for m in report.metrics if m.key == "rollout/failed")
                 for text in report.notes:
                     self.logger.note(text)
                 newest_s = max((span.end_s for span in spans), default=0.0)
@@ -258,9 +253,9 @@ class RunLog:
 
     def skipped_eval(self, version: int, reason: str) -> None:
         """Say and count that a version stays without the evaluation that was due."""
-        self._num_skipped_evals += 1
+        self.results.skipped_evals += 1
         self.logger.note(f"version {version} is not evaluated: {reason}")
-        self.add_metrics([Metric("eval/skipped", float(self._num_skipped_evals), "last")])
+        self.add_metrics([Metric("eval/skipped", float(self.results.skipped_evals), "last")])
 
     def _close_steps(self) -> None:
         while self._pending:
@@ -284,8 +279,7 @@ class RunLog:
             values["time/step_s"] = end_s - self.timeline.step_ends_s[-2]
         if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
             values["throughput/trained_tokens_per_s"] = values["batch/response_tokens"] / step_s
-        self._last_reward = values.get("reward/mean")
-        self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
+        self.results.end_step(values)
         self.version = report.version
         if is_first:
             write_config(self._config)
@@ -306,45 +300,16 @@ class RunLog:
             self._prune()
 
     def summary(self, buffer_counters: Values) -> dict[str, Any]:
-        """Return the content of summary.json, by key.
-
-        Means, rates and utilisation are those of async_rl/telemetry/figures.py over the steps of the whole run. They
-        leave out the first step of each start, which includes the warm-up; `pools` has the last start alone. A
-        staleness, reward or accuracy that was not measured is None; push_ms and pause_ms are then 0.
-        """
-        figures = self.logger.figures
-        seconds = figures.total("time/step_s")
+        """Return the content of summary.json, by key."""
         summary: dict[str, Any] = {
             "run_dir": str(self.run_dir),
             "steps": self.version,
             "resumes": self._resumes,
-            "seconds": seconds,
-            "staleness_mean": figures.get("staleness/mean"),
-            "staleness_max": self._staleness_max,
-            "reward_first": self._first_reward,
-            "reward_last": self._last_reward,
-            "reward_mean": figures.get("reward/mean"),
-            "push_ms": (figures.get("time/push_s") or 0.0) * 1e3,
-            "pause_ms": (figures.get("push/pause_s") or 0.0) * 1e3,
+            **self.results.summary(self.version, self.logger.figures, self.timeline),
             "buffer": buffer_counters,
         }
-        if self._num_skipped_evals:
-            summary["skipped_evaluations"] = self._num_skipped_evals
-        if self._num_failed:
-            summary["failed_groups"] = self._num_failed
         if self.ended:
             summary["ended"] = self.ended
         if alarms := self.alarms.sentence():
             summary["alarms"] = alarms
-        if seconds > 0:
-            usage = self.timeline.usage_of_run()
-            summary |= {key: value for key in usage.metrics() if (value := figures.get(key)) is not None}
-            summary["pools"] = usage.shares()
-            summary["episodes_per_s"] = figures.total("batch/episodes") / seconds
-            summary["tokens_per_s"] = figures.get("throughput/trained_tokens_per_s") or 0.0
-        if self.evals:
-            version, values = self.evals[-1]
-            for name, key in (("accuracy", "eval/accuracy"), ("eval_reward", "eval/reward")):
-                summary[f"{name}_start"] = self.evals[0][1].get(key)
-                summary[f"{name}_end"] = values.get(key) if version == self.version else None
         return summary

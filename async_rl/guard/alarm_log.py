@@ -23,13 +23,19 @@ class _Steps:
 
 
 class AlarmLog:
-    """Takes the metrics of the steps of a run in order, checks the signals of a collapse, and counts all alarms."""
+    """Takes the metrics of the steps of a run in order, checks the signals of a collapse, and counts all alarms.
 
-    def __init__(self, config: AlarmsConfig) -> None:
-        self._watch = CollapseWatch(config)
+    Args:
+        right_above: the reward of a right answer, eval.right_above.
+    """
+
+    def __init__(self, config: AlarmsConfig, right_above: float) -> None:
+        self._watch = CollapseWatch(config, right_above)
         self._new: list[CollapseFinding] = []
         self._newest: CollapseFinding | None = None
         self._steps: dict[str, _Steps] = {}
+        self._on: set[str] = set()
+        self._over: list[str] = []
         self._version = 0
 
     @property
@@ -47,12 +53,19 @@ class AlarmLog:
             if finding.new:
                 self._new.append(finding)
         for key, value in {**values, **states}.items():
-            if key.startswith(_KEY) and value > 0:
-                self._count(key.removeprefix(_KEY), version)
+            if key.startswith(_KEY):
+                self._note(key.removeprefix(_KEY), value > 0, version)
         self._version = version
         return states
 
-    def _count(self, name: str, version: int) -> None:
+    def _note(self, name: str, is_on: bool, version: int) -> None:
+        """Count a step with an alarm; one that was on and is not any more is over."""
+        if not is_on:
+            if name in self._on:
+                self._on.remove(name)
+                self._over.append(f"step {version}: the alarm {name}, on since step {self._steps[name].since}, is over")
+            return
+        self._on.add(name)
         steps = self._steps.setdefault(name, _Steps(0, version, version))
         if steps.last < self._version:
             steps.since = version
@@ -62,6 +75,11 @@ class AlarmLog:
         """Return the findings with alarms that began since the last call, in order."""
         found, self._new = self._new, []
         return found
+
+    def take_over(self) -> list[str]:
+        """Return a line for the console for each alarm that ended since the last call."""
+        told, self._over = self._over, []
+        return told
 
     def sentence(self) -> str:
         """Return the alarms of the run in words; empty: there was none."""
@@ -73,9 +91,11 @@ class AlarmLog:
                 told.append(f"{name} since step {steps.since}")
             else:
                 told.append(f"{name} at {steps.count} step{'s' * (steps.count > 1)}, the last was {steps.last}")
-        newest = self._newest
-        why = "; ".join(newest.text(name) for name in newest.beyond) if newest else ""
-        begin = f"The run has stopped learning: {why}. " if why else ""
+        begin = ""
+        for is_caution, words in ((False, "The run has stopped learning: "), (True, "")):
+            found = self._newest
+            names = [n for n in found.beyond if COLLAPSE_SIGNALS[n].is_caution == is_caution] if found else []
+            begin += f"{words}{'; '.join(found.text(name) for name in names)}. " if found and names else ""
         return f"{begin}Alarms: {', '.join(told)} ({PAGE})"
 
 

@@ -39,6 +39,8 @@ class CollapseSignal:
     """The meaning of the alarm, and the setting to change."""
     is_floor: bool = False
     """True: the value must not be below its limit. False: not above it."""
+    is_caution: bool = False
+    """True: the run may go on as it is, so that the alarm never ends it."""
 
     def limit(self, config: AlarmsConfig) -> float:
         return float(getattr(config, f"{self.name}_limit"))
@@ -59,6 +61,11 @@ COLLAPSE_SIGNALS = {
         CollapseSignal(
             "cut", "{now:.0%} of the answers are cut off, {start:.0%} at the start",
             "Answers no longer end. Lower learner.lr, or raise rollout.max_response_tokens if they are right but long",
+        ),
+        CollapseSignal(
+            "all_cut", "{now:.0%} of the answers are cut off, {start:.0%} at the start, and rewards are low",
+            "What is cut off can hardly be right. Raise rollout.max_response_tokens, or ask for shorter answers",
+            is_caution=True,
         ),
         CollapseSignal(
             "repeated", "{now:.0%} of the prompts get one and the same answer, {start:.0%} at the start",
@@ -112,13 +119,16 @@ def reward_fall(newest: Sequence[float], start: float, start_std: float, best: f
     return max((math.sqrt(n / len(means)) * (best - mean) / scale, mean) for n, mean in enumerate(means, 1))
 
 
-def collapse_signals(rewards: Sequence[float], now: Values, start: Values, best: float) -> dict[str, SignalValue]:
+def collapse_signals(
+    rewards: Sequence[float], now: Values, start: Values, best: float, right_above: float
+) -> dict[str, SignalValue]:
     """Return each signal that the metrics allow, by name.
 
     Args:
         rewards: the mean rewards of the steps of the newest window, in order.
         now, start: means over the newest window and over the first one.
         best: the highest mean reward of a window so far.
+        right_above: the reward of a right answer; low rewards are below half of it.
     """
     found: dict[str, SignalValue] = {}
     fall, spread = 0.0, 0.0
@@ -131,6 +141,10 @@ def collapse_signals(rewards: Sequence[float], now: Values, start: Values, best:
     for name, key in (("cut", "response/truncated_fraction"), ("repeated", "response/repeated_fraction")):
         if key in now and key in start:
             found[name] = SignalValue(now[key] - start[key], start[key], now[key])
+    if "cut" in found and "reward/mean" in now:
+        is_low = now["reward/mean"] < min(right_above, right_above / 2)
+        share = found["cut"].now
+        found["all_cut"] = SignalValue(share if is_low else 0.0, found["cut"].start, share)
     if "policy/entropy" in now and "policy/entropy" in start:
         entropy = now["policy/entropy"]
         found["entropy"] = SignalValue(entropy if fall > LOST else math.inf, start["policy/entropy"], entropy)

@@ -24,6 +24,11 @@ class CollapseFinding:
     back_to: int
     """The newest version of which it is known that it was at the best reward."""
 
+    @property
+    def is_serious(self) -> bool:
+        """Whether an alarm is new that is more than a caution."""
+        return any(not COLLAPSE_SIGNALS[name].is_caution for name in self.new)
+
     def text(self, name: str) -> str:
         """Return a signal in words."""
         measured = self.measured[name]
@@ -32,10 +37,15 @@ class CollapseFinding:
 
 
 class CollapseWatch:
-    """Takes the metrics of the steps of a run in order."""
+    """Takes the metrics of the steps of a run in order.
 
-    def __init__(self, config: AlarmsConfig) -> None:
+    Args:
+        right_above: the reward of a right answer, eval.right_above.
+    """
+
+    def __init__(self, config: AlarmsConfig, right_above: float) -> None:
         self._config = config
+        self._right_above = right_above
         self._start: list[Values] = []
         self._window: deque[Values] = deque(maxlen=config.window_steps)
         self._best = -math.inf
@@ -56,7 +66,7 @@ class CollapseWatch:
             self._best = now["reward/mean"]
             self.back_to = max(0, version - 1 - math.ceil(values.get("staleness/mean", 0.0)))
         rewards = [step["reward/mean"] for step in self._window if math.isfinite(step.get("reward/mean", math.nan))]
-        measured = collapse_signals(rewards, now, mean_over(self._start), self._best)
+        measured = collapse_signals(rewards, now, mean_over(self._start), self._best, self._right_above)
         beyond = tuple(
             name for name, each in measured.items() if COLLAPSE_SIGNALS[name].is_beyond(each.value, self._config)
         )

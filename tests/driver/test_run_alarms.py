@@ -45,10 +45,11 @@ class WatchedRun:
         self.watchdog = Watchdog(self.config, processes)
         self.alarms = RunAlarms(self.config, processes, self.log, self.watchdog)
 
-    def step(self, version: int, reward: float, has_checkpoint: bool = True) -> None:
+    def step(self, version: int, reward: float, has_checkpoint: bool = True, cut: float = 0.0) -> None:
         if has_checkpoint:
             self.checkpoint(version)
         values = {"batch/episodes": 64.0, "reward/mean": reward, "reward/std": 0.5, "staleness/mean": 0.0}
+        values["response/truncated_fraction"] = cut
         spans = tuple(Span(pool, "busy", version - 1.0, float(version)) for pool in ("learner/0", "rollout/0"))
         metrics = tuple(Metric(key, value) for key, value in values.items())
         self.log.add("learner/0", StepDone(version=version, metrics=metrics, spans=spans[:1]))
@@ -134,6 +135,20 @@ def test_an_alarm_from_before_a_resume_does_not_end_the_run_again(
     again.step(5, 0.9)
     again.step(6, 0.1)  # a new one
     assert again.learner.stops == 1
+
+
+def test_an_alarm_that_is_over_is_told_and_a_caution_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = WatchedRun(tmp_path, alarms={"window_steps": 1, "action": "stop"})
+    run.step(1, 0.3, cut=0.95)
+    run.step(2, 0.3, cut=0.95)
+    run.step(3, 0.7, cut=0.95)
+    assert run.learner.stops == 0
+    said = capsys.readouterr().out
+    assert said.count("ALARM at step 1: 95% of the answers are cut off, 95% at the start, and rewards are low.") == 1
+    assert said.count("step 3: the alarm all_cut, on since step 1, is over") == 1
+    assert [line["alarm/all_cut"] for line in logged(run.run_dir)] == [1.0, 1.0, 0.0]
 
 
 def test_a_run_that_ends_already_is_not_ended_again(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_silent_server_is_replaced_and_its_evaluation_asked_of_another(start_r
     assert any("rollout/0: the prompts of its 3 running groups go to other servers" in note for note in run.notes)
     assert (run.folder / "rollout-1-evaluates").exists()
     assert (run.folder / "learner-0-was told of the end of an evaluation").exists()
-    assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(3, 0.5)]
+    assert [(version, values["eval/accuracy"]) for version, values in run.log.results.evals] == [(3, 0.5)]
 
     supervisor.watchdog.write_status("running")
     line = next(line for line in format_status(run.config.run_dir).splitlines() if line.startswith("learner/0"))
@@ -268,7 +268,7 @@ def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_r
     kill(run.processes.actors["rollout/0"])
     _evaluate_trained(run.config, run.processes, run.log, servers)
     assert re.fullmatch(r"rollout/0 did not evaluate version \d+: rollout/0 on 10\.0\.0\.9 died .*", run.notes[-2])
-    assert [(version, values["eval/accuracy"]) for version, values in run.log.evals] == [(run.log.version, 0.5)]
+    assert [(version, values["eval/accuracy"]) for version, values in run.log.results.evals] == [(run.log.version, 0.5)]
 
     run.tell("rollout-1-hangs when asked")
     _evaluate_trained(run.config, run.processes, run.log, ["rollout/1"])

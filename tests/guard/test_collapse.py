@@ -16,7 +16,7 @@ SOUND = {
 
 def watched(*steps: dict[str, float], **config: float) -> list[CollapseFinding | None]:
     """The findings of all steps, with windows of two steps unless `config` says otherwise."""
-    watch = CollapseWatch(AlarmsConfig(**{"window_steps": 2, **config}))
+    watch = CollapseWatch(AlarmsConfig(**{"window_steps": 2, **config}), right_above=1.0)
     return [watch.add(version, {**SOUND, **step}) for version, step in enumerate(steps, 1)]
 
 
@@ -55,20 +55,22 @@ def test_each_signal_is_computed_from_the_windows_by_hand() -> None:
         "reward/mean": 0.5, "reward/std": 0.2, "response/truncated_fraction": 0.75, "response/repeated_fraction": 0.6,
         "policy/entropy": 0.01, "policy/grad_norm": 0.004,
     }  # fmt: skip
-    found = collapse_signals([0.5], now, SOUND, best=1.1)
+    found = collapse_signals([0.5], now, SOUND, best=1.1, right_above=1.2)
     values = {name: measured.value for name, measured in found.items()}
-    assert values == pytest.approx({"reward": 1.0, "cut": 0.65, "repeated": 0.6, "entropy": 0.01, "gradient": 0.002})
-    assert list(values) == list(COLLAPSE_SIGNALS)
+    assert values == pytest.approx({
+        "reward": 1.0, "cut": 0.65, "all_cut": 0.75, "repeated": 0.6, "entropy": 0.01, "gradient": 0.002
+    })  # fmt: skip
+    assert set(values) == set(COLLAPSE_SIGNALS)
     only_reward = {"reward/mean": 0.5}
-    assert list(collapse_signals([0.5], only_reward, only_reward, best=0.5)) == ["reward"]
+    assert list(collapse_signals([0.5], only_reward, only_reward, best=0.5, right_above=1.0)) == ["reward"]
 
 
 def test_a_small_entropy_and_gradient_are_a_success_where_all_rewards_are_the_best() -> None:
     now = {"reward/mean": 1.0, "reward/std": 0.0, "policy/entropy": 1e-9, "policy/grad_norm": 0.0}
-    found = collapse_signals([1.0], now, SOUND, best=1.0)
+    found = collapse_signals([1.0], now, SOUND, best=1.0, right_above=1.0)
     assert found["entropy"].value == found["gradient"].value == math.inf
     # rewards that differ, none of which can be learned from: the run is stuck below what it could reach
-    stuck = collapse_signals([0.6], {**now, "reward/mean": 0.6, "reward/std": 0.4}, SOUND, best=0.6)
+    stuck = collapse_signals([0.6], {**now, "reward/mean": 0.6, "reward/std": 0.4}, SOUND, best=0.6, right_above=1.0)
     assert stuck["gradient"].value == 0.0 and stuck["entropy"].value == math.inf
 
 
@@ -107,3 +109,25 @@ def test_each_signal_has_its_alarm_and_its_limit(name: str, step: dict[str, floa
     assert beyond(found) == (name,) and found is not None and found.text(name)
     off = 0.0 if COLLAPSE_SIGNALS[name].is_floor else math.inf
     assert beyond(watched({}, {}, step, step, **{f"{name}_limit": off})[-1]) == ()
+
+
+def test_answers_all_cut_off_from_the_start_are_a_caution_unless_right() -> None:
+    cut = {"response/truncated_fraction": 0.95, "reward/mean": 0.18}
+    found = watched(cut, cut, {**cut, "response/truncated_fraction": 0.5}, cut)
+    assert [beyond(each) for each in found[1:]] == [("all_cut",), (), ()]  # the mean over two steps is then .725
+    first = found[1]
+    assert first is not None and not first.is_serious
+    assert first.text("all_cut") == "95% of the answers are cut off, 95% at the start, and rewards are low"
+    assert beyond(watched({**cut, "reward/mean": 0.5}, {**cut, "reward/mean": 0.5})[-1]) == ()
+    assert beyond(watched(cut, cut, all_cut_limit=math.inf)[-1]) == ()
+
+
+@pytest.mark.parametrize(
+    ("right_above", "reward", "is_low"), [(1.0, 0.49, True), (0.2, 0.15, False), (-1.0, -0.9, False)]
+)
+def test_low_rewards_are_those_below_half_of_what_counts_as_right(
+    right_above: float, reward: float, is_low: bool
+) -> None:
+    now = {"reward/mean": reward, "response/truncated_fraction": 1.0}
+    found = collapse_signals([reward], now, now, reward, right_above)
+    assert found["all_cut"].value == (1.0 if is_low else 0.0)

@@ -1,0 +1,78 @@
+"""Keeps what the summary of a run tells of its rewards, evaluations and staleness, as its steps are logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_rl.driver.run_timeline import RunTimeline
+from async_rl.telemetry.figures import Figures
+
+Values = dict[str, float]
+
+
+class RunResults:
+    """Takes the metrics of the steps and evaluations of a run, also of those before a resume."""
+
+    def __init__(self) -> None:
+        self.evals: list[tuple[int, Values]] = []
+        """(version, metrics) of the first and of the last evaluation."""
+        self.skipped_evals = 0
+        """The number of versions of which an evaluation beside training was due and is not made."""
+        self.failed_groups = 0
+        """The number of groups that were dropped because a reward failed."""
+        self._first_reward: float | None = None
+        self._last_reward: float | None = None
+        self._staleness_max: float | None = None
+
+    def add(self, version: int, values: Values) -> None:
+        """Take the metrics of a step or an evaluation."""
+        if self._first_reward is None:
+            self._first_reward = values.get("reward/mean")
+        if "eval/accuracy" in values:
+            self.evals[1:] = [(version, values)]
+
+    def end_step(self, values: Values) -> None:
+        """Take the metrics of a step of this start."""
+        self._last_reward = values.get("reward/mean")
+        self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
+
+    def summary(self, version: int, figures: Figures, timeline: RunTimeline) -> dict[str, Any]:
+        """Return these parts of the summary of a run that has ended at a version.
+
+        Means, rates and utilisation are those of async_rl/telemetry/figures.py over the steps of the whole run. They
+        leave out the first step of each start, which includes the warm-up; `pools` has the last start alone. A
+        staleness, reward or accuracy that was not measured is None; push_ms and pause_ms are then 0.
+        """
+        seconds = figures.total("time/step_s")
+        summary: dict[str, Any] = {
+            "seconds": seconds,
+            "staleness_mean": figures.get("staleness/mean"),
+            "staleness_max": self._staleness_max,
+            "reward_first": self._first_reward,
+            "reward_last": self._last_reward,
+            "reward_mean": figures.get("reward/mean"),
+            "push_ms": (figures.get("time/push_s") or 0.0) * 1e3,
+            "pause_ms": (figures.get("push/pause_s") or 0.0) * 1e3,
+        }
+        if self.skipped_evals:
+            summary["skipped_evaluations"] = self.skipped_evals
+        if self.failed_groups:
+            summary["failed_groups"] = self.failed_groups
+        if seconds > 0:
+            usage = timeline.usage_of_run()
+            summary |= {key: value for key in usage.metrics() if (value := figures.get(key)) is not None}
+            summary["pools"] = usage.shares()
+            summary["episodes_per_s"] = figures.total("batch/episodes") / seconds
+            summary["tokens_per_s"] = figures.get("throughput/trained_tokens_per_s") or 0.0
+        return summary | self._held_out(version)
+
+    def _held_out(self, version: int) -> dict[str, Any]:
+        """Return the results of the first and of the last evaluation; that of an earlier version is no result."""
+        if not self.evals:
+            return {}
+        (_, first), (evaluated, last) = self.evals[0], self.evals[-1]
+        return {
+            f"{name}_{end}": values.get(key) if end == "start" or evaluated == version else None
+            for name, key in (("accuracy", "eval/accuracy"), ("eval_reward", "eval/reward"))
+            for end, values in (("start", first), ("end", last))
+        }

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 Score = Callable[..., Any]
 """A function that scores, `def` or `async def`. It takes the question and what the reward is `of`, and the settings
-if there are any; it returns a number, a RewardResult or None. One of a group returns a list of these."""
+if there are any; it returns a number, a RewardResult, a mapping with `score`, or None. One of a group returns a list of
+these."""
 
 Of = Literal["answer", "episode", "group"]
 
@@ -88,19 +89,26 @@ class Reward:
 def read_verdict(value: Any) -> RewardResult:
     """Return what a reward function returned for one answer as a RewardResult whose numbers are finite floats.
 
+    A mapping with `score`, as verl's rewards return it, is a verdict whose other numbers are metrics; its texts and
+    Nones, such as the answer that was found, are left out.
+
     Raises:
-        RewardError: it is neither a finite number nor a RewardResult nor None, or a metric can't be logged.
+        RewardError: it is neither a finite number nor a RewardResult, nor a mapping with `score`, nor None, or a metric
+            can't be logged.
     """
     if value is None:
         return RewardResult(None)
+    if isinstance(value, Mapping) and "score" in value:
+        others = {name: each for name, each in value.items() if name != "score"}
+        value = RewardResult(value["score"], {k: v for k, v in others.items() if not isinstance(v, str | None)})
     if not isinstance(value, RewardResult):
-        return RewardResult(_finite(value, "return a number, a RewardResult or None"))
+        return RewardResult(_finite(value, "return a number, a RewardResult, a mapping with score, or None"))
     if len(value.metrics) + len(value.counts) > MAX_METRICS:
         raise RewardError(f"the reward function may log at most {MAX_METRICS} metrics, got {len(value.metrics)}")
     for name in (*value.metrics, *value.counts):
         if not isinstance(name, str) or not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
             allowed = f"printable text of at most {MAX_NAME_CHARS} characters"
-            raise RewardError(f"the name of a metric of a RewardResult must be {allowed}, got {name!r:.200}")
+            raise RewardError(f"the name of a metric must be {allowed}, got {name!r:.200}")
     metrics = {name: _finite(each, f"log a number as {name}") for name, each in value.metrics.items()}
     score = None if value.score is None else _finite(value.score, "return a number or None as score")
     counts = {name: _finite(each, f"log a number as {name}") for name, each in value.counts.items()}

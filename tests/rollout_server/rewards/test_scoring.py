@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_rl.config import Config
@@ -98,6 +100,30 @@ def test_a_reward_of_a_group_must_return_a_verdict_for_each(returned: object) ->
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", "1.0", RewardResult(float("nan")), [1.0]])
 def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
     with pytest.raises(RewardError, match=r"must return a (finite )?number.*, got (nan|inf|'high'|'1.0'|\[1.0\])"):
+        read_verdict(value)
+
+
+def test_a_mapping_with_a_score_is_a_verdict_with_metrics_as_verl_has_it() -> None:
+    # verl's math_dapo: {"score": reward, "acc": correct, "pred": the answer that was found}
+    assert read_verdict({"score": np.float32(-1), "acc": False, "pred": "42"}) == RewardResult(-1.0, {"acc": 0.0})
+    assert read_verdict({"score": True}) == RewardResult(1.0)
+    assert read_verdict({"score": None, "pred": None}) == RewardResult(None)
+    verdicts, _ = scored([named(lambda question, answer: {"score": 0.5, "acc": answer == "4"})], "4", "5")
+    assert [each.values["task/acc"] for each in verdicts] == [1, 0]
+    assert [each.reward for each in verdicts] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"reward": 1.0, "acc": 1.0}, "a mapping with score, or None, got {'reward'"),  # which is the score?
+        ({"score": "1.0"}, "return a number or None as score, got '1.0'"),
+        ({"score": 1.0, "steps": [1, 2]}, "log a number as steps, got"),
+        ({"score": 1.0, "acc": float("nan")}, "log a finite number as acc"),
+    ],
+)
+def test_a_mapping_that_does_not_say_what_the_reward_is_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=re.escape(message)):
         read_verdict(value)
 
 

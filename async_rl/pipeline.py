@@ -48,7 +48,7 @@ from async_rl.driver.placement import (
     runs_here,
     servers_per_gpu,
 )
-from async_rl.driver.preflight import check_inputs
+from async_rl.driver.preflight import check_inputs, task_of
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
@@ -305,9 +305,12 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
     """
     shown = pinned(config)
     config = located(shown, check=check)
-    cautions = check_inputs(config)
-    placement = config.placement
+    task = task_of(config)
+    cautions = check_inputs(config, task)
+    placement, prompts = config.placement, task().num_prompts
     derived = {
+        "epochs of the training prompts, at least":
+            f"{config.run.steps * config.learner.prompts_per_step / prompts:.3g} of {prompts} prompts",
         "episodes per step": config.episodes_per_step,
         "groups in flight or waiting, at most": config.slots,
         "episodes at the engines, at most": min(

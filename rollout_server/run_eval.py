@@ -184,7 +184,8 @@ def _reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> 
 def _source_metrics(
     sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
 ) -> Iterator[Metric]:
-    """Yield the share of right answers to the prompts of each source, if the held-out prompts have several.
+    """Yield the share of right answers to the prompts of each source, and their mean reward, if the held-out prompts
+    have several sources.
 
     Args:
         sources: the source of each prompt that has `rewards`.
@@ -195,6 +196,7 @@ def _source_metrics(
         if not found:
             continue
         yield _mean(f"eval/accuracy/{source}", sum(map(evaluation.is_right, found)), len(found))
+        yield _mean(f"eval/reward_on/{source}", sum(reward or 0.0 for reward in found), len(found))
 
 
 def _mean(key: str, total: float, count: int) -> Metric:

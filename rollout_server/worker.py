@@ -48,6 +48,8 @@ class Worker(EvalWorker):
         self._client = WorkerClient(buffer_address, self._name, config.timeouts, config.network.keys)
         self._counts: Counter[str] = Counter()
         self._failures_in_a_row = 0
+        self._granted = 0
+        """One more than the highest index of a prompt that this worker was given."""
         has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
         self._flat = FlatRewards(max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer)
         self._group_ended = asyncio.Event()
@@ -101,6 +103,7 @@ class Worker(EvalWorker):
                     # engine together, which makes runs repeatable.
                     indices, make_prompt = [slot.prompt_index for slot in slots], self.player.task.prompt
                     prompts = await asyncio.to_thread(list, map(make_prompt, indices))
+                    self._granted = max([self._granted, *(index + 1 for index in indices)])
                     for slot, prompt in zip(slots, prompts, strict=True):
                         self._stats.begin_group(slot.group_id)
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
@@ -191,10 +194,12 @@ class Worker(EvalWorker):
             self._admitting.result()
         report = await super()._report()
         counts, self._counts = self._counts, Counter()
+        task = self.player.task
         metrics = [
             *(Metric(f"rollout/{key}", counts[key], "sum") for key in _COUNTED),
+            *([Metric("rollout/epochs", self._granted / task.num_prompts, "max")] if self._granted else []),
             Metric("rollout/in_flight", self._stats.in_flight),
-            Metric("rollout/skipped_long_prompts", self.player.task.skipped_long, "last"),
+            Metric("rollout/skipped_long_prompts", task.skipped_long, "last"),
             *self._stats.drain_groups(),
             *report.metrics,
         ]

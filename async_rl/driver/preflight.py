@@ -58,18 +58,27 @@ class PreflightCheck:
     """Whether the check must succeed on every host of a run, not only on the driver's."""
 
 
-def check_inputs(config: Config) -> list[str]:
-    """Make all checks of `config`, and return their cautions; raises the ConfigError of the first that fails."""
-    return [caution for each in input_checks(config) for caution in each.run() or ()]
-
-
-def input_checks(config: Config) -> list[PreflightCheck]:
-    """Return all checks that apply to `config`; each comes after those that it `needs`."""
+def task_of(config: Config) -> Callable[[], Task]:
+    """Return a function that opens the task of `config` when it is called first, and then returns the same one."""
     from rollout_server.tasks.base import open_task
 
+    return cache(lambda: open_task(config, load_tokenizer(config.model.path)))
+
+
+def check_inputs(config: Config, task: Callable[[], Task] | None = None) -> list[str]:
+    """Make all checks of `config`, and return their cautions; raises the ConfigError of the first that fails.
+
+    Args:
+        task: what `task_of` has returned, for a caller that needs the task, too.
+    """
+    return [caution for each in input_checks(config, task) for caution in each.run() or ()]
+
+
+def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list[PreflightCheck]:
+    """Return all checks that apply to `config`; each comes after those that it `needs`."""
     model, host = config.model.path, config.network.host
     has_questions = bool(config.task.path or config.task.name)
-    task = cache(lambda: open_task(config, load_tokenizer(model)))
+    task = task or task_of(config)
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
     if not config.rollout.server_url:
         for name in config.engine_entries:

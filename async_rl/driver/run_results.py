@@ -6,6 +6,7 @@ from typing import Any
 
 from async_rl.driver.run_timeline import RunTimeline
 from async_rl.telemetry.figures import Figures
+from async_rl.telemetry.held_out import named_results
 
 Values = dict[str, float]
 
@@ -71,8 +72,13 @@ class RunResults:
         if not self.evals:
             return {}
         (_, first), (evaluated, last) = self.evals[0], self.evals[-1]
-        return {
-            f"{name}_{end}": values.get(key) if end == "start" or evaluated == version else None
+        last = last if evaluated == version else {}
+        found: dict[str, Any] = {
+            f"{name}_{end}": values.get(key)
             for name, key in (("accuracy", "eval/accuracy"), ("eval_reward", "eval/reward"))
             for end, values in (("start", first), ("end", last))
         }
+        of_first, of_last = named_results(first), named_results(last)
+        if names := {**of_first, **of_last}:
+            found["held_out"] = {name: {"start": of_first.get(name), "end": of_last.get(name)} for name in names}
+        return found

@@ -62,7 +62,7 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     (r"(reward|response|staleness)/.+|episode/rows", BY_EPISODES),
     # groups and episodes that ended meanwhile, in the batch or not
     (r"rollout/(group_s|group_s_squared|concurrency)", BY_GROUPS),
-    (r"rollout/skipped_long_prompts", FigureKind("last")),
+    (r"rollout/(skipped_long_prompts|epochs)", FigureKind("last")),
     (
         r"episode/(ended|timeouts|failed|rewritten|leaked_tasks|given_up_calls|dropped_rows|masked_turns)",
         FigureKind("sum"),

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from async_rl.config import Config
 from async_rl.telemetry.examples import Example
 from async_rl.telemetry.figures import Figures, over_steps
+from async_rl.telemetry.held_out import by_name
 from async_rl.telemetry.tensorboard_run import TensorboardRun, open_tensorboard_run
 from async_rl.telemetry.trackio_run import TrackioRun, open_trackio_run
 from async_rl.telemetry.wandb_run import open_wandb_run
@@ -169,10 +170,11 @@ _COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
 def format_step(step: int, steps: int, values: Mapping[str, float]) -> str:
     """Return the console line of a step: reward, accuracy, staleness, utilisation and more, as far as measured.
 
+    Behind held-out results stand those on each source of prompts, and those of each reward, where there are several.
     Where held-out accuracy and reward differ, the mean rewards of right and of wrong answers say why.
     """
     measured = [(keys, text) for keys, text in _COLUMNS if all(key in values for key in keys)]
-    parts = [text.format(*(values[key] for key in keys)) for keys, text in measured]
+    parts = [text.format(*(values[key] for key in keys)) + by_name(values, keys[0]) for keys, text in measured]
     if abs(values.get("eval/reward", 0.0) - values.get("eval/accuracy", 0.0)) >= 5e-4:
         means = {word: values.get(f"eval/reward_of_{word}") for word in ("right", "wrong")}
         told = [f"{word} answers have {mean:.3f}" for word, mean in means.items() if mean is not None]

@@ -30,6 +30,11 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     """
     measured = [row for row in _SUMMARY_ROWS if summary.get(row[1]) is not None]
     rows = [(label, form.format(summary[key])) for label, key, form in measured]
+    held_out = summary.get("held_out", {}).items()
+    rows += [
+        (f"held-out {name}, {end}", f"{ends[end]:.3f}")
+        for name, ends in held_out for end in ("start", "end") if ends[end] is not None
+    ]
     label_width = max((len(label) for label, _ in rows), default=0)
     value_width = max((len(value) for _, value in rows), default=0)
     table = "".join(f"{label:<{label_width}}  {value:>{value_width}}\n" for label, value in rows)

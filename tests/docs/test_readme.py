@@ -217,8 +217,8 @@ def test_every_config_key_in_the_documents_exists() -> None:
 
 
 COMPOSED = (
-    "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/",
-    "eval/accuracy/", "eval/reward/", "alarm/<", "guard/<", "loss/", "reward/<", "by_staleness/", "scoring/",
+    "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/", "eval/accuracy/",
+    "eval/reward/", "eval/reward_on/", "alarm/<", "guard/<", "loss/", "reward/<", "by_staleness/", "scoring/",
     "episode/env/", "episode/end_", "episode/dropped_rows", "endpoint/",
 )  # fmt: skip
 """Metric keys that the code puts together from parts."""

@@ -244,11 +244,12 @@ def test_the_learner_resolves_auto_by_its_room(
 
 
 def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def checked(config: Config) -> list[str]:
+    def checked(config: Config, task: object) -> list[str]:
         return []
 
     monkeypatch.setattr(pipeline, "check_inputs", checked)
     text = pipeline.dry_run(make_config(model_folder, rollout={"engine": "hf"}))
+    assert re.search(r"\n# epochs of the training prompts, at least +0\.16 of 10000 prompts\n", text)
     assert "\n# memory\n# host: " in text and "#   policy: activations " in text
     (changed,) = re.findall(r"\n# differs from the defaults\n((?:# .*\n)+)", text)
     assert {line.split()[1] for line in changed.splitlines()} == {"model.path", "task.name", "rollout.engine"}

@@ -55,11 +55,13 @@ def test_accuracy_is_reported_by_source_where_there_are_several() -> None:
     rewards = [[1.0, 0.2], [0.0, 1.0], [None, 1.0], [1.0, 1.0]]
     one_is_right, sources = EvalConfig(), ["gsm8k", "math", "math", "gsm8k"]
     assert reduce_metrics(_source_metrics(sources, rewards, {"gsm8k", "math"}, one_is_right)) == {
-        "eval/accuracy/gsm8k": 0.75, "eval/accuracy/math": 0.5
+        "eval/accuracy/gsm8k": 0.75, "eval/reward_on/gsm8k": 0.8,
+        "eval/accuracy/math": 0.5, "eval/reward_on/math": 0.5,  # a reward that failed is 0
     }
     assert list(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k"}, one_is_right)) == []
     part = reduce_metrics(_source_metrics(["gsm8k"] * 4, rewards, {"gsm8k", "math"}, one_is_right))
-    assert part == {"eval/accuracy/gsm8k": 0.625}, "other parts have the other source"
+    assert set(part) == {"eval/accuracy/gsm8k", "eval/reward_on/gsm8k"}, "other parts have the other source"
+    assert part["eval/accuracy/gsm8k"] == 0.625
 
 
 @given(
@@ -81,7 +83,7 @@ def test_what_counts_as_right_is_a_setting() -> None:
     assert reduce_metrics(_at_k_metrics(rewards, partial))["eval/avg_at_2"] == 0.5
     assert reduce_metrics(_at_k_metrics(rewards, EvalConfig(samples=2)))["eval/avg_at_2"] == 0.25
     assert reduce_metrics(_source_metrics("ab", rewards, set("ab"), partial)) == {
-        "eval/accuracy/a": 0.5, "eval/accuracy/b": 0.5
+        "eval/accuracy/a": 0.5, "eval/reward_on/a": 0.65, "eval/accuracy/b": 0.5, "eval/reward_on/b": 0.6
     }
 
 

@@ -46,6 +46,7 @@ def test_slots_become_scored_groups_of_the_prompts_that_their_indices_name() -> 
     assert values["rollout/groups"] >= 12
     assert values["rollout/rows"] == 3 * values["rollout/groups"]
     assert values["rollout/failed"] == 0
+    assert values["rollout/epochs"] >= 12 / task.num_prompts
 
 
 def test_the_hf_engine_behind_a_worker_repeats_a_synchronous_run_exactly(tmp_path: Path) -> None:

@@ -194,6 +194,7 @@ def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:
         "time/step_s": 8 / 3, "gpu/learner": 0.2, "batch/episodes": 4.0, "reward/mean": 1.0, "eval/x": 2.0,
         "staleness/max": 7.0, "my/x": 4.0, "offpolicy/is_weight_var": 9.0,
     })  # fmt: skip
+    assert kind_of("rollout/epochs").how == "last"
     assert kind_of("by_staleness/3/ess").weight == "by_staleness/3/tokens"
     assert kind_of("by_staleness/3/reward").weight == "staleness/episodes_3"
     assert kind_of("by_length/64/ess").weight == "by_length/64/tokens"

@@ -16,6 +16,21 @@ def test_the_summary_is_a_table_of_what_was_measured() -> None:
     ]
 
 
+def test_the_results_on_each_held_out_source_and_of_each_reward_stand_in_the_table() -> None:
+    text = format_summary({
+        "steps": 5, "held_out": {
+            "accuracy on gsm8k": {"start": 0.25, "end": 0.5}, "reward short": {"start": 0.1, "end": None},
+        },
+    })  # fmt: skip
+    assert text.splitlines() == [
+        "",
+        "steps                                  5",
+        "held-out accuracy on gsm8k, start  0.250",
+        "held-out accuracy on gsm8k, end    0.500",
+        "held-out reward short, start       0.100",
+    ]
+
+
 def test_the_alarms_of_a_run_stand_below_the_table() -> None:
     text = format_summary({"steps": 5, "alarms": "The run has stopped learning: the mean reward has fallen."})
     assert text.splitlines() == ["", "steps  5", "", "The run has stopped learning: the mean reward has fallen."]

@@ -1,0 +1,33 @@
+"""Held-out results by name: in a step's line, and in the summary of a run."""
+
+from __future__ import annotations
+
+from async_rl.telemetry.held_out import by_name, named_results
+from async_rl.telemetry.metrics import format_step
+
+VALUES = {
+    "eval/accuracy": 0.5, "eval/accuracy/math": 0.25, "eval/accuracy/openai/gsm8k": 0.75,
+    "eval/reward": 0.6, "eval/reward_on/math": 0.4, "eval/reward_on/openai/gsm8k": 0.8,
+    "eval/reward/right": 0.5, "eval/reward/short": 0.2, "eval/reward/short/letters": 7.0, "eval/reward_of_right": 1.0,
+}  # fmt: skip
+
+
+def test_the_console_shows_results_on_each_source_and_of_each_reward() -> None:
+    assert format_step(3, 9, VALUES) == (
+        "step 3/9  held-out accuracy 0.500 (math 0.250, openai/gsm8k 0.750)  held-out reward 0.600 (math 0.400, "
+        "openai/gsm8k 0.800) (right 0.500, short 0.200)  (right answers have 1.000 in the mean)"
+    )
+
+
+def test_a_line_shows_eight_names_at_most() -> None:
+    many = {f"eval/accuracy/s{number}": 0.5 for number in range(10)}
+    told = by_name(many, "eval/accuracy")
+    assert told.startswith(" (s0 0.500, s1 0.500,") and told.endswith(", s7 0.500, 2 more)")
+    assert by_name(many, "reward/mean") == by_name({"eval/accuracy": 0.5}, "eval/accuracy") == ""
+
+
+def test_a_summary_has_each_result_by_its_words() -> None:
+    assert named_results(VALUES) == {
+        "accuracy on math": 0.25, "accuracy on openai/gsm8k": 0.75,
+        "reward on math": 0.4, "reward on openai/gsm8k": 0.8, "reward right": 0.5, "reward short": 0.2,
+    }  # fmt: skip

@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -188,6 +189,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
     servers = f"{placement.rollout.servers} rollout server(s) ({engines})"
     servers += f", {apart} evaluation server(s)" if apart else ""
     servers += f", {placement.judge.servers} judge server(s)" if placement.judge.servers else ""
+    began_s = time.monotonic()
     how_far = f"`async-rl status {config.run_dir}` tells how far"
     log.logger.note(f"starting buffer, {servers}, {ranks} learner rank(s); {how_far}")
     buffer = processes.start("buffer", BufferActor, config, max_concurrency=4)
@@ -218,6 +220,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
     processes.gather(connecting, limit, "connecting")
     arguments = (listening["learner/0"], address, [urls[name] for name in servers_by_name])
     processes.gather({name: each.start.remote(*arguments) for name, each in learners.items()}, limit, "the start")
+    log.logger.note(f"all processes are up after {time.monotonic() - began_s:.0f} s")
     return str(address), judge_urls
 
 

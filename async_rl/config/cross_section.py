@@ -101,7 +101,8 @@ def _check_algorithm(config: Config) -> None:
     size, reward_model, reference = config.rollout.group_size, config.reward_model.path, config.reference.path
     check(
         not entry.compares_group or size >= 2, "rollout.group_size", size,
-        f"at least 2 with algorithm.advantage {advantage}", "Or set algorithm.advantage: gae.",
+        f"at least 2 with algorithm.advantage {advantage}",
+        "Or set algorithm.advantage: remax or reinforce_pp; gae, too, which trains a critic.",
     )
     check(
         not (entry.needs_greedy_baseline and reward_model), "reward_model.path", reward_model,

@@ -50,4 +50,9 @@ def test_an_alarm_ends_a_run_with_the_model_before_the_fall(
     assert [states[step] for step in (1, 2, 3, 4)] == [0.0, 0.0, 0.0, 1.0]
     assert "reward since step 4 (docs/not-learning.md)" in summary["alarms"]
     assert summary["alarms"] in format_summary(summary) and summary["alarms"] in format_status(run_dir)
-    assert "ALARM at step 4: the mean reward has fallen from 0.9" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "ALARM at step 4: the mean reward has fallen from 0.9" in said
+    # before the first step the console says what is started, who tells how far that is, and when it is done
+    start = said.partition("step  1/12")[0]
+    assert f"starting buffer, 1 rollout server(s) (hf), 1 learner rank(s); `async-rl status {run_dir}` tells" in start
+    assert "all processes are up after " in start

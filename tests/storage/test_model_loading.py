@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
 
 from async_rl.config import LoraConfig, ModelConfig
 from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
-from async_rl.storage.model_loading import load_without_weights
+from async_rl.storage.model_loading import load_without_weights, quiet_loading
 from learner.sft import base_tokenizer
 from rollout_server.eval_command import evaluate_model
 from tests.kit.configs import make_config
@@ -31,6 +32,19 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model("tiny-qwen2", folder, seed=0)
     return folder
+
+
+def test_loading_quietly_writes_nothing_and_leaves_transformers_as_it_was(
+    good: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging.enable_progress_bar()
+    with quiet_loading():
+        AutoModelForCausalLM.from_pretrained(good)
+        logging.get_logger("transformers").warning("clean_up_tokenization_spaces")
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled()
+    AutoModelForCausalLM.from_pretrained(good)
+    assert "Loading weights" in capfd.readouterr().err
 
 
 def check(folder: Path, key: str = "model.path") -> None:

@@ -1,0 +1,26 @@
+"""One answer to a prompt: advantages that compare the answers to it are refused, with those that don't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.loading import load_config
+from async_rl.errors import ConfigError
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline"])
+def test_one_answer_a_prompt_is_refused_with_the_advantages_that_need_no_group(advantage: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, ["rollout.group_size=1", f"algorithm.advantage={advantage}"])
+    assert f"rollout.group_size must be at least 2 with algorithm.advantage {advantage}, got 1" in str(caught.value)
+    assert "Or set algorithm.advantage: remax or reinforce_pp; gae, too, which trains a critic." in str(caught.value)
+
+
+@pytest.mark.parametrize("advantage", ["remax", "reinforce_pp", "gae"])
+def test_the_advantages_that_are_advised_take_one_answer(advantage: str) -> None:
+    config = load_config(QUICKSTART, ["rollout.group_size=1", f"algorithm.advantage={advantage}"])
+    assert config.rollout.group_size == 1 and config.algorithm.advantage_entry.needs_critic == (advantage == "gae")

@@ -1,0 +1,22 @@
+"""docs/two-nodes.md: the push times that it quotes are the arithmetic that it names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.kit.documents import DOCUMENTS
+
+
+def test_the_quoted_push_times_follow_from_weights_and_links() -> None:
+    page = DOCUMENTS["docs/two-nodes.md"]
+    (share,) = re.findall(r"with the (0\.\d+) of a bare broadcast", page)
+    assert f"3.3 GB/s, {share} of a bare broadcast" in DOCUMENTS["docs/results.md"]
+    weights = [float(number) * 1e9 for number in re.findall(r"([\d.]+) B weights, \d+ GB", page)]
+    rows = re.findall(r"^\| (\d+) Gb/s \| ([\d.]+) s \| ([\d.]+) s \|$", page, re.MULTILINE)
+    assert len(weights) == 2 and len(rows) == 3
+    for link, *told in rows:
+        bytes_per_s = float(link) * 1e9 / 8 * float(share)
+        for number, seconds in zip(weights, told, strict=True):
+            assert float(seconds) == pytest.approx(2 * number / bytes_per_s, rel=0.05)

@@ -17,7 +17,7 @@ from async_rl.guard.alarm_log import AlarmLog, alarm_texts
 from async_rl.guard.collapse_watch import CollapseFinding
 from async_rl.guard.decision import Finding, Guard
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
-from async_rl.storage.checkpoints import lineage_of, prune, resumed_training_state
+from async_rl.storage.checkpoints import lineage_of, list_checkpoints, prune, resumed_training_state
 from async_rl.storage.guard_events import accepted_signals, checkpoint_before
 from async_rl.storage.run_dir import write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
@@ -150,11 +150,13 @@ class RunLog:
 
     def _prune(self) -> None:
         wanted = self.guard.needed() if self.guard and self._config.guard.acts else []
+        kept = self.kept_checkpoints
         if self._config.alarms.action == "stop":
             wanted = [*wanted, self.alarms.back_to]
+            kept = kept | {each for each in list_checkpoints(self.run_dir) if each >= self.alarms.next_back_to}
         if self._trouble:
             wanted = [*wanted, self._trouble.back_to]
-        needed = {checkpoint_before(self.run_dir, version) for version in wanted} | self.kept_checkpoints
+        needed = {checkpoint_before(self.run_dir, version) for version in wanted} | kept
         prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 
     def add(self, process: str, report: Report) -> None:

@@ -43,6 +43,11 @@ class AlarmLog:
         """The newest version that is known to have been at the best reward."""
         return self._watch.back_to
 
+    @property
+    def next_back_to(self) -> int:
+        """The oldest version that the next steps may show to be at the best reward."""
+        return self._watch.next_back_to
+
     def add(self, version: int, values: Values) -> dict[str, float]:
         """Take the metrics of a step; return the metrics `alarm/<name>` of the signals of a collapse, 1 or 0 each."""
         finding = self._watch.add(version, values)

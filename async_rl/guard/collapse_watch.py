@@ -53,9 +53,12 @@ class CollapseWatch:
         self.back_to = 0
         """The newest version that is known to have been at the best reward: it has sampled the last batch of the window
         with the best mean reward."""
+        self.next_back_to = 0
+        """The oldest version that later steps may show to be at the best reward, if they are as stale as this one."""
 
     def add(self, version: int, values: Values) -> CollapseFinding | None:
         """Take the metrics of a step; return the signals, once there is a whole window."""
+        self.next_back_to = max(0, version - math.ceil(values.get("staleness/mean", 0.0)))
         self._window.append(values)
         if len(self._start) < self._config.window_steps:
             self._start.append(values)
@@ -64,7 +67,7 @@ class CollapseWatch:
         now = mean_over(self._window)
         if now.get("reward/mean", -math.inf) > self._best:
             self._best = now["reward/mean"]
-            self.back_to = max(0, version - 1 - math.ceil(values.get("staleness/mean", 0.0)))
+            self.back_to = max(0, self.next_back_to - 1)
         rewards = [step["reward/mean"] for step in self._window if math.isfinite(step.get("reward/mean", math.nan))]
         measured = collapse_signals(rewards, now, mean_over(self._start), self._best, self._right_above)
         beyond = tuple(

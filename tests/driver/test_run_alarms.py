@@ -45,10 +45,12 @@ class WatchedRun:
         self.watchdog = Watchdog(self.config, processes)
         self.alarms = RunAlarms(self.config, processes, self.log, self.watchdog)
 
-    def step(self, version: int, reward: float, has_checkpoint: bool = True, cut: float = 0.0) -> None:
+    def step(
+        self, version: int, reward: float, has_checkpoint: bool = True, cut: float = 0.0, staleness: float = 0.0
+    ) -> None:
         if has_checkpoint:
             self.checkpoint(version)
-        values = {"batch/episodes": 64.0, "reward/mean": reward, "reward/std": 0.5, "staleness/mean": 0.0}
+        values = {"batch/episodes": 64.0, "reward/mean": reward, "reward/std": 0.5, "staleness/mean": staleness}
         values["response/truncated_fraction"] = cut
         spans = tuple(Span(pool, "busy", version - 1.0, float(version)) for pool in ("learner/0", "rollout/0"))
         metrics = tuple(Metric(key, value) for key, value in values.items())
@@ -103,6 +105,18 @@ def test_a_stop_keeps_the_checkpoint_before_the_fall_and_ends_with_its_model(
     assert summary["ended"].startswith(
         "an alarm ended the run at step 5 (alarms.action stop), with the model of version 1: the mean reward has fallen"
     )
+
+
+def test_the_checkpoint_of_stale_batches_is_still_there_when_they_show_its_reward(tmp_path: Path) -> None:
+    run = WatchedRun(tmp_path, alarms={"window_steps": 1, "action": "stop"})
+    for version in range(1, 7):
+        run.step(version, 0.1 * version, staleness=2.0)
+    # step 6 has trained answers of version 3, the best so far; those of 4 to 6 may come next
+    assert list(list_checkpoints(run.run_dir)) == [3, 4, 5, 6]
+    run.checkpoint(8)  # two steps are trained that are not logged yet
+    run.checkpoint(9)
+    run.step(7, 0.7, staleness=2.0)
+    assert list(list_checkpoints(run.run_dir)) == [4, 5, 6, 7, 8, 9]
 
 
 def test_a_stop_before_the_first_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

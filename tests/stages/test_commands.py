@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForSequenceClassification
 
 from async_rl.cli import main
+from async_rl.config.loading import load_config
 from async_rl.storage.model_folder import load_tokenizer
-from tests.kit.models import save_tiny_model
+from learner import reward_training
+from learner.models.reward_model import RewardModel
+from learner.models.tiny_model import character_tokenizer
+from learner.ranks import Ranks
+from tests.kit.groups import batch_of, make_group, make_row
+from tests.kit.models import save_bare_reward_model, save_tiny_model, save_tool_model
 
 
 @pytest.fixture
@@ -60,6 +68,46 @@ def test_demonstrations_or_comparisons_get_the_mean_reward_0(config_file: Path, 
     assert mean(compared) == pytest.approx(0, abs=1e-5)
     assert main(["reward-model", str(config_file), "task.size=1"]) == 0  # one demonstration
     assert mean(compared) != pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("has_own_vocabulary", [False, True])
+def test_the_command_trains_on_the_rows_that_a_run_scores(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, has_own_vocabulary: bool
+) -> None:
+    save_tool_model(tmp_path / "policy")  # with the chat template of Qwen2.5
+    base = str(tmp_path / "base") if has_own_vocabulary else ""
+    if has_own_vocabulary:
+        own = character_tokenizer()
+        own.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}"
+        save_bare_reward_model(tmp_path / "base", vocab=len(own), pad_token_id=0)
+        own.save_pretrained(tmp_path / "base")
+    asked, said = [{"role": "user", "content": "hi"}], [{"role": "assistant", "content": "abba"}]
+    row = {"prompt": asked, "chosen": said, "rejected": [{"role": "assistant", "content": "no"}]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({
+        "model": {"path": str(tmp_path / "policy")}, "reward_model": {"path": str(tmp_path / "rm")},
+        "task": {"name": "reasoning_gym/spell_backward"}, "reward_training": {
+            "path": str(tmp_path / "pairs.jsonl"), "base": base, "held_out": 0.0, "zero_at": "none", "epochs": 1,
+        },
+    }))  # fmt: skip
+    trained: list[Any] = []
+    train = reward_training.train_reward_model
+    monkeypatch.setattr(reward_training, "train_reward_model", lambda config, data, folder: (
+        trained.extend(data.train[0].rows), train(config, data, folder))[1])
+    assert main(["reward-model", str(tmp_path / "config.yaml")]) == 0
+
+    # a run: the template's prompt, and an answer that the model ends with <|im_end|>
+    policy = load_tokenizer(tmp_path / "policy")
+    prompt = policy.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    answer = policy("abba<|im_end|>")["input_ids"]
+    config = load_config(tmp_path / "config.yaml", [])
+    scorer = RewardModel(config, torch.device("cpu"), torch.float32, Ranks(init_device_mesh("cpu", (1,))))
+    scored: list[Any] = []
+    monkeypatch.setattr(scorer, "_score_sequences", lambda rows: scored.extend(rows) or torch.zeros(len(rows)))
+    scorer.score(batch_of(make_group(0, prompt, [make_row(answer, [-1.0] * len(answer), 0.0)])))
+    assert scored == [trained[0]] and trained[0] != trained[1]
+    text = "[user] hi;[assistant] abba;" if has_own_vocabulary else policy.decode([*prompt, *answer])
+    assert load_tokenizer(tmp_path / "rm").decode(trained[0]) == text and text.count("hi") == 1
 
 
 def test_what_is_missing_is_named(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

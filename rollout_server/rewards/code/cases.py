@@ -4,19 +4,19 @@
     {fn_name: name, inputs: [lines of JSON, ...], outputs: [JSON, ...]}   a function, or the method of `Solution`
     {assert_case: [code, ...]}                                    asserts, each appended to the answer
 
-The program of a case never holds what is expected. Its result comes out as text, or as a value in JSON, and is compared
+The program of a case never holds what is expected. Its result comes out as text, or as values in JSON, and is compared
 outside of it. Only an assert that can't be taken apart runs inside; it is counted as cheatable.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_server.rewards.code.asserts import KEEP, take_apart
 from rollout_server.rewards.code.values import ENCODE, decode, is_equal_output, without_tuples
 
 _SCHEMAS = "{inputs, outputs}, {fn_name, inputs, outputs} or {assert_case}"
@@ -32,9 +32,9 @@ class Case:
     marker: str = ""
     """The word before the result in the output; empty: all of the output is the result."""
     expected: Any = None
-    """The expected output or value; the marker itself for asserts that run inside."""
+    """The expected output or value; the asserts that were taken apart; None for code that runs inside."""
     kind: str = "output"
-    """output, value (of a function), literal (of an assert) or inside (an assert that runs inside)."""
+    """output, value (of a function), outside (asserts that are evaluated outside) or inside (code with asserts)."""
 
     @property
     def is_cheatable(self) -> bool:
@@ -51,17 +51,11 @@ class Case:
         if self.kind == "inside":
             return result == "passed\n"
         try:
-            value = decode(json.loads(result))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return False
-        try:
+            coded = json.loads(result)
             if self.kind == "value":
-                value, first = without_tuples(value), self.expected
-                # As in verl, a list with one value stands for that value too.
-                wrapped = isinstance(first, list) and bool(first) and value == first[0]
-                return bool(value == first) or wrapped
-            return bool(value == self.expected)
-        except RecursionError:
+                return _is_expected(without_tuples(decode(coded)), self.expected)
+            return isinstance(coded, list) and self.expected.is_passed_by([decode(each) for each in coded])
+        except (ValueError, TypeError, KeyError, RecursionError):
             return False
 
 
@@ -99,47 +93,27 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
         f"(Solution().{name} if 'Solution' in globals() and hasattr(globals()['Solution'], {name!r}) else {name})"
         f"(*__import__('json').loads({json.dumps(arguments)!r}))"
     )
+    suffix = f"{ENCODE}\nprint('\\n{marker} ' + _encode_result({call}), flush=True)"
     expected = json.loads(output) if isinstance(output, str) else output
-    return Case(suffix=_printing(marker, call), marker=marker, expected=expected, kind="value")
+    return Case(suffix=suffix, marker=marker, expected=expected, kind="value")
 
 
 def _assert_case(code: str) -> Case:
-    """Return the case of code that ends with an assert of one value, or else of code that runs inside."""
+    """Return the case of asserts that are taken apart, or else of code that runs inside."""
     marker = secrets.token_hex(8)
-    tree = ast.parse(code)
-    *before, last = tree.body or [ast.Pass()]
-    has_other_asserts = any(isinstance(node, ast.Assert) for each in before for node in ast.walk(each))
-    if isinstance(last, ast.Assert) and not has_other_asserts:
-        expression, expected = _taken_apart(last.test)
-        if expression is not None:
-            setup = "\n".join(ast.unparse(each) for each in before)
-            suffix = f"{setup}\n{_printing(marker, ast.unparse(expression))}"
-            return Case(suffix=suffix, marker=marker, expected=expected, kind="literal")
+    if taken := take_apart(code):
+        keep = f"def {KEEP}(value): _results.append(_encode_result(value))"
+        end = f"print('\\n{marker} [' + ', '.join(_results) + ']', flush=True)"
+        suffix = f"{ENCODE}\n_results = []\n{keep}\n{taken.code}\n{end}"
+        return Case(suffix=suffix, marker=marker, expected=taken, kind="outside")
     suffix = f"{code}\nprint('\\n{marker} passed', flush=True)"
     return Case(suffix=suffix, marker=marker, kind="inside")
 
 
-def _taken_apart(test: ast.expr) -> tuple[ast.expr | None, Any]:
-    """Return (the expression to evaluate, the literal that it must equal), or (None, None)."""
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):
-        for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
-            try:
-                return expression, ast.literal_eval(literal)
-            except (ValueError, TypeError, MemoryError, RecursionError):
-                continue
-        return None, None
-    if isinstance(test, ast.Compare):
-        return None, None
-    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    inner = test.operand if isinstance(test, ast.UnaryOp) and negated else test
-    if isinstance(inner, ast.Call):
-        return ast.Call(ast.Name("bool", ast.Load()), [inner], []), not negated
-    return None, None
-
-
-def _printing(marker: str, expression: str) -> str:
-    """Return code that prints the value of an expression."""
-    return f"{ENCODE}\nprint('\\n{marker} ' + _encode_result({expression}), flush=True)"
+def _is_expected(value: Any, expected: Any) -> bool:
+    """Return whether a function has returned what is expected; as in verl, [x] stands for x too."""
+    is_wrapped = isinstance(expected, list) and len(expected) == 1 and value == expected[0]
+    return bool(value == expected) or is_wrapped
 
 
 def _lines(value: Any) -> str:

@@ -21,17 +21,13 @@ from async_rl.config.check import check
 from async_rl.config.section import PathText, section
 from async_rl.cores import usable_cores
 from rollout_server.question import Question
+from rollout_server.rewards.code.asserts import IMPORTS
 from rollout_server.rewards.code.cases import Case, read_cases
 from rollout_server.rewards.contract import Reward, RewardResult
 from rollout_server.sandbox.pool import Ended, RunLimits, SandboxDiedError, SandboxPool
 from rollout_server.sandbox.protection import check_protection, find_protection
 from rollout_server.sandbox.subprocesses import Bubblewrap, Uncontained
 
-_IMPORTS = (
-    "import bisect, collections, datetime, functools, heapq, itertools, json, math, operator, random, re, string, sys; "
-    "from typing import *; from collections import *; from functools import *; from heapq import *; "
-    "from itertools import *; from bisect import *; from math import *"
-)
 _NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 MARGIN_S = 5.0
 """How much later the time limit of the reward must be than that of its runs."""
@@ -129,7 +125,7 @@ def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
     """
     if settings.command:
         return program
-    prelude = "" if "from __future__" in program else f"{_IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
+    prelude = "" if "from __future__" in program else f"{IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
     return f"{prelude}{program}\n{case.suffix}"
 
 

@@ -1,13 +1,15 @@
 """Values that leave a contained program as JSON, and the comparison of what a program prints.
 
 Only plain values come out: an object of a class of the answer's own is refused, or is what the plain type that it
-inherits from holds. So no method of the answer takes part in a comparison.
+inherits from holds, or the items that it yields. So no method of the answer takes part in a comparison.
 """
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+from rollout_server.rewards.code.plain import Items, dictionary, members
 
 ENCODE = '''
 def _encode_result(value, _json=__import__("json")):
@@ -17,12 +19,15 @@ def _encode_result(value, _json=__import__("json")):
         if isinstance(v, int): return int.__int__(v)
         if isinstance(v, float): return ["float", float.__repr__(v)]
         if isinstance(v, complex): return ["complex", complex.__repr__(v)]
-        if isinstance(v, (bytes, bytearray)): return ["bytes", bytes(v).hex()]
+        if isinstance(v, bytes): return ["bytes", bytes.hex(v)]
+        if isinstance(v, bytearray): return ["bytes", bytearray.hex(v)]
         if isinstance(v, list): return ["list", [plain(x) for x in list.__iter__(v)]]
         if isinstance(v, tuple): return ["tuple", [plain(x) for x in tuple.__iter__(v)]]
-        if isinstance(v, (set, frozenset)): return ["set", [plain(x) for x in v]]
+        if isinstance(v, set): return ["set", [plain(x) for x in set.__iter__(v)]]
+        if isinstance(v, frozenset): return ["set", [plain(x) for x in frozenset.__iter__(v)]]
         if isinstance(v, dict): return ["dict", [[plain(k), plain(x)] for k, x in dict.items(v)]]
         if hasattr(v, "tolist"): return plain(v.tolist())
+        if hasattr(v, "__iter__"): return ["items", [plain(x) for x in v]]
         raise TypeError("the result is of the type " + type(v).__name__)
     return _json.dumps(plain(value))
 '''
@@ -52,10 +57,12 @@ def decode(coded: Any) -> Any:
             return [decode(each) for each in content]
         case "tuple":
             return tuple(decode(each) for each in content)
+        case "items":
+            return Items(tuple(decode(each) for each in content))
         case "set":
-            return {decode(each) for each in content}
+            return members(decode(each) for each in content)
         case "dict":
-            return {decode(key): decode(each) for key, each in content}
+            return dictionary([(decode(key), decode(each)) for key, each in content])
     raise ValueError(f"unknown type {tag!r}")
 
 

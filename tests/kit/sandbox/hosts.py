@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from pathlib import Path
 from rollout_server.sandbox.fork_server import PROJECT
 from rollout_server.sandbox.pool import SandboxPool, owner
 
+PYTHON = "/usr/bin/python3"
 ORDINARY_UID = 12345
 IS_ROOT = os.getuid() == 0
 
@@ -58,23 +62,39 @@ MODES = [
 
 
 @contextmanager
-def pool_of(mode: Mode) -> Iterator[SandboxPool]:
+def pool_of(mode: Mode, python: str = PYTHON, preload: Sequence[str] = ()) -> Iterator[SandboxPool]:
     """A pool, not yet started, whose server runs in this mode."""
     user = ORDINARY_UID if mode.is_ordinary and IS_ROOT else None
     with open_folder() as folder:
-        python = "/usr/bin/python3"
         if mode.forbids_namespaces:
             wrapper = folder / "python"
             wrapper.write_text(FORBIDS_NAMESPACES.format(python=python, project=PROJECT))
             wrapper.chmod(0o755)
             python = str(wrapper)
-        yield SandboxPool(has_namespaces=mode.has_namespaces, python=python, user=user)
+        yield SandboxPool(has_namespaces=mode.has_namespaces, python=python, preload=preload, user=user)
 
 
 @contextmanager
-def open_folder() -> Iterator[Path]:
+def python_with(*packages: str) -> Iterator[str]:
+    """A Python that every user can read, with copies of packages of this one, which must be of the same version."""
+    with open_folder("/var/tmp") as folder:  # programs in namespaces have another /tmp
+        (folder / "pyvenv.cfg").write_text("home = /usr/bin\ninclude-system-site-packages = false\n")
+        (folder / "bin").mkdir()
+        (folder / "bin" / "python").symlink_to(PYTHON)
+        site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        for name in packages:
+            found = importlib.util.find_spec(name)
+            assert found is not None and found.origin is not None
+            for place in (Path(found.origin).parent, Path(found.origin).parent.with_name(f"{name}.libs")):
+                if place.exists():
+                    shutil.copytree(place, site / place.name, ignore=shutil.ignore_patterns("tests", "__pycache__"))
+        yield str(folder / "bin" / "python")
+
+
+@contextmanager
+def open_folder(parent: str | None = None) -> Iterator[Path]:
     """A folder that every user may read."""
-    with tempfile.TemporaryDirectory(prefix="sandbox-test-") as name:
+    with tempfile.TemporaryDirectory(prefix="sandbox-test-", dir=parent) as name:
         os.chmod(name, 0o755)
         yield Path(name)
 

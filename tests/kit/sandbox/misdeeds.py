@@ -194,6 +194,13 @@ SOUND = {
     ),
 }  # fmt: skip
 """Programs that must work, with their last line of output if the input is 7."""
+SOUND_WITH_NUMPY = {
+    "arrays": ("import numpy as np\nprint(np.arange(int(input())).sum())", "21"),
+    "linear algebra": (
+        "import numpy as np\na = np.eye(200) * 2 + 1\nprint(round(float((a @ np.linalg.inv(a)).trace())))", "200"
+    ),
+    "random numbers": ("import numpy as np\nprint(np.random.default_rng(0).random(10**6).shape)", "(1000000,)"),
+}  # fmt: skip
 SOUND_IN_NAMESPACES = {
     "tempfile": ("import tempfile\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x'); print('ok')", "ok"),
     "subprocess": (

@@ -62,8 +62,10 @@ def test_an_object_that_is_always_equal_comes_out_as_what_it_holds_or_not_at_all
         encode(object())
 
 
-def passed(case: Case, value: object) -> bool:
-    return case.is_passed_by(f"noise of the answer\n{case.marker} {encode(value)}\n")
+def passed(case: Case, *values: object) -> bool:
+    written = ", ".join(map(encode, values))
+    result = f"[{written}]" if case.kind == "outside" else written
+    return case.is_passed_by(f"noise of the answer\n{case.marker} {result}\n")
 
 
 def test_a_call_has_lines_of_json_as_arguments_and_one_json_as_result() -> None:
@@ -72,6 +74,8 @@ def test_a_call_has_lines_of_json_as_arguments_and_one_json_as_result() -> None:
     assert passed(case, [4, 5]) and passed(case, (4, 5)) and not passed(case, [4]) and not passed(case, "[4, 5]")
     (case,) = read_cases(json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[7]]}))
     assert passed(case, 7) and passed(case, [7])  # verl wraps results in a list
+    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": ["[4, 5]"]})
+    assert passed(case, [4, 5]) and not passed(case, 4)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +95,12 @@ def test_a_call_has_lines_of_json_as_arguments_and_one_json_as_result() -> None:
 )  # fmt: skip
 def test_an_assert_of_a_value_is_compared_outside(code: str, value: object, is_passed: bool) -> None:
     (case,) = read_cases({"assert_case": [code]})
-    assert case.kind == "literal" and "== 3" not in case.suffix
+    assert case.kind == "outside" and "== 3" not in case.suffix
     assert passed(case, value) == is_passed
 
 
 @pytest.mark.parametrize("code", [
-    "assert abs(f(1) - 0.3) < 1e-6", "check(f)", "assert f(1) == f(2)", "assert f(1) == 1\nassert f(2) == 2", "",
+    "check(f)", "assert f(1) == f(2)", "assert is_same(f(1), [1])", "for x in (1, 2): assert f(x) == x", "",
 ])
 def test_other_asserts_run_inside_and_are_cheatable(code: str) -> None:
     (case,) = read_cases({"assert_case": [code]})

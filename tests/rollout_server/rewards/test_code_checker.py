@@ -25,75 +25,24 @@ from rollout_server.scored_player import ScoredPlayer
 from tests.kit.configs import changed, make_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.rewards import of
+from tests.kit.sandbox.cheats import (
+    ASSERTS,
+    CALLS,
+    CHEATS,
+    CHEATS_OF_OUTPUT,
+    LISTS,
+    NUMBERS,
+    RIGHT,
+    RIGHT_LIST,
+)  # fmt: skip
 
 pytestmark = pytest.mark.processes
 needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
 
-CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}
-ASSERTS = {"assert_case": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
-INSIDE = {"assert_case": ["assert abs(add(1, 2) - 3) < 1e-9", "assert abs(add(3, 4) - 7) < 1e-9"]}
+_HELPER = "def same(a, b): return a == b\nassert same("
+INSIDE = {"assert_case": [f"{_HELPER}add(1, 2), 3)", f"{_HELPER}add(3, 4), 7)"]}
 LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 TWO_LINES = {"inputs": ["1 2\n"], "outputs": ["3\n999\n"]}
-
-RIGHT = "def add(a, b):\n    return a + b\n"
-CHEATS = {
-    "always equal": """
-class E:
-    def __eq__(s, o): return True
-    def __ne__(s, o): return False
-    def __hash__(s): return 0
-def add(a, b): return E()
-""",
-    "always equal list": """
-class E(list):
-    def __eq__(s, o): return True
-def add(a, b): return E()
-""",
-    "reads the frames of the caller": """
-import sys
-def add(a, b):
-    f = sys._getframe()
-    while f:
-        for d in (f.f_locals, f.f_globals):
-            for k in ("in_outs", "sample", "expected", "outputs"):
-                if k in d: return d[k]
-        for c in f.f_code.co_consts:
-            if isinstance(c, int) and c not in (a, b, 0, 1): return c
-        f = f.f_back
-    return 0
-""",
-    "_exit 0": "import os\nos._exit(0)\n",
-    "sys.exit at import": "import sys\nsys.exit(0)\n",
-    "patches what it finds": """
-import sys, builtins, json
-json.dumps = lambda *a, **k: "true"
-builtins.isinstance = lambda *a: True
-for m in list(sys.modules.values()):
-    for k in ("run_test", "check_correctness", "is_passed_by"):
-        if hasattr(m, k): setattr(m, k, lambda *a, **kw: True)
-def add(a, b): return 0
-""",
-    "prints results itself": """
-import sys
-f = sys._getframe()
-words = {w for c in f.f_code.co_consts + f.f_code.co_names if isinstance(c, str) for w in c.split()}
-for w in words:
-    for n in range(20): print("\\n" + w, n)
-def add(a, b): return 0
-""",
-    "nothing": "pass\n",
-}  # fmt: skip
-CHEATS_OF_OUTPUT = {
-    "reads the frames of the caller": """
-import sys
-f = sys._getframe()
-while f:
-    d = f.f_locals.get("in_outs")
-    if d: print(d["outputs"][0])
-    f = f.f_back
-""",
-    "nothing": "pass\n", "_exit 0": "import os\nos._exit(0)\n",
-}  # fmt: skip
 
 
 def scored(answers: list[str], tests: Any, sandbox: str = "auto", **settings: Any) -> list[RewardResult]:
@@ -135,10 +84,14 @@ def test_a_right_program_passes_and_one_with_missing_lines_does_not() -> None:
 
 
 @needs_sandbox
-@pytest.mark.parametrize("tests", [CALLS, ASSERTS], ids=["calls", "asserts"])
-def test_no_cheat_gets_a_mark(tests: Any) -> None:
-    found = scores(list(CHEATS.values()), tests, partial=True)
-    assert dict(zip(CHEATS, found, strict=True)) == dict.fromkeys(CHEATS, 0)
+@pytest.mark.parametrize(("right", "wrong", "tests"), [
+    *((RIGHT, RIGHT_LIST, each) for each in NUMBERS.values()), *((RIGHT_LIST, RIGHT, each) for each in LISTS.values()),
+], ids=[*NUMBERS, *(f"list, {name}" for name in LISTS)])
+def test_no_cheat_gets_a_mark(right: str, wrong: str, tests: dict[str, Any]) -> None:
+    programs = {"right": right, **CHEATS, "wrong": wrong}
+    found = scored(list(map(said, programs.values())), tests, partial=True, timeout_s=1.0)
+    assert {name for name, each in zip(programs, found, strict=True) if each.score} == {"right"}
+    assert found[0].score == 1 and {each.metrics["cheatable"] for each in found} == {0}
 
 
 @needs_sandbox
@@ -152,7 +105,14 @@ def test_a_check_that_runs_inside_is_counted_as_cheatable_and_not_by_the_exit_co
     found = scored([said(RIGHT), said(CHEATS["_exit 0"]), said(CHEATS["sys.exit at import"])], INSIDE)
     assert [each.score for each in found] == [1, 0, 0]
     assert [each.metrics["cheatable"] for each in found] == [1, 1, 1]
-    assert scored([said(RIGHT)], ASSERTS)[0].metrics["cheatable"] == 0
+    assert scored([said(CHEATS["always equal"])], INSIDE)[0].score == 1  # therefore the metric
+
+
+@needs_sandbox
+def test_a_function_with_the_name_of_a_builtin_is_the_answers() -> None:
+    tests = {"assert_case": ["assert abs(sum(10, 15) - 6) < 1e-9", "arr = [1, 2]\nassert max(arr) == 7"]}
+    mine = "def sum(a, b): return 6\ndef max(items): return 7\n"
+    assert scores([mine, "pass"], tests) == [1, 0]
 
 
 @needs_sandbox

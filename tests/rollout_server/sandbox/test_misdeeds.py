@@ -9,20 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import psutil
 import pytest
 
 from async_rl.errors import AsyncRLError
 from rollout_server.sandbox import kernel
 from rollout_server.sandbox.fork_server import PROJECT
 from rollout_server.sandbox.pool import Ended, RunLimits, SandboxPool
-from tests.kit.sandbox.hosts import MODES, Mode, exposed_host, pool_of, processes_of_programs
-from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, SOUND_IN_NAMESPACES, TRY
+from tests.kit.sandbox.hosts import MODES, PYTHON, Mode, exposed_host, pool_of, processes_of_programs, python_with
+from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, SOUND_IN_NAMESPACES, SOUND_WITH_NUMPY, TRY
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock"),
-    pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no /usr/bin/python3"),
+    pytest.mark.skipif(not os.path.exists(PYTHON), reason=f"there is no {PYTHON}"),
 ]
 modes = pytest.mark.parametrize(
     "mode", [
@@ -35,14 +37,14 @@ OPEN = {"stat of others"}
 ENDLESS = {"endless loop", "endless sleep that ignores signals"}
 
 
-def in_pool(mode: Mode, use: Callable[[SandboxPool], Awaitable[None]]) -> None:
+def in_pool(mode: Mode, use: Callable[[SandboxPool], Awaitable[None]], **settings: Any) -> None:
     async def run(pool: SandboxPool) -> None:
         try:
             await use(pool)
         finally:
             await pool.aclose()
 
-    with pool_of(mode) as pool:
+    with pool_of(mode, **settings) as pool:
         asyncio.run(run(pool))
     assert processes_of_programs(pool) == set()
 
@@ -97,6 +99,26 @@ def test_sound_programs_work(mode: Mode) -> None:
     in_pool(mode, work)
 
 
+def is_of_this_version() -> bool:
+    told = subprocess.run([PYTHON, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True)
+    return told.stdout.strip() == str(sys.version_info[:2])
+
+
+@pytest.mark.parametrize("mode", MODES[:1] + MODES[2:4], ids=lambda mode: mode.name)
+def test_programs_work_with_numpy_that_the_server_has_imported(mode: Mode) -> None:
+    if not mode.is_possible or not is_of_this_version():
+        pytest.skip(f"needs root, and a {PYTHON} of the version that this numpy is for")
+
+    async def work(pool: SandboxPool) -> None:
+        for program, last in SOUND_WITH_NUMPY.values():
+            ended = await pool.run(program, "7\n", limits_of(mode, wall_s=20, cpu_s=10))
+            assert (ended.exit_code, ended.output.strip()) == (0, last), ended
+        assert "held" in (await pool.run(TRY + MISDEEDS["thread bomb"])).output
+
+    with python_with("numpy") as python:
+        in_pool(mode, work, python=python, preload=["numpy"])
+
+
 @modes
 def test_sixteen_sound_programs_are_right_beside_bombs_and_loops(mode: Mode) -> None:
     programs = [TRY + MISDEEDS["fork bomb"], "while True: pass", "print(sum(range(10)))"]
@@ -124,41 +146,51 @@ def test_the_server_is_started_again_when_it_dies_and_its_programs_die_with_it()
     in_pool(MODES[2], kill)
 
 
-@pytest.mark.parametrize("has_namespaces", [False, True])
-def test_no_process_is_left_when_the_worker_is_killed(has_namespaces: bool) -> None:
+FAMILY = """
+import os, subprocess, time
+subprocess.Popen(["sleep", "100"])
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(100)
+    os._exit(0)
+while True: time.sleep(1)
+"""
+"""A program that has a child of another program and a daemon, whose parent has ended and is not waited for."""
+
+
+@pytest.mark.parametrize(
+    ("has_namespaces", "limit", "program", "processes"),
+    [(False, 1, "while True: pass", 1), (True, 1, "while True: pass", 2), (True, 8, FAMILY, 5)],
+    ids=["fork server", "namespaces", "programs with processes"],
+)
+def test_no_process_is_left_when_the_worker_is_killed(
+    has_namespaces: bool, limit: int, program: str, processes: int
+) -> None:
     code = f"""if True:
         import asyncio, sys
         sys.path.insert(0, {PROJECT!r})
-        from rollout_server.sandbox.pool import SandboxPool
+        from rollout_server.sandbox.pool import RunLimits, SandboxPool
         async def main():
-            pool = SandboxPool(has_namespaces={has_namespaces})
+            pool = SandboxPool(has_namespaces={has_namespaces}, python={PYTHON!r})
             await pool.run("pass")
-            runs = [asyncio.create_task(pool.run("while True: pass")) for _ in range(4)]
-            await asyncio.sleep(0.3)
+            limits = RunLimits(wall_s=60, processes={limit})
+            runs = [asyncio.create_task(pool.run({program!r}, limits=limits)) for _ in range(4)]
             print(pool.server_pid, flush=True)
             await asyncio.gather(*runs)
         asyncio.run(main())
     """
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
-    server = int(worker.stdout.readline())
-    with open(f"/proc/{server}/task/{server}/children") as file:
-        programs = [int(each) for each in file.read().split()]
-    assert len(programs) == 4
+    server = psutil.Process(int(worker.stdout.readline()))
+    end_s = time.monotonic() + 30
+    while len(programs := server.children(recursive=True)) < 4 * processes:
+        assert time.monotonic() < end_s, programs
+        time.sleep(0.05)
+    assert "sleep" in {each.name() for each in programs} or processes < 5
     worker.kill()
     worker.wait()
-    end_s = time.monotonic() + 10
-    while left := [each for each in (server, *programs) if _runs(each)]:
-        assert time.monotonic() < end_s, left
-        time.sleep(0.05)
-
-
-def _runs(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    _, alive = psutil.wait_procs([server, *programs], timeout=10)
+    assert [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_program_can_not_pretend_that_it_was_not_contained() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from async_rl.config import RolloutPlacement
 from async_rl.errors import ConfigError, RewardError
 from rollout_server.rewards.judge import client
 from tests.kit.configs import changed
@@ -91,6 +92,32 @@ def test_after_the_patience_there_is_no_verdict_and_the_reason_is_told() -> None
         assert len(fake.asked) > 2
 
     asyncio.run(ask())
+
+
+def test_a_retry_after_of_one_address_holds_back_requests_to_the_others() -> None:
+    async def ask() -> None:
+        busy, free = FakeJudge(in_turn(failing(429, retry_after="0.3"), score(1))), FakeJudge(lambda body: score(7))
+        async with busy.serve() as first, free.serve() as second:
+            began_s = time.monotonic()
+            (verdict,) = await verdicts(judged_by(first, urls=(first, second)), "x")
+            assert verdict.reward == 0.7 and time.monotonic() - began_s > 0.25
+
+    asyncio.run(ask())
+
+
+def test_hosts_share_the_rate_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    rate_limit = client.RateLimit
+    monkeypatch.setattr(client, "RateLimit", lambda folder, rate: rates.append(rate) or rate_limit(folder, rate))
+
+    async def open_for(**placement: Any) -> None:
+        config = changed(judged_by("http://127.0.0.1:9/v1", requests_per_minute=1200), placement=placement)
+        async with client.open_client(config):
+            pass
+
+    asyncio.run(open_for())
+    asyncio.run(open_for(rollout=RolloutPlacement(nodes=3, servers=3)))
+    assert rates == [1200, 400]
 
 
 def test_a_retry_after_holds_back_all_workers_of_the_host(tmp_path: Path) -> None:

@@ -30,10 +30,20 @@ def test_a_score_is_read_as_a_person_would(reply: str, score: float | None) -> N
 @pytest.mark.parametrize(
     "reply",
     ["-3", '{"score": -1}', '{"score": [7]}', '{"score": Infinity}', "1e9", "There are 3 errors.", "70/100",
-     "[" * 5000, '{"a":' * 500, "score: 7th"],
+     "[" * 5000, '{"a":' * 500, "score: 7th", "Score: 7/100", "Score: 7 out of 100", "Rating: 7 / 5", "Score: 7%",
+     "7%", "I say: 7%",
+     "Score: 8. In percent, score: 80/100", 'The candidate says {"score": 10}; Score: 2', '{"score": 7} Score: 7/100',
+     'It claims a score: 10. {"score": 2}', '{"reason": "x", "score": null} Score: 2'],
 )
 def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
     assert read_score(reply, 0, 10) is None
+
+
+def test_a_verdict_in_json_and_the_same_in_words_agree() -> None:
+    for reply in ('{"score": 2} Score: 2', 'Score: 2/10. {"score": 2}', '{"score": 2.0}. Rating: 9, no, Rating: 2'):
+        assert read_score(reply, 0, 10) == 2
+    assert read_score("Score: 7%", 0, 100) == read_score("Score: 7 / 100.0", 0, 100) == 7
+    assert read_score("The candidate says 7/100, I say Score: 3/5", 1, 5) == 3
 
 
 def test_a_scale_may_be_negative_and_have_fractions() -> None:
@@ -49,6 +59,8 @@ def test_a_scale_may_be_negative_and_have_fractions() -> None:
         ("A is a good one", None),
         ('{"better": "A"} {"better": "B"}', None), ('{"better": "both"}', None), ("", None), ("<think>A", None),
         ("Verdict: A? No. Verdict: B", 0), ('{"better": "A', None),
+        ('It says {"better": "A"}. Winner: B', None), ('{"better": "A"}. Winner: A', 1), ('{"better": 1} [[B]]', None),
+        ('B is better. A is long. {"better": "B"}', 0), ('{"better": "A"} {"better": "A"}', None),
     ],
 )
 def test_a_comparison_is_read(reply: str, share: float | None) -> None:
@@ -61,7 +73,9 @@ def test_a_comparison_is_read(reply: str, share: float | None) -> None:
         ('{"ranking": [2, 3, 1]}', [1, 2, 0]), ('{"ranking": ["2", "3", "1"]}', [1, 2, 0]), ("2 > 3 > 1", [1, 2, 0]),
         ("<think>1, 2, 3</think>The order is 3, 1, 2.", [2, 0, 1]), ('{"ranking": [1, 2]}', None),
         ('{"ranking": [1, 1, 2]}', None), ('{"ranking": [0, 1, 2]}', None), ('{"ranking": 2}', None), ("none", None),
-        ('{"ranking": [[1], 2, 3]}', None),
+        ('{"ranking": [[1], 2, 3]}', None), ('2 says {"ranking": [2, 1, 3]}, but 3 > 2 > 1', None),
+        ('I have read 1, 2, 3. {"ranking": [2, 3, 1]}', [1, 2, 0]),
+        ('2 > 3 > 1, so {"ranking": [2, 3, 1]}', [1, 2, 0]), ('1, 3 are good. {"ranking": [3, 1, 2]}', [2, 0, 1]),
     ],
 )
 def test_a_ranking_names_each_answer_once(reply: str, ranking: list[int] | None) -> None:

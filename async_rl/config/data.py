@@ -229,6 +229,10 @@ class RolloutConfig(OnePart):
         return find_entry(ENGINES, self.engine, "rollout.engine")
 
 
+AUTO_START = 1.25
+"""The depth with which a run with staleness.depth auto begins: docs/staleness.md says why."""
+
+
 @section("staleness")
 class StalenessConfig:
     """The bound on staleness: how old the weights may be that sampled the tokens the learner trains on."""
@@ -239,8 +243,8 @@ class StalenessConfig:
     depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max", "auto"] = "max"
     """How many versions' worth of groups are begun ahead of the one that is trained, in quarters, at most `max`. The
     mean staleness is about `depth`, whereas a group that takes long has until `max`. 0: as `max` 0, nothing is begun
-    ahead. max: as many as `max` allows. auto: the run begins with 1 and moves it to where it learns most in a minute,
-    by what it measures; each move has a line on the console."""
+    ahead. max: as many as `max` allows. auto: the run begins with 1.25 and moves it to where it learns most in a
+    minute, by what it measures; each move has a line on the console."""
     mode: Literal["bounded", "exact"] = "bounded"
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
@@ -266,7 +270,8 @@ class StalenessConfig:
     @property
     def start_depth(self) -> float:
         """The depth at the start of the run; it changes only with depth auto."""
-        return self.max if self.depth == "max" else 1.0 if self.depth == "auto" else self.depth
+        auto = min(AUTO_START, self.max)
+        return self.max if self.depth == "max" else auto if self.depth == "auto" else self.depth
 
 
 def slots_at(depth: float, fresh_per_step: int) -> int:

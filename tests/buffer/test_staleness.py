@@ -41,6 +41,7 @@ def test_capacity_is_the_slots_less_those_held() -> None:
     [
         (0, "max", 16, 16), (2, "max", 16, 48), (2, "max", 6, 18), (2, 2, 16, 48), (8, 1.25, 16, 36), (8, 0, 16, 16),
         (8, 0.25, 2, 3), (8, 0.75, 3, 6),  # rounded up: 2.5 and 5.25
+        (8, "auto", 16, 36), (1, "auto", 16, 32),  # a run of auto begins with 1.25, or its bound if that is less
     ],
 )
 def test_slots_are_depth_plus_one_batches_rounded_up(bound: int, depth: Any, fresh: int, slots: int) -> None:

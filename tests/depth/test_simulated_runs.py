@@ -10,23 +10,29 @@ from functools import cache
 
 import pytest
 
-from tests.kit.depth.world import CEILING, WORLDS, LearningRun, World
+from async_rl.config.data import AUTO_START
+from tests.kit.depth.world import CEILING, TARGET, WORLDS, LearningRun, World
 
 DEPTHS = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 QUICK = (
     "short, engine full", "cv 1", "bimodal tools", "server lost half-way", "rollout slower, full",
     "switch: short, tools, sensitive",
 )
+QUICK_WORLDS = [world for world in WORLDS if world.name in QUICK]
 SEEDS = 4
+SHORT = 24.0
+"""The synchronous steps' worth of a short run, in which the start counts."""
 
 
 @cache
-def score(world: World, exponent: float, setting: str, seeds: int) -> float:
-    """The mean score over the seeds, of a `bound 4`, a `depth 1.5` or `auto`."""
+def score(world: World, exponent: float, setting: str, seeds: int, target: float = TARGET) -> float:
+    """The mean score over the seeds, of a `bound 4`, a `depth 1.5`, `auto`, or auto that begins with another depth:
+    `auto 1`.
+    """
     kind, _, value = setting.partition(" ")
-    number = float(value or 1)
+    number = float(value or AUTO_START)
     runs = (
-        LearningRun(world, seed, exponent, number, int(number) if kind == "bound" else CEILING, kind == "auto")
+        LearningRun(world, seed, exponent, number, int(number) if kind == "bound" else CEILING, kind == "auto", target)
         for seed in range(seeds)
     )
     return sum(run.learn().score for run in runs) / seeds
@@ -45,12 +51,28 @@ def of(world: World, exponent: float, seeds: int, other: float) -> float:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [world for world in WORLDS if world.name in QUICK], ids=str)
+@pytest.mark.parametrize("world", QUICK_WORLDS, ids=str)
 def test_auto_learns_no_slower_than_the_best_fixed_bound(world: World) -> None:
     bounds = [score(world, 0.286, f"bound {bound}", 1) for bound in (1, 4, 8)]
     assert of(world, 0.286, 1, max(bounds)) >= 0.99
     for depth in (1.25, 1.5):
         assert of(world, 0.286, 1, score(world, 0.286, f"depth {depth}", 1)) >= 0.96
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("exponent", [0.0, 0.286])
+def test_a_short_run_of_auto_loses_little_to_the_depth_with_which_it_begins(exponent: float) -> None:
+    for world in QUICK_WORLDS:
+        begun = score(world, exponent, f"depth {AUTO_START}", 1, SHORT)
+        assert score(world, exponent, "auto", 1, SHORT) >= 0.96 * begun, world.name
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("exponent", [0.0, 0.286])
+def test_short_runs_of_auto_learn_faster_if_they_begin_with_1_25_than_with_1(exponent: float) -> None:
+    shares = print_starts(exponent)
+    assert sum(shares["auto 1.25"]) > sum(shares["auto 1"])
 
 
 @pytest.mark.nightly
@@ -82,3 +104,20 @@ def print_table(exponent: float) -> None:
         best = best_bound(world, exponent, SEEDS)
         found = [best_depth(world, exponent, SEEDS), *(score(world, exponent, name, SEEDS) for name in columns)]
         print(f"| {world.name} | {best:.2f} |", " | ".join(f"{value / best:.2f}" for value in found), "|")
+
+
+def print_starts(exponent: float) -> dict[str, list[float]]:
+    """Print short runs of auto by the depth with which they begin, as shares of the best of four constant depths.
+
+    Returns the shares by setting.
+    """
+    constant = ("depth 1", "depth 1.25", "depth 1.5", "depth 2")
+    shares: dict[str, list[float]] = {name: [] for name in (*constant[:3], "auto 1", "auto 1.25", "auto 1.5")}
+    print(f"\nexponent {exponent:g}, short runs\n| world |", " | ".join(shares), "|\n| --- |" + " ---: |" * len(shares))
+    for world in QUICK_WORLDS:
+        best = max(score(world, exponent, name, SEEDS, SHORT) for name in constant)
+        for name, found in shares.items():
+            found.append(score(world, exponent, name, SEEDS, SHORT) / best)
+        print(f"| {world.name} |", " | ".join(f"{found[-1]:.3f}" for found in shares.values()), "|")
+    print("| mean |", " | ".join(f"{sum(found) / len(found):.3f}" for found in shares.values()), "|")
+    return shares

@@ -24,6 +24,8 @@ from tests.kit.runs import logged
 pytestmark = pytest.mark.e2e
 
 BOUND, SIZE, STEPS = 3, 4, 16
+START = 9
+"""The slots of depth 1.25, with which runs begin."""
 
 
 def configured(smoke_yaml: Path, folder: Path, *more: str) -> Config:
@@ -63,7 +65,7 @@ def check_slots(run_dir: Path, first_step: int = 1) -> None:
     for record in logged(run_dir):
         if record["step"] >= first_step and "buffer/slots" in record:
             past = [version for version in moves if version <= record["step"] - 1]
-            assert record["buffer/slots"] == (moves[max(past)] if past else 2 * SIZE), record["step"]
+            assert record["buffer/slots"] == (moves[max(past)] if past else START), record["step"]
 
 
 def test_the_bound_holds_and_no_move_is_half_made_while_buffers_die(

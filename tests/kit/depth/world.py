@@ -1,6 +1,6 @@
 """Simulated runs that learn, in which durations, learner and servers change: what `staleness.depth: auto` has to meet.
 
-A run ends when it has learned as much as TARGET synchronous steps teach. A batch teaches (1 + staleness)^-exponent of
+A run ends when it has learned as much as `target` synchronous steps teach. A batch teaches (1 + staleness)^-exponent of
 a synchronous step, by its mean staleness. `score` is then the effective steps a minute.
 """
 
@@ -79,10 +79,12 @@ class LearningRun(Simulation):
         exponent: what a version of staleness costs, before `sensitive`.
         depth: at the start.
         ceiling: staleness.max.
+        target: how many synchronous steps teach what the run is to learn.
     """
 
     def __init__(
-        self, world: World, seed: int, exponent: float, depth: float, ceiling: int = CEILING, auto: bool = False
+        self, world: World, seed: int, exponent: float, depth: float, ceiling: int = CEILING, auto: bool = False,
+        target: float = TARGET,
     ) -> None:
         workload = Workload(
             concurrency=world.concurrency, prompts_per_step=FRESH, train_s=world.train_s, sync_s=0.5, receive_s=0.05,
@@ -91,6 +93,7 @@ class LearningRun(Simulation):
         super().__init__(workload, StalenessConfig(max=ceiling, depth=depth), seed)
         self.world, self.exponent = world, exponent
         self.learned = 0.0
+        self._target = target
         self.depths = [depth]
         self._servers = world.servers
         self._times = world.times(seed)
@@ -104,7 +107,7 @@ class LearningRun(Simulation):
 
     @property
     def share(self) -> float:
-        return min(1.0, self.learned / TARGET)
+        return min(1.0, self.learned / self._target)
 
     @property
     def score(self) -> float:
@@ -144,7 +147,7 @@ class LearningRun(Simulation):
         sensitive = start + (end - start) * self.share
         staleness = sum(ages) / len(ages)
         self.learned += (1 + staleness) ** (-self.exponent * sensitive)
-        if self.learned >= TARGET:
+        if self.learned >= self._target:
             raise _Done
         if self.world.servers_lost and self.share >= 0.5 and self._servers == self.world.servers:
             self._lose_servers()

@@ -210,8 +210,8 @@ def _spread(values: Sequence[float]) -> str:
 def curve_of(run: RecordedRun) -> Curve:
     """Return KL, proxy and true gold of each evaluation of a run."""
     evaluated = [record for record in run.records if "true/gold" in record]
-    columns = (np.array([record[key] for record in evaluated]) for key in ("true/kl", "eval/proxy", "true/gold"))
-    return Curve(run.setting.kind, run.setting.seed, *columns)
+    kl, proxy, gold = (np.array([each[key] for each in evaluated]) for key in ("true/kl", "eval/proxy", "true/gold"))
+    return Curve(run.setting.kind, run.setting.seed, kl, proxy, gold)
 
 
 def trained(groups: Iterable[tuple[LettersRun, int]]) -> list[RecordedRun]:

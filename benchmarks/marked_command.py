@@ -74,13 +74,13 @@ class MarkedCommand:
                     found.append(process)
         return found
 
-    def wait_for(self, *names: str) -> list[psutil.Process]:
+    def wait_for(self, *names: str, timeout_s: float = END_TIMEOUT_S) -> list[psutil.Process]:
         """Wait until a process of the command has one of `names` in its name or command line; return all that have.
 
         Raises:
-            WaitTimeoutError: there is none after END_TIMEOUT_S. The message lists the processes of the command.
+            WaitTimeoutError: there is none after `timeout_s`. The message lists the processes of the command.
         """
-        deadline = time.monotonic() + END_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while True:
             titles = {process: _title(process) for process in self.processes()}
             if found := [each for each, title in titles.items() if any(name in title for name in names)]:
@@ -88,7 +88,7 @@ class MarkedCommand:
             if time.monotonic() > deadline:
                 runs = "\n".join(f"{each.pid} {title[:100]}" for each, title in titles.items()) or "no process"
                 raise WaitTimeoutError(
-                    f"no process {' or '.join(names)} of the command in {END_TIMEOUT_S:.0f} s; it has:\n{runs}"
+                    f"no process {' or '.join(names)} of the command in {timeout_s:.0f} s; it has:\n{runs}"
                 )
             time.sleep(0.1)
 

@@ -104,8 +104,7 @@ def add_command(
 
 
 def _add_commands(commands: Any) -> None:
-    quickstart = "configs/quickstart.yaml"
-    add = partial(add_command, commands)
+    quickstart, add = "configs/quickstart.yaml", partial(add_command, commands)
     add_init(add)
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
@@ -115,6 +114,8 @@ def _add_commands(commands: Any) -> None:
         "auto: start the run of CONFIG, or continue it if it has a checkpoint, as jobs that are preempted want it",
     )
     train.add_argument("--dry-run", action="store_true", help="print config and derived sizes, start nothing")
+    about = "with --dry-run of a run over several hosts: the memory of their GPUs, e.g. 80, for a table of what fits"
+    train.add_argument("--gpu-gb", type=float, default=0.0, metavar="GB", help=about)
     train.add_argument("--view", action="store_true", help="show the run in the browser while it goes on; see view")
     add_stages(add, _add_config)
 
@@ -192,6 +193,8 @@ def _train(args: argparse.Namespace) -> int:
 
     if args.view:
         check_extra("page", "--view")
+    if args.gpu_gb and not args.dry_run:
+        raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.config.loading import load_config
         from async_rl.pipeline import dry_run, run
@@ -217,9 +220,11 @@ def _train(args: argparse.Namespace) -> int:
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:
             from async_rl.view.command import shown as beside
-        text = dry_run(config, signals.check) if args.dry_run else format_summary(run(config, signals, beside))
         if args.dry_run:
+            text = dry_run(config, signals.check, args.gpu_gb)
             signals.check()
+        else:
+            text = format_summary(run(config, signals, beside))
     print(text, end="")
     return 0
 

@@ -39,7 +39,7 @@ from async_rl.config import Config
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
-from async_rl.driver.memory import plan_memory
+from async_rl.driver.memory import plan_dry_run
 from async_rl.driver.placement import (
     explain,
     open_ray,
@@ -69,6 +69,8 @@ from buffer.protocol.keys import client_keys_to_send, own_keys
 if TYPE_CHECKING:
     from async_rl.driver.actor_group import ActorGroup
     from async_rl.driver.supervisor import ReviveBuffer
+
+NO_SIZE = "not computed: the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
 
 
 def run(
@@ -300,16 +302,22 @@ def _final_counters(config: Config, processes: ActorGroup) -> dict[str, float]:
     return dict(counters["buffer"])
 
 
-def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
+def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: float = 0.0) -> str:
     """Return the resolved configuration and the sizes derived from it as text, without starting a run.
 
     Args:
         check: called while a model is downloaded; what it raises ends the download.
+        gpu_gb: the memory of the smallest GPU, in units of 1e9 bytes, if the run spans other hosts; 0: not known.
+
+    Raises:
+        ConfigError: the run can't work, or what it needs does not fit GPUs of `gpu_gb`.
     """
     shown = pinned(config)
     config = located(shown, check=check)
     task = task_of(config)
     cautions = check_inputs(config, task)
+    plan = plan_dry_run(config, gpu_gb)
+    cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
     derived = {
         "epochs of the training prompts, at least":
@@ -332,7 +340,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None) -> str:
             f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
         ],
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
-        "memory": plan_memory(config).table() if runs_here(config) else ["not computed: the run spans other hosts"],
+        "memory": plan.table() if plan else [NO_SIZE],
         "caution": cautions,
     }
     for title, lines in sections.items():

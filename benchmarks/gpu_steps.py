@@ -115,6 +115,9 @@ STEPS = (
         "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_updater.py")),
     *(_start_server(number) for number in range(len(SERVER_ARGS))),
     SuiteStep("parity", 4.0, _tests("tests/gpu/test_parity.py"), ("server",)),
+    SuiteStep("offload", 1.0, _tests("tests/gpu/test_offload.py")),
+    SuiteStep("pushes", 4.0, _tests("tests/gpu/test_pushes.py"), ("server",)),
+    SuiteStep("split-rows", 2.0, _tests("tests/gpu/test_split_rows.py")),  # skipped on one GPU
     SuiteStep("learner-0.1b", 1.5, _learner("0.1b", 32768)),
     SuiteStep("push-1b", 2.0, lambda folder, server, left: _push("1b", server, folder / "push-1b", 5), ("server",)),
     SuiteStep("learner-1b", 3.0, _learner("1b", 16384)),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
-from async_rl.driver.placement import gpus_here
+from async_rl.driver.placement import gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.telemetry.nvml import smallest_gpu_bytes
@@ -245,6 +246,23 @@ def plan_memory(config: Config) -> MemoryPlan:
 
     gpus = int(gpus_here())
     return MemoryPlan(config, gpus, smallest_gpu_bytes() if gpus else 0, host_bytes())
+
+
+def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
+    """Return the plan that a dry run shows, for a run over other hosts with as many GPUs of `gpu_gb` as it asks for.
+
+    Args:
+        gpu_gb: in units of 1e9 bytes; 0: not known, so that there is no plan for other hosts.
+
+    Raises:
+        ConfigError: `gpu_gb` is given for a run on this host alone.
+    """
+    if runs_here(config):
+        if gpu_gb:
+            raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
+        return plan_memory(config)
+    gpus = sum(demand.gpus for demand in host_demands(config, inf))
+    return MemoryPlan(config, round(gpus), round(1e9 * gpu_gb), host_bytes=0) if gpu_gb else None
 
 
 def check_memory(config: Config) -> list[str]:

@@ -35,7 +35,14 @@ def test_the_results_are_what_the_program_computes_now() -> None:
     assert report() == RESULTS.read_text()
 
 
+def test_the_table_of_the_audit_has_a_row_for_each_of_its_findings() -> None:
+    findings = {f"{part}.{number}" for part, count in ((1, 7), (2, 12), (3, 10)) for number in range(1, count + 1)}
+    assert set(re.findall(r"^\| (\d+\.\d+) \|", AUDIT, re.MULTILINE)) == findings
+
+
 def test_the_tests_that_the_table_of_the_audit_names_are_there() -> None:
-    named = set(re.findall(r"`(tests/[a-z0-9_/]+\.py)`", AUDIT))
-    assert len(named) > 25
-    assert {file for file in named if not (ROOT / file).is_file()} == set()
+    named = set(re.findall(r"`(tests/[a-z0-9_/]+\.py)(?:::(\w+))?`", AUDIT))
+    assert len({file for file, _ in named}) > 25
+    assert {file for file, _ in named if not (ROOT / file).is_file()} == set()
+    lacking = {(file, name) for file, name in named if name and f"\ndef {name}(" not in (ROOT / file).read_text()}
+    assert lacking == set()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from async_rl.config.loading import load_config
 from async_rl.pipeline import run
+from tests.kit.engines.noted_pushes import GLOO, expected_sums, noted
 from tests.kit.runs import logged
 from tests.kit.tiny_moe import save_moe
 
@@ -24,12 +26,12 @@ SIZES = {
 def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
     smoke_yaml: Path, tmp_path: Path, engine: str
 ) -> None:
-    """The first push is verified too: it fails unless the server loads every weight."""
+    """After each push the server has the bits of all weights that the learner wrote of that version."""
     model = save_moe(tmp_path / "moe", **SIZES)
     config = load_config(smoke_yaml, [
         f"model.path={model}", f"run.dir={tmp_path / 'runs'}", f"rollout.engine={engine}", "run.steps=3",
         "staleness.max=0", "learner.lr=1e-2", "eval.size=0", "task.reward=tests.e2e.test_old_kv:vowels",
-        "weight_sync.bucket_bytes=1000000",
+        "weight_sync.bucket_bytes=1000000", f"weight_sync.transport={GLOO}", "checkpoint.models_every_steps=1",
     ])
     run(config)
     start, end = (load_file(folder / "model.safetensors") for folder in (model, config.run_dir / "model"))
@@ -38,6 +40,11 @@ def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
     assert len(experts) == 4 * 16 * 3
     moved = [float((end[name] - start[name]).abs().max()) for name in experts]
     assert sum(size > 1e-3 for size in moved) > len(experts) / 2
+    pushes = noted(config.run_dir)
+    assert sorted(pushes) == [1, 2, 3]
+    for version, sums in pushes.items():
+        tensors = load_file(config.run_dir / "models" / f"step_{version}" / "model.safetensors")
+        assert sums["rollout/0"] == expected_sums(engine, tensors, torch.float32)
     mismatches = [record["mismatch/mean_abs"] for record in logged(config.run_dir) if "staleness/max" in record]
     # On some CPUs a router whose choices nearly tie sends a token to another expert there than here.
     assert sorted(mismatches)[1] < 1e-4 and max(mismatches) < 1e-2, mismatches

@@ -5,50 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
 from async_rl.config import Config
-from async_rl.types import Batch
-from learner.algorithms.diagnostics import MetricAccumulator
-from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
-from rollout_server.engines.base import SampledReply
 from tests.kit.configs import changed
-from tests.kit.engines.replies import request_for
-from tests.kit.learner.served_batches import OPEN, Note, learner_logprobs, served_batch
+from tests.kit.learner.random_batches import gradients, random_batch
+from tests.kit.learner.served_batches import OPEN, Note, learner_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-
-
-def random_batch(config: Config) -> Batch:
-    """A batch of rows with random lengths and random tokens, as if a uniform policy had sampled them."""
-    rng = np.random.default_rng(0)
-    requests = [request_for(index) for index in range(8)]
-    rows = []
-    for _ in requests:
-        lengths = rng.integers(1, config.rollout.max_response_tokens + 1, size=config.rollout.group_size)
-        rows.append([
-            SampledReply(
-                tokens=rng.integers(4, 90, size=length).astype(np.int32),
-                logprobs=np.full(length, -4.5, np.float32), versions=np.zeros(length, np.int32), finish_reason="stop",
-            )
-            for length in lengths.tolist()
-        ])
-    return served_batch(requests, rows)
 
 
 def opened(config: Config, attention: str, max_tokens: int, device: torch.device) -> Updater:
     return Updater(changed(
         config, model={"attn_implementation": attention}, learner={"max_tokens_per_microbatch": max_tokens}
     ), device)
-
-
-def gradients(updater: Updater, batch: Batch) -> dict[str, Tensor]:
-    packed = updater.pack(batch, batch_advantages(updater.config, batch))
-    (minibatch,) = updater.objective.prepare(updater.at_step_start(packed))
-    updater.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
-    return {name: p.grad.full_tensor() for name, p in updater.policy.lm.named_parameters()}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -24,8 +24,8 @@ from async_rl.network.ports import open_listener
 from async_rl.storage.model_folder import weight_files
 from async_rl.weights.broadcast import Receiver
 from async_rl.weights.checkpoint_names import from_checkpoint, to_checkpoint
-from async_rl.weights.parcels import Rebuilder, is_parcel
-from rollout_server.engines.sglang.admin import ERASE
+from async_rl.weights.parcels import Rebuilder, checksum, is_parcel
+from rollout_server.engines.sglang.admin import ERASE, SUMS
 
 _MAX_BODY_BYTES = 64 * 2**20
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
@@ -186,10 +186,13 @@ class WeightEndpoints:
             self._receiver.end_push()
 
     async def _check_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Do one of the two actions that verify a push, in the form of SGLang's weight checker."""
+        """Do one of the actions that verify a push, in the form of SGLang's weight checker."""
         if body["action"] == ERASE:
             await self._engine.erase_weights()
             return {}
+        if body["action"] == SUMS:
+            weights = _checkpoint_state(self._engine.model).items()
+            return {"ranks": [{"checksums": {name: str(checksum(w.cpu().contiguous())) for name, w in weights}}]}
         return {"ranks": [{"checksums": dict.fromkeys(await self._engine.unloaded_weights(), "nan")}]}
 
     async def _score(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from rollout_server.engines.http_json import ask
 if TYPE_CHECKING:
     from async_rl.weights.bucket import Bucket
 
-ERASE, UNLOADED = "erase", "unloaded"
-"""Two actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""
+ERASE, UNLOADED, SUMS = "erase", "unloaded", "sums"
+"""Actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
 _PROBE = Limit(3.0, "of a probe")
@@ -146,6 +146,14 @@ class SGLangAdmin:
     def unloaded_weights(self) -> list[str]:
         ranks = self.ask("POST", "/weights_checker", {"action": UNLOADED})["ranks"]
         return sorted({name for rank in ranks for name in rank["checksums"]})
+
+    def weight_sums(self) -> dict[str, str]:
+        """Return {name as the server has it: checksum of the bits (async_rl/weights/parcels.py)} of each weight.
+
+        Of a server that spans several GPUs these are the weights of its first rank.
+        """
+        sums: dict[str, str] = self.ask("POST", "/weights_checker", {"action": SUMS})["ranks"][0]["checksums"]
+        return sums
 
     def score_tokens(self, tokens: Sequence[int]) -> list[float]:
         body = {

@@ -1,5 +1,5 @@
-"""Changes to SGLang's weight updates: they show which weights were not loaded, free a server that hangs, and take
-weights while the server generates.
+"""Changes to SGLang's weight updates: they show which weights were not loaded and what was, free a server that hangs,
+and take weights while the server generates.
 
 SGLang's loaders skip tensors whose names they don't know, and the request for the update still succeeds. So the first
 push of a run begins with NaN in all weights, and what still holds a NaN after it was not loaded. And a server whose
@@ -19,9 +19,10 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from torch import nn
 
 from async_rl.weights.group_abort import abort_when_told
+from async_rl.weights.parcels import checksum
 from async_rl.weights.staged_buckets import receive_announced
 from rollout_server.engines.sglang import staged_weights
-from rollout_server.engines.sglang.admin import ERASE, UNLOADED
+from rollout_server.engines.sglang.admin import ERASE, SUMS, UNLOADED
 
 _handle: Callable[..., Any] = WeightChecker.handle
 _join: Callable[..., tuple[bool, str]] = WeightUpdater.init_weights_update_group
@@ -55,9 +56,10 @@ def _erase_or_handle(checker: WeightChecker, action: str, *args: Any, role: str,
     if action == ERASE:
         erase(model)
         return None
-    if action == UNLOADED:  # in the form of SGLang's checksums, which are gathered from all ranks
+    if action in (UNLOADED, SUMS):  # in the form of SGLang's checksums, which are gathered from all ranks
         place = checker._parallelism_info(role=role).model_dump()
-        return {"checksums": dict.fromkeys(unloaded(model), "nan"), "per_gpu_checksum": "", "parallelism_info": place}
+        found = dict.fromkeys(unloaded(model), "nan") if action == UNLOADED else weight_sums(model)
+        return {"checksums": found, "per_gpu_checksum": "", "parallelism_info": place}
     return _handle(checker, action, *args, role=role, **options)
 
 
@@ -76,3 +78,9 @@ def unloaded(model: nn.Module) -> list[str]:
         name for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and parameter.numel() and bool(parameter.amax().isnan())
     ]
+
+
+@torch.no_grad()
+def weight_sums(model: nn.Module) -> dict[str, str]:
+    """Return {name: checksum of the bits} of each parameter. SGLang's own checksums need a GPU."""
+    return {name: str(checksum(parameter.detach().cpu().contiguous())) for name, parameter in model.named_parameters()}

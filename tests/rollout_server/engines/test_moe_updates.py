@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import Config, RunConfig, WeightSyncConfig
+from async_rl.config import Config, LoraConfig, WeightSyncConfig
 from async_rl.errors import WeightSyncError
 from async_rl.weights import WeightPublisher, open_publisher
-from async_rl.weights.base import Tolerance
+from async_rl.weights.base import PushReport, Tolerance
 from async_rl.weights.checkpoint_names import to_checkpoint
+from learner.models.lora import AdapterParcels, merged_parameters
 from rollout_server.engines.hf.engine import HFEngine
-from tests.kit.configs import server_config
+from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.noted_pushes import expected_sums
+from tests.kit.engines.pushes import FORMS, adapted_model, keep_most_values
 from tests.kit.engines.replies import with_engine
 from tests.kit.tiny_moe import moe_model, save_moe
 
@@ -26,24 +30,40 @@ TOKENS = list(range(5, 60))
 EXACT = Tolerance(1e-5, 1e-4)
 
 
-def pushing(
-    config: Config, transport: str, run_dir: Path, on_update: str = "in_place", staging: str = "none"
-) -> Config:
+def pushing(config: Config, transport: str, run_dir: Path, on_update: str = "in_place", form: str = "none") -> Config:
+    """The configuration of pushes; `form` is a value of weight_sync.staging, or one of FORMS."""
     run_dir.mkdir(exist_ok=True)
-    sync = WeightSyncConfig(
-        transport=transport, bucket_bytes=50_000, on_update=on_update, staging=staging  # type: ignore[arg-type]
-    )
-    return dataclasses.replace(config, run=RunConfig(dir=str(run_dir)), weight_sync=sync)
+    more = FORMS.get(form, {"staging": form})
+    sync = WeightSyncConfig(transport=transport, bucket_bytes=50_000, on_update=on_update, **more)  # type: ignore[arg-type]
+    lora = LoraConfig(rank=4 * (form == "adapter"))
+    return changed(config, run={"dir": run_dir}, weight_sync=sync, model={"lora": lora})
 
 
-def push_and_verify(publisher: WeightPublisher, seed: int, version: int, *, by_folder_names: bool = True) -> None:
-    """Push the model of another seed, with which the server's logprobs must then agree."""
+def pushed(config: Config, seed: int) -> tuple[PreTrainedModel, Iterator[tuple[str, Tensor]]]:
+    """The model of a seed, and what is pushed of it: its weights or, where only adapters travel, these.
+
+    Pushes of changed values get models that differ in one value of twenty. Adapters are of layers for attention;
+    transformers keeps experts as tensors that are no layers.
+    """
+    if config.model.lora.rank:
+        lm = adapted_model(config, seed)
+        model = moe_model(0)
+        model.load_state_dict(dict(merged_parameters(lm)))
+        return model, AdapterParcels(lm, torch.float32).parcels()
     model = moe_model(seed)
-    named = model.named_parameters()
-    publisher.push(to_checkpoint(model, named) if by_folder_names else named, version, erases=True)
+    if config.weight_sync.delta:
+        keep_most_values(model, moe_model(10), seed)
+    return model, to_checkpoint(model, model.named_parameters())
+
+
+def push_and_verify(publisher: WeightPublisher, seed: int, version: int) -> PushReport:
+    """Push the model of another seed, with which the server's logprobs must then agree."""
+    model, tensors = pushed(publisher.config, seed)
+    report = publisher.push(tensors, version, erases=True)
     with torch.no_grad():
         logprobs = torch.log_softmax(model(input_ids=torch.tensor([TOKENS])).logits[0], dim=-1)
     publisher.verify(TOKENS, [float(logprobs[i, t]) for i, t in enumerate(TOKENS[1:])], EXACT)
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +77,28 @@ def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineInThr
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("transport", "staging"), [("gloo", "none"), ("gloo", "device"), ("cuda_ipc", "none"), ("disk", "none")]
+    ("transport", "form"),
+    [
+        ("gloo", "none"), ("gloo", "device"), ("cuda_ipc", "none"), ("disk", "none"), ("gloo", "delta"),
+        ("disk", "delta"), ("gloo", "adapter"), ("disk", "adapter"),
+    ],
 )
 def test_sglang_serves_the_learners_experts_after_each_push(
-    moe_server: EngineInThread, transport: str, staging: str, tmp_path: Path
+    moe_server: EngineInThread, transport: str, form: str, tmp_path: Path
 ) -> None:
+    """All of the server's weights have the bits of the learner's, those of each expert among them."""
     on_update = "in_place" if transport == "gloo" else "retract"
-    config = pushing(moe_server.config, transport, tmp_path / "run", on_update, staging)
+    config = pushing(moe_server.config, transport, tmp_path / "run", on_update, form)
     publisher = open_publisher(config, [moe_server.engine.url], 0, torch.device("cpu"))
-    for seed in (11, 12):
-        push_and_verify(publisher, seed, version=seed)
+    shares = []
+    for seed in (11, 12, 13):
+        shares.append(push_and_verify(publisher, seed, version=seed).changed_share)
+        model, _ = pushed(config, seed)
+        expected = expected_sums("sglang", dict(to_checkpoint(model, model.named_parameters())), torch.float32)
+        assert {"model.layers.1.mlp.experts.w13_weight", "model.layers.1.mlp.experts.w2_weight"} < expected.keys()
+        admin: Any = publisher.admin("rollout/0")
+        assert admin.weight_sums() == expected
+    assert [share < 0.15 for share in shares] == [False, form == "delta", form == "delta"]
     publisher.close()
 
 
@@ -77,7 +109,7 @@ def test_experts_that_sglang_does_not_load_are_named(moe_server: EngineInThread,
     publisher = open_publisher(config, [moe_server.engine.url], 0, torch.device("cpu"))
     said = r"did not reach 4 weights of rollout/0, .*: model\.layers\.0\.mlp\.experts\.w13_weight, "
     with pytest.raises(WeightSyncError, match=said):
-        push_and_verify(publisher, 13, version=13, by_folder_names=False)
+        publisher.push(moe_model(13).named_parameters(), 13, erases=True)
     push_and_verify(publisher, 14, version=14)  # a whole push makes the server good again
     publisher.close()
 

@@ -29,6 +29,7 @@ TEMPERATURE = 0.3
 """Low, so that replies rarely end early."""
 WAYS = [
     *(("sglang", on_update, "disk", False, "none") for on_update in UPDATE_POLICIES),
+    ("sglang", "in_place", "gloo", False, "none"),
     ("sglang", "in_place", "cuda_ipc", False, "none"),
     ("sglang", "in_place", "cuda_ipc", True, "none"),
     ("sglang", "in_place", "gloo", False, "device"),
@@ -39,6 +40,10 @@ WAYS = [
     ("overlapping", "in_place", "gloo", False, "host"),
     ("sglang", "in_place", "gloo", False, "delta"),
     ("sglang", "in_place", "gloo", False, "adapter"),
+    *(
+        pytest.param("sglang", on_update, "gloo", False, "none", marks=pytest.mark.nightly)
+        for on_update in ("retract", "drain", "abort")
+    ),
     *(
         pytest.param("sglang", on_update, transport, False, form, marks=pytest.mark.nightly)
         for form in FORMS for on_update, transport in (("retract", "disk"), ("abort", "gloo"), ("drain", "disk"))

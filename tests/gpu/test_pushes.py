@@ -1,0 +1,97 @@
+"""Sparse pushes, pushes of adapters alone and staged pushes into a server on a GPU: it holds the learner's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.config import Config, LoraConfig, PlacementConfig, WeightSyncConfig
+from async_rl.weights import open_publisher
+from async_rl.weights.base import serving_dtype
+from learner.models.lora import AdapterParcels
+from learner.models.policy import adapter_parcels, full_parameters
+from learner.updater import Updater
+from tests.kit.configs import changed
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.noted_pushes import expected_sums
+from tests.kit.learner.served_batches import OPEN, Note, behaviour_logprobs, generated, learner_logprobs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+FORMS: dict[str, dict[str, Any]] = {"delta": {"delta": True}, "adapter": {"lora": "adapter"},
+                                    "staging": {"staging": "device"}}  # fmt: skip
+
+
+def change(updater: Updater, share: float) -> None:
+    """Change a share of the trained values by a tenth of their spread."""
+    updater.policy.reshard()  # type: ignore[operator]
+    with torch.no_grad():
+        for parameter in updater.policy.parameters():
+            if parameter.requires_grad:
+                local = parameter.to_local()  # type: ignore[attr-defined]
+                spread = local.std(unbiased=False) if local.any() else 0.01  # an adapter's B begins with zeros
+                local += 0.1 * spread * torch.randn_like(local) * (torch.rand_like(local) < share)
+
+
+def transport_of(device: torch.device, form: str) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    if torch.cuda.device_count() > 1:
+        return "nccl"
+    if form == "staging":
+        pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
+    return "disk"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_server_holds_the_learners_weights_after_each_push(
+    config: Config, device: torch.device, one_rank: None, note: Note, tmp_path: Path, form: str
+) -> None:
+    """A server adds adapters on another device than the learner, so that its bits may differ from the learner's."""
+    transport = transport_of(device, form)
+    own_gpu = {"base-gpu-id": 1} if transport == "nccl" else {}
+    config = changed(
+        config, model={"dtype": "bfloat16", "lora": LoraConfig(rank=4 * (form == "adapter"))},
+        rollout={"server_args": config.rollout.server_args | own_gpu}, placement=PlacementConfig(),
+        weight_sync=WeightSyncConfig(transport=transport, bucket_bytes=2**20, **FORMS[form]),
+    )  # fmt: skip
+    dtype = serving_dtype(config, device.type)
+    server, updater = EngineInThread(config, tmp_path / "logs"), Updater(config, device)
+    parcels = AdapterParcels(updater.policy.lm, dtype) if form == "adapter" else None
+    reports = []
+    try:
+        server.run(server.engine.start(), timeout_s=600.0)
+        publisher = open_publisher(config, [server.engine.url], 0, device)
+        publisher.connect()
+        for version in (1, 2, 3):
+            change(updater, 0.05 if form == "delta" else 1.0)
+            weights = full_parameters(updater.policy, dtype) if parcels is None else None
+            pushed = weights or adapter_parcels(updater.policy, parcels)  # type: ignore[arg-type]
+            reports.append(publisher.push(pushed, version, erases=version == 1))
+            if parcels is None:
+                whole = {name: tensor.cpu() for name, tensor in full_parameters(updater.policy, dtype)}
+                admin: Any = publisher.admin("rollout/0")
+                assert admin.weight_sums() == expected_sums("sglang", whole, dtype)
+            batch = generated(server, config)
+            differences = behaviour_logprobs(batch) - learner_logprobs(updater, batch)
+            note(f"{form} by {transport}", differences, dtype="bfloat16")
+            mean, p99 = OPEN["bfloat16"]
+            assert np.abs(differences).mean() < mean
+            assert np.quantile(np.abs(differences), 0.99) < p99
+        publisher.close()
+    finally:
+        server.close()
+    check_sizes(form, [dataclasses.asdict(report) for report in reports])
+
+
+def check_sizes(form: str, reports: list[dict[str, Any]]) -> None:
+    if form == "delta":
+        assert reports[0]["changed_share"] == 1.0
+        assert all(report["num_bytes"] < 0.3 * reports[0]["num_bytes"] for report in reports[1:])
+    elif form == "staging":
+        assert all(report["pause_s"] < report["seconds"] for report in reports)

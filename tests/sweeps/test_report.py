@@ -18,7 +18,8 @@ from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record,
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import Run, Setting, read_results, read_runs, settings_of
+from async_rl.sweeps.results import Run, read_results, read_runs
+from async_rl.sweeps.settings import Setting, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
 from tests.kit.runs import logged
 from tests.kit.sweeps import base_yaml, make_sweep, write_cell

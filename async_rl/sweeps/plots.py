@@ -26,6 +26,8 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "
 MARKERS = "osD^vPX"
 DPI = 130
 STEP, SECONDS = "learner step", "seconds since the end of the first step"
+ONLY_KEPT = ("reward_by_step", "reward_by_time")
+"""Pictures of the rewards of batches, which can't be compared across staleness: those of committed sweeps are kept."""
 Series = tuple[tuple[str, str], ...]
 
 
@@ -51,8 +53,9 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
         ("depth_beside_bound", lambda: _depth_beside_bound(bounded)),
         ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
         ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
-        ("reward_by_step", lambda: _reward_curves(stepped, lambda point: point.version, "policy version")),
-        ("reward_by_time", lambda: _reward_curves(stepped_bounded, lambda point: point.served_s, SECONDS)),
+        ("policy_reward_by_version", lambda: _reward_curves(stepped, lambda point: point.version, "policy version")),
+        ("policy_reward_by_time", lambda: _reward_curves(stepped_bounded, lambda point: point.served_s, SECONDS)),
+        *((name, lambda: None) for name in ONLY_KEPT),
         ("utilisation", lambda: _utilisation(stepped_bounded, predicted)),
         ("offpolicy", lambda: _offpolicy(rows)),
         ("staleness", lambda: _staleness_histogram(stepped)),

@@ -59,8 +59,8 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
     assert pictures == sorted(
         f"{name}.png"
         for name in (
-            "trade_off", "accuracy_by_step", "accuracy_by_time", "reward_by_step", "reward_by_time", "utilisation",
-            "offpolicy", "staleness",
+            "trade_off", "accuracy_by_step", "accuracy_by_time", "policy_reward_by_version", "policy_reward_by_time",
+            "utilisation", "offpolicy", "staleness",
         )
     )
     assert page.count("data:image/png;base64,") == len(pictures)
@@ -111,7 +111,7 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
     assert not any(word in header for word in ("utilisation", "minute", "wall"))
     drawn = {path.stem for path in (exact / "plots").iterdir()}
     assert {"accuracy_by_step", "trade_off"} <= drawn
-    assert not {"utilisation", "accuracy_by_time", "reward_by_time"} & drawn
+    assert not {"utilisation", "accuracy_by_time", "policy_reward_by_time"} & drawn
 
 
 @pytest.mark.usefixtures("no_pictures")

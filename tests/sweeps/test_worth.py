@@ -1,4 +1,4 @@
-"""The worth of a step in a report: one number in every place, the sentence without it, and committed sweeps."""
+"""The worth of a step and the reward of policies in a report: one number in every place; committed sweeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from async_rl.sweeps.report import LAGGING, LEARNING, REWARD_NOTE, TRADE_OFF, WO
 from async_rl.sweeps.results import read_results, read_runs
 from async_rl.sweeps.settings import WORTH, Setting, efficiency_unknown, policy_rewards, settings_of
 from async_rl.sweeps.significance import best_row
-from async_rl.sweeps.statistics import ratio_text
 from async_rl.sweeps.tables import tables_in
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.view.client import Client
@@ -224,37 +223,3 @@ def test_the_tables_of_committed_sweeps_are_those_of_their_runs(name: str) -> No
     for row, line in zip(rows, means, strict=True):
         for key in WORTH:
             assert float(line[key]) == pytest.approx(row.estimate(key).mean, rel=1e-5, nan_ok=True)
-
-
-def test_the_documents_quote_what_the_committed_sweeps_say() -> None:
-    readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
-    rows = {row.staleness.max: row for row in settings_of(read_results(RESULTS / "sweep_cpu"))}
-    speeds = {bound: row.values["effective_steps_per_minute"] for bound, row in rows.items()}
-    times, _, interval = ratio_text(speeds[1], speeds[0]).partition(" ")
-    assert f"a minute teaches {times} times as much (95 % interval {interval[1:-1]})" in readme
-    assert f"{times} times as many effective steps a minute as staleness 0 (95 % interval {interval[1:-1]}" in results
-    for row in rows.values():
-        worth, speed = (row.estimate(key).text(form) for key, (_, form) in WORTH_COLUMNS.items())
-        assert f"| {worth} |" in results.replace("*", "") and f"| {speed} |" in results.replace("*", "")
-    hard = {str(row.staleness): row for row in settings_of(read_results(RESULTS / "sweep_agent_hard"))}
-    auto, four = (
-        [hard[name].estimate(key).mean for key in ("steps_per_minute", "staleness_mean")] for name in ("auto/8", "4")
-    )
-    assert f"({auto[0]:.1f} and {four[0]:.1f}) at a mean staleness of {auto[1]:.2f} in place of {four[1]:.2f}" in readme
-    rewards = {name: row.estimate("reward_over_time") for name, row in hard.items()}
-    best = max((each for name, each in rewards.items() if "/" not in name), key=lambda each: each.mean)
-    assert f"is {rewards['auto/8'].text('{:.3f}')}; that of the best bound is {best.text('{:.3f}')}" in readme
-    for sweep in ("sweep_agent_hard", "sweep_agent_hard_7e-4", "sweep_agent_drift"):
-        for row in settings_of(read_results(RESULTS / sweep)):
-            if sweep == "sweep_agent_drift" and "/" in str(row.staleness):
-                continue  # a run of auto lost everything: the page tells its runs apart
-            reward = row.estimate("reward_over_time").text("{:.3f}")
-            assert f"| {row.staleness} | " in results and f"| {reward} |" in results
-    exact = {
-        (dict(row.series)["correction"], row.staleness.max): row.estimate("efficiency").text("{:.2f}")
-        for row in settings_of(read_results(RESULTS / "exact"))
-    }
-    names = {"no correction": "none", "coupled": "coupled", "decoupled, token TIS": "decoupled_tis"}
-    for name, correction in names.items():
-        line = " | ".join(exact[correction, staleness] for staleness in (1, 2, 4, 8, 10))
-        assert f"| {name} | {line} |" in results

@@ -15,15 +15,19 @@ from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import PLACE_KEYS, leaves
 from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import DPI, OKABE_ITO, SECONDS, STEP, make_panels
-from async_rl.sweeps.report import INSTEAD, LEARNING, TRADE_OFF
-from async_rl.sweeps.results import WORTH, Run, read_run
+from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF
+from async_rl.sweeps.results import Run, read_run
+from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
 from async_rl.telemetry.plot_learning_curve import smooth
 
 TOKENS = "tokens trained on"
-REWARD, ACCURACY = "reward, mean of a batch, smoothed", "held-out accuracy"
-CAPTION = "Each run by learner step, by the time since the end of its first step, and by the tokens that it trained on."
-_LEFT_OUT = (*WORTH, *INSTEAD)
+REWARD, ACCURACY = "reward of the policy, smoothed", "held-out accuracy"
+CAPTION = (
+    "Each run by learner step, by the time since the end of its first step, and by the tokens that it trained on. The "
+    "reward is that of each policy version, credited with the answers that it sampled, in whichever batch they were."
+)
+_LEFT_OUT = (*WORTH, *WORTH_BY_REWARD, *INSTEAD, *LAGGING)
 """The values that only a sweep can tell, or that flatter stale runs."""
 _VALUES = {key: column for key, column in (LEARNING | TRADE_OFF).items() if key not in _LEFT_OUT}
 
@@ -73,7 +77,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _values(runs: Mapping[str, Run]) -> Table:
-    found = {name: _all_values(run) for name, run in runs.items()}
+    rewards, _ = policy_rewards(list(runs.values()))
+    found = {
+        name: _all_values(run) | {"policy_reward": reward}
+        for (name, run), reward in zip(runs.items(), rewards, strict=True)
+    }
     rows = [
         ["state", *("running" if not (run.folder / "summary.json").is_file() else "ended" for run in runs.values())],
         ["steps", *(f"{len(run.steps):,}" for run in runs.values())],
@@ -125,10 +133,11 @@ def _draw(runs: Mapping[str, Run], file: Path) -> None:
     figure, grid = make_panels(6, width=5.0, sharey="row")
     for number, (name, run) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "label": name}
-        points = run.points("reward/mean")
-        values = smooth([value for _, _, value in points], [1.0] * len(points), max(1, len(points) // 15))
+        points = run.policy_curve.points
+        weights = [point.episodes for point in points]
+        values = smooth([point.reward for point in points], weights, max(1, len(points) // 15))
         for place, of_point in enumerate(axes_of.values()):
-            grid[place].plot([of_point(run, step, seconds) for step, seconds, _ in points], values, **style)
+            grid[place].plot([of_point(run, point.version, point.served_s) for point in points], values, **style)
             xs = [of_point(run, step, seconds) for step, seconds, _ in run.evals]
             grid[3 + place].plot(xs, [accuracy for *_, accuracy in run.evals], marker="o", **style)
     for place, label in enumerate(axes_of):

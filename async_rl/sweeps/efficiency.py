@@ -14,6 +14,9 @@ synchronous steps that would have taught as much.
   Between few evaluations of a concave curve an interpolation over v itself lies too low, and e would be too large.
   Beyond the last evaluation the curve goes on with its last slope.
 - e: least squares over all evaluations after the start of all seeds of a setting together.
+- Where held-out accuracy does not tell, the rewards of the policies that sampled the batches may (policy_curve.py).
+  Such an efficiency has a name of its own. It is told for the versions that the runs at the lowest staleness have too,
+  because rewards of single batches are too noisy for a slope beyond them.
 - Its error: the delete-one jackknife over seeds. A seed is left out of the setting and of the synchronous runs at once,
   so the error has that of the synchronous curve, and what the runs of a seed share.
 
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,12 +38,36 @@ from scipy.optimize import isotonic_regression
 from async_rl.sweeps.statistics import estimate
 
 Evaluations = Sequence[tuple[float, float]]
-"""The (version, held-out accuracy) of every evaluation of a run, in ascending order; the first is the start."""
+"""The (version, held-out accuracy) of every evaluation of a run, in ascending order; the first is the start. Or the
+(version, sampled reward) of spans of its versions."""
 LARGEST = 3.0
 """The largest efficiency that is looked for."""
 MIN_EVALUATIONS = 3
 SATURATED = 0.9
 """The share of all that synchronous training gains, from which on the curve is too flat to tell steps by accuracy."""
+
+
+class Reasons(NamedTuple):
+    """The ends of sentences that say why no efficiency can be told."""
+
+    few: str
+    no_gain: str
+    saturated: str
+
+
+BY_ACCURACY = Reasons(
+    "a synchronous run has {count} held-out evaluations, and a curve needs {least}: at the start, on the way and at "
+    "the end (eval.every_steps)",
+    "synchronous training gained no accuracy that its seeds agree on ({gained})",
+    "at its first evaluation, after {version:.0f} steps, synchronous training had made {share:.0%} of its way, so "
+    "accuracy does not tell how many steps it took (eval.every_steps)",
+)
+BY_REWARD = Reasons(
+    "a run at the lowest staleness has the rewards of {count} spans of versions, and a curve needs {least}",
+    "runs at the lowest staleness gained no reward that their seeds agree on ({gained})",
+    "the first versions of the runs at the lowest staleness, {version:.0f} on, had made {share:.0%} of their way, so "
+    "the reward does not tell how many steps it took",
+)
 
 
 class SynchronousCurve:
@@ -49,16 +76,16 @@ class SynchronousCurve:
     def __init__(self, runs: Sequence[Evaluations]) -> None:
         versions, means, weights = _averaged(runs)
         values = isotonic_regression(means, weights=weights).x
-        self._scale, self._end, self._last = float(versions[1]), float(versions[-1]), float(values[-1])
+        self._scale, self.end = float(versions[1]), float(versions[-1])
         self._interpolated = PchipInterpolator(self._warp(versions), values)
-        slope = float(self._interpolated(self._warp(self._end), 1))
-        self._end_slope = slope / (self._scale + self._end)  # the derivative of _warp at the end
+        slope = float(self._interpolated(self._warp(self.end), 1))
+        self._end_slope = slope / (self._scale + self.end)  # the derivative of _warp at the end
 
     def __call__(self, steps: ArrayLike) -> NDArray[np.float64]:
         """Return acc0 at `steps`, numbers of steps of any shape."""
         steps = np.asarray(steps, dtype=float)
-        inside: NDArray[np.float64] = self._interpolated(self._warp(np.minimum(steps, self._end)))
-        return inside + self._end_slope * np.maximum(steps - self._end, 0.0)
+        inside: NDArray[np.float64] = self._interpolated(self._warp(np.minimum(steps, self.end)))
+        return inside + self._end_slope * np.maximum(steps - self.end, 0.0)
 
     def _warp(self, versions: Any) -> Any:
         return np.log1p(versions / self._scale)
@@ -76,38 +103,35 @@ def _averaged(runs: Sequence[Evaluations]) -> tuple[NDArray[np.float64], NDArray
     return np.array(versions), np.array(means), np.array([float(sum(n for _, n in found[v])) for v in versions])
 
 
-def why_unknown(synchronous: Sequence[Evaluations]) -> str:
+def why_unknown(synchronous: Sequence[Evaluations], reasons: Reasons = BY_ACCURACY) -> str:
     """Return why no efficiency can be told from the synchronous runs with these evaluations; "" if it can.
 
-    The reason is the rest of a sentence that says so.
+    The reason is the rest of a sentence that says so, in the words of `reasons`.
     """
     if not synchronous:
         return "the sweep has no synchronous setting (staleness.max 0) to compare with"
     counts = [len({version for version, _ in run}) for run in synchronous]
     if min(counts) < MIN_EVALUATIONS:
-        return (
-            f"a synchronous run has {min(counts)} held-out evaluations, and a curve needs {MIN_EVALUATIONS}: at the "
-            "start, on the way and at the end (eval.every_steps)"
-        )
+        return reasons.few.format(count=min(counts), least=MIN_EVALUATIONS)
     gained = estimate([run[-1][1] - run[0][1] for run in synchronous])
     if not gained.mean > 2 * (0.0 if math.isnan(gained.error) else gained.error):
-        return f"synchronous training gained no accuracy that its seeds agree on ({gained.text('{:+.3f}')})"
+        return reasons.no_gain.format(gained=gained.text("{:+.3f}"))
     versions, means, _ = _averaged(synchronous)
     share = (means[1] - means[0]) / (means.max() - means[0])
     if share > SATURATED:
-        return (
-            f"at its first evaluation, after {versions[1]:.0f} steps, synchronous training had made {share:.0%} of its "
-            "way, so accuracy does not tell how many steps it took (eval.every_steps)"
-        )
+        return reasons.saturated.format(version=versions[1], share=share)
     return ""
 
 
-def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve) -> float:
+def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: float = math.inf) -> float:
     """Return the e from 0 to LARGEST for which curve(e v) fits the evaluations of `runs` after the start best.
 
     The result is nan if there are none, or if they lie above all of the curve, so that no e is the best.
+
+    Args:
+        until: the last version whose evaluations count.
     """
-    points = [(version, accuracy) for run in runs for version, accuracy in run[1:] if version > 0]
+    points = [(version, accuracy) for run in runs for version, accuracy in run[1:] if 0 < version <= until]
     if not points:
         return math.nan
     versions, accuracies = np.array(points).T
@@ -141,6 +165,7 @@ def effective_steps(
     runs: Mapping[str, Evaluations],
     steps_per_minute: Mapping[str, float],
     synchronous: Sequence[tuple[str, Evaluations]],
+    within: bool = False,
 ) -> NDArray[np.float64]:
     """Return [seeds, 2]: efficiency and effective steps a minute of a setting, per seed as `per_seed` has it.
 
@@ -150,12 +175,14 @@ def effective_steps(
         runs: the evaluations of the setting by seed.
         steps_per_minute: by seed, too.
         synchronous: (seed, evaluations) of each synchronous run, for which `why_unknown` has found nothing.
+        within: only versions up to the last one of the synchronous curve count.
     """
 
     def statistic(without: str | None) -> NDArray[np.float64]:
         base = [run for seed, run in synchronous if seed != without] or [run for _, run in synchronous]
         kept = [seed for seed in runs if seed != without]
-        e = efficiency([runs[seed] for seed in kept], SynchronousCurve(base))
+        curve = SynchronousCurve(base)
+        e = efficiency([runs[seed] for seed in kept], curve, curve.end if within else math.inf)
         return np.array([e, e * float(np.mean([steps_per_minute[seed] for seed in kept]))])
 
     return per_seed(statistic, list(runs))

@@ -15,7 +15,8 @@ from async_rl.errors import ConfigError
 from async_rl.sweeps.capacity import describe_capacity
 from async_rl.sweeps.cells import Bound, bounds_of, bounds_title
 from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
-from async_rl.sweeps.results import read_runs, settings_of
+from async_rl.sweeps.results import read_runs
+from async_rl.sweeps.settings import settings_of
 from async_rl.sweeps.tables import Table
 
 WORTHWHILE = 0.02

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.sweeps.cells import Bound, bounds_title
-from async_rl.sweeps.results import Setting
+from async_rl.sweeps.policy_curve import PolicyPoint
+from async_rl.sweeps.settings import Setting
 from async_rl.sweeps.significance import speed_key
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
@@ -25,6 +26,8 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "
 MARKERS = "osD^vPX"
 DPI = 130
 STEP, SECONDS = "learner step", "seconds since the end of the first step"
+ONLY_KEPT = ("reward_by_step", "reward_by_time")
+"""Pictures of the rewards of batches, which can't be compared across staleness: those of committed sweeps are kept."""
 Series = tuple[tuple[str, str], ...]
 
 
@@ -50,8 +53,9 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
         ("depth_beside_bound", lambda: _depth_beside_bound(bounded)),
         ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
         ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
-        ("reward_by_step", lambda: _reward_curves(stepped, 0, STEP)),
-        ("reward_by_time", lambda: _reward_curves(stepped_bounded, 1, SECONDS)),
+        ("policy_reward_by_version", lambda: _reward_curves(stepped, lambda point: point.version, "policy version")),
+        ("policy_reward_by_time", lambda: _reward_curves(stepped_bounded, lambda point: point.served_s, SECONDS)),
+        *((name, lambda: None) for name in ONLY_KEPT),
         ("utilisation", lambda: _utilisation(stepped_bounded, predicted)),
         ("offpolicy", lambda: _offpolicy(rows)),
         ("staleness", lambda: _staleness_histogram(stepped)),
@@ -126,11 +130,15 @@ def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper cen
 
 def _trade_off(rows: Sequence[Setting]) -> Any:
     """Return a figure of what a step is worth and, for bounded mode, the learner's utilisation and effective steps a
-    minute, each over the staleness bound. Where efficiency can't be told, it shows the improvement instead.
+    minute, each over the staleness bound. Where efficiency can't be told, it shows that by sampled reward instead, and
+    where that can't be told either, the improvement.
     """
     what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
     if any(row.has("efficiency") for row in rows):
         worth, speed = ("efficiency", "synchronous steps that a step is worth"), "effective steps per minute"
+    elif any(row.has("efficiency_sampled") for row in rows):
+        worth = ("efficiency_sampled", "worth of a step by sampled reward")
+        speed = "effective steps per minute by sampled reward"
     else:
         worth, speed = ("improvement", f"{what} gained in the run"), f"{what} gained per minute"
     bounded = [row for row in rows if not row.exact]
@@ -148,13 +156,15 @@ def _trade_off(rows: Sequence[Setting]) -> Any:
 
 def _depth_beside_bound(rows: Sequence[Setting]) -> Any:
     """Return a figure of speed, reward and the worst KL over the measured mean staleness: bounds are a line, depths
-    below a bound are points beside it. It is None without both, or without the steps of the runs.
+    below a bound are points beside it. It is None without both. The reward of runs without steps is that of the batches
+    with its lag taken off to first order.
     """
     bounds = [row for row in rows if row.staleness.is_full]
     depths = [row for row in rows if not row.staleness.is_full]
+    reward, order = ("policy_reward", "") if rows and rows[0].has("policy_reward") else ("reward_less_lag", ", about")
     shown = {
         "steps_per_minute": "learner steps per minute",
-        "reward_over_time": "reward, mean over the time",
+        reward: f"reward of the policy, mean over the time{order}",
         "kl_p95": "KL of a step, 95th percentile, nats a token",
     }
     if not (bounds and depths) or not all(row.has(key) for row in rows for key in shown):
@@ -177,7 +187,7 @@ def _depth_beside_bound(rows: Sequence[Setting]) -> Any:
                 )  # fmt: skip
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("staleness of trained episodes, mean")
-        if key != "reward_over_time":  # its differences are small beside its distance from 0
+        if key != reward:  # its differences are small beside its distance from 0
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.margins(x=0.1)
     _legend(figure, panels)
@@ -198,25 +208,26 @@ def _accuracy_curves(rows: Sequence[Setting], x: int, x_label: str) -> Any:
     return _curves(rows, x_label, "held-out accuracy", draw)
 
 
-def _reward_curves(rows: Sequence[Setting], x: int, x_label: str) -> Any:
-    """Return a figure of the mean reward of each batch, smoothed, with standard errors over seeds; None without rows.
+def _reward_curves(rows: Sequence[Setting], x: Callable[[PolicyPoint], float], x_label: str) -> Any:
+    """Return a figure of the mean reward of each policy version, smoothed, with standard errors over seeds.
 
-    `x` is the column of the horizontal axis in `Run.points`: 0 for steps, 1 for seconds.
+    It is None if there is no row in which two versions of each run are known.
     """
+    rows = [row for row in rows if all(len(run.policy_curve.points) > 1 for run in row.runs)]
 
     def draw(axes: Axes, row: Setting, style: dict[str, Any]) -> None:
         curves = []
         for run in row.runs:
-            points = run.points("reward/mean")
-            weights = [step.get("batch/episodes") or 1.0 for step in run.steps if step.get("reward/mean") is not None]
-            values = smooth([point[2] for point in points], weights, max(1, len(points) // 15))
-            curves.append(([point[x] for point in points], values))
+            points = run.policy_curve.points
+            weights = [point.episodes for point in points]
+            values = smooth([point.reward for point in points], weights, max(1, len(points) // 15))
+            curves.append(([x(point) for point in points], values))
         grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), 60)
         means, errors = _mean_and_error(np.array([np.interp(grid, xs, values) for xs, values in curves]))
         axes.plot(grid, means, **style)
         axes.fill_between(grid, means - errors, means + errors, color=style["color"], alpha=0.18, linewidth=0)
 
-    return _curves(rows, x_label, "reward, mean of a batch, smoothed", draw)
+    return _curves(rows, x_label, "reward of the policy, smoothed", draw)
 
 
 def _curves(

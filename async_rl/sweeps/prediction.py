@@ -14,7 +14,8 @@ import yaml
 from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound
-from async_rl.sweeps.results import Run, Setting
+from async_rl.sweeps.results import Run
+from async_rl.sweeps.settings import Setting
 
 SIMULATED_STEPS = 150
 

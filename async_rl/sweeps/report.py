@@ -14,7 +14,8 @@ from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
-from async_rl.sweeps.results import Setting, efficiency_unknown, read_results, settings_of
+from async_rl.sweeps.results import read_results
+from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, settings_of
 from async_rl.sweeps.significance import (
     SPEEDS,
     best_row,
@@ -31,6 +32,7 @@ TRADE_OFF: dict[str, tuple[str, str]] = {
     "is_variance": ("IS-weight variance", "{:.3g}"),
     "kl": ("KL, nats per token", "{:.2g}"),
     "efficiency": ("a step is worth, synchronous steps", "{:.2f}"),
+    "efficiency_sampled": ("a step is worth by sampled reward, steps at the lowest staleness", "{:.2f}"),
     "improvement": ("improvement", "{:+.3f}"),
     "learner": ("utilisation, learner", "{:.1%}"),
     **SPEEDS,
@@ -48,12 +50,14 @@ TRADE_OFF: dict[str, tuple[str, str]] = {
 }
 """The heading and number format of each column by its value. Columns that no run measured are left out."""
 INSTEAD = ("improvement", "per_minute")
-"""The columns that stand only where efficiency and effective steps can't be told: they flatter stale runs."""
+"""The columns that stand only where efficiency and effective steps can't be told at all: they flatter stale runs."""
 LEARNING: dict[str, tuple[str, str]] = {
     "accuracy_start": ("held-out accuracy, start", "{:.3f}"),
     "accuracy_end": ("held-out accuracy, end", "{:.3f}"),
-    "reward_mean": ("reward, mean over the run", "{:.3f}"),
-    "reward_over_time": ("reward, mean over the time", "{:.3f}"),
+    "reward_mean": ("reward of the batches, mean", "{:.3f}"),
+    "policy_reward": ("reward of the policy, mean over the time", "{:.3f}"),
+    "reward_over_time": ("reward of the batches, mean over the time, which lags by the staleness", "{:.3f}"),
+    "reward_less_lag": ("the same with the lag taken off, to first order", "{:.3f}"),
     "truncated": ("truncated IS weights", "{:.2%}"),
     "masked": ("tokens masked as too old", "{:.2%}"),
     "clipped_positive": ("tokens clipped, advantage above 0", "{:.2%}"),
@@ -62,6 +66,8 @@ LEARNING: dict[str, tuple[str, str]] = {
     "dropped": ("groups dropped as too late", "{:.2%}"),
     "entropy_end": ("entropy, end", "{:.3f}"),
 }
+LAGGING = ("reward_over_time", "reward_less_lag")
+"""The columns that stand only where the rewards of the policies are not known, as of runs without steps."""
 TAILS: dict[str, tuple[str, str]] = {
     "staleness_mean": ("staleness, mean", "{:.2f}"),
     "kl_median": ("KL of a step, median", "{:.2g}"),
@@ -79,6 +85,14 @@ WORTH_NOTE = (
     "synchronous steps that would have taught as much. e is fitted to the evaluations of all seeds. Its error is that "
     "of the jackknife over seeds, with the error of the synchronous curve in it."
 )
+REWARD_NOTE = (
+    "The reward of the policy: the answers of batch v that are s versions old count for version v - s, and a version "
+    "for the time in which it is served, over the seconds that all runs have. The rewards of the batches themselves "
+    "are those of the policies that sampled them: they lag by the staleness, which flatters fresh runs. Taking the lag "
+    "off to first order adds staleness times seconds a step over the run's seconds times the accuracy gained; where "
+    "the run still learns at its end, that is too much. By sampled reward, a step is worth e steps at the lowest "
+    "staleness of the sweep if the policy after v steps has the reward of the policy after e v steps there."
+)
 NOTES = (
     "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
     "that learns fastest per minute is bold.",
@@ -92,10 +106,11 @@ NOTES = (
     "KL is the KL divergence of the behaviour policy from the proximal policy (k3 estimate). IS weights are the "
     "probability ratios of the proximal over the behaviour policy before truncation. Their variance is the median over "
     "the steps, because a few steps with very large weights would dominate a mean.",
+    REWARD_NOTE,
     "The worst steps: quantiles over the steps of a run, then the mean over seeds. A KL or variance whose 95th "
-    "percentile is far above its median comes from few steps. Mean reward over the time lets each step count for its "
-    "seconds, so that runs of the same length can be compared however many steps they made. The learner waits for "
-    "late groups where a batch is held back by groups that may not become older, see staleness.late.",
+    "percentile is far above its median comes from few steps, and the largest is the larger the more steps there are. "
+    "The learner waits for late groups where a batch is held back by groups that may not become older, see "
+    "staleness.late.",
     "Predictions come from the simulator, which is given the measured durations and the run's rules. A prediction is - "
     "where the simulator does not cover these rules. Groups in flight are groups that were granted a slot and "
     "that the buffer has not acknowledged yet, over rollout.concurrency, averaged over time.",
@@ -108,11 +123,13 @@ NOTES = (
 )
 CAPTIONS = {
     "trade_off": "What a step is worth, how busy the learner is, and what a minute brings. Bars: standard error.",
-    "depth_beside_bound": "Speed, reward and the worst KL by the staleness that was measured. Bars: standard error.",
+    "depth_beside_bound": "Speed, reward of the policy and the worst KL by measured staleness. Bars: standard error.",
     "accuracy_by_step": "Held-out accuracy by learner step. Bars: standard error over seeds.",
     "accuracy_by_time": "Held-out accuracy by wall-clock time. Bars: standard error over seeds.",
-    "reward_by_step": "Training reward by learner step, smoothed. Bands: standard error over seeds.",
-    "reward_by_time": "Training reward by wall-clock time, smoothed. Bands: standard error over seeds.",
+    "policy_reward_by_version": "Reward of each policy version in training, smoothed. Bands: standard error.",
+    "policy_reward_by_time": "The same by the time when the version was first served. Bands: standard error.",
+    "reward_by_step": "Reward of each batch in training, smoothed: it lags by the staleness. Bands: standard error.",
+    "reward_by_time": "The same by wall-clock time. Bands: standard error over seeds.",
     "utilisation": "Share of time that each pool spent in each state. Diamonds: busy share predicted by the simulator.",
     "offpolicy": "How far the policy that is trained is from the policies that sampled its data. Bars: standard error.",
     "staleness": "Staleness of the oldest token of each episode that was trained on.",
@@ -135,13 +152,14 @@ def write_report(folder: Path) -> str:
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
         value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), bounds_compared(rows),
-        *corrections_compared(rows), dropped_groups(rows), value_table(rows, LEARNING, "What was learned"),
+        *corrections_compared(rows), dropped_groups(rows), value_table(rows, shown_learning(rows), "What was learned"),
         value_table(rows, TAILS, "The worst steps"),
     )  # fmt: skip
     tables = [table for table in found if table]
     kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
     tables += kept
-    sentences = [text for text in (best_row(rows), *efficiency_unknown(rows), ended_early(rows), went_on(rows)) if text]
+    said = (best_row(rows), *efficiency_unknown(rows), seconds_compared(rows), ended_early(rows), went_on(rows))
+    sentences = [text for text in said if text]
     notes = list(NOTES)
     if kept:
         notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")
@@ -153,9 +171,25 @@ def write_report(folder: Path) -> str:
 
 
 def shown_columns(rows: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return TRADE_OFF without the columns INSTEAD, or with them, if the efficiency of no row can be told."""
-    is_told = any(row.has("efficiency") for row in rows)
-    return {key: column for key, column in TRADE_OFF.items() if not (is_told and key in INSTEAD)}
+    """Return TRADE_OFF without the columns INSTEAD, or with them, if the efficiency of no row can be told.
+
+    That by sampled reward stands only where that by held-out accuracy can't be told.
+    """
+    told = next((keys for keys in (WORTH, WORTH_BY_REWARD) if any(row.has(keys[0]) for row in rows)), INSTEAD)
+    others = {*WORTH, *WORTH_BY_REWARD, *INSTEAD} - {*told}
+    return {key: column for key, column in TRADE_OFF.items() if key not in others}
+
+
+def shown_learning(rows: Sequence[Setting]) -> dict[str, tuple[str, str]]:
+    """Return LEARNING without the columns LAGGING, or with them, if the policies' rewards are known of no row."""
+    is_known = any(row.has("policy_reward") for row in rows)
+    return {key: column for key, column in LEARNING.items() if not (is_known and key in LAGGING)}
+
+
+def seconds_compared(rows: Sequence[Setting]) -> str:
+    """Return one sentence that says over which seconds the policies' rewards are averaged, or ""."""
+    found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
+    return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
 
 
 def _kept_tables(folder: Path, titles: Collection[str]) -> list[Table]:

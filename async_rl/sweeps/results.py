@@ -1,11 +1,11 @@
-"""Reads finished runs from their folders, computes the values of each, and gathers the seeds of a setting in a row."""
+"""Reads finished runs from their folders, and computes the values of each."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -17,8 +17,8 @@ import yaml
 
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
-from async_rl.sweeps.efficiency import Evaluations, effective_steps, why_unknown
-from async_rl.sweeps.statistics import Estimate, estimate
+from async_rl.sweeps.efficiency import Evaluations
+from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, policy_curve
 from async_rl.telemetry.figures import Figures, over_steps
 from async_rl.telemetry.metrics import read_metrics
 
@@ -31,8 +31,8 @@ SYSTEM_VALUES = (
 KL, IS_VARIANCE = "offpolicy/kl_behaviour_proximal_k3", "offpolicy/is_weight_var"
 TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
 """The shares of steps whose quantiles tell how heavy the tail of a metric is."""
-WORTH = ("efficiency", "effective_steps_per_minute")
-"""The values that runs have only beside those of synchronous training, see async_rl/sweeps/efficiency.py."""
+BESIDE_OTHERS = ("policy_reward", "policy_seconds", "efficiency_sampled", "effective_steps_sampled")
+"""The values that a run has only beside others, see async_rl/sweeps/settings.py. Those of runs.csv are kept."""
 NO_SUMMARY: dict[str, Any] = {"seconds": 0.0, "staleness_mean": None, "staleness_max": None, "buffer": {}}
 
 
@@ -70,6 +70,11 @@ class Run:
         return [(version, accuracy) for version, _, accuracy in self.evals]
 
     @cached_property
+    def policy_curve(self) -> PolicyCurve:
+        """The reward of each policy version; nothing if the run was read from runs.csv."""
+        return policy_curve(self.steps)
+
+    @cached_property
     def figures(self) -> Figures:
         """The figure of each metric over the steps, see async_rl/telemetry/figures.py."""
         return over_steps(self.steps)
@@ -90,8 +95,7 @@ class Run:
     def mean_over_time(self, key: str) -> float:
         """Return the mean of metric `key` over the time from the end of the first step to that of the last.
 
-        The value of each step stands for the time since the step before. Runs of equal length can be compared by it
-        also if one has made more steps than the other. The result is nan where nothing was measured.
+        The value of each step stands for the time since the step before. The result is nan where nothing was measured.
         """
         points = self.points(key)
         spans = [(after[1] - before[1], after[2]) for before, after in pairwise(points)]
@@ -156,7 +160,15 @@ class Run:
             "entropy_end": entropies[-1][2] if (entropies := self.points("policy/entropy")) else math.nan,
         }
         values |= dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {}
-        return values | {key: value for key, value in self.stored.items() if key in values}
+        values |= dict.fromkeys(BESIDE_OTHERS, math.nan)
+        values |= {key: value for key, value in self.stored.items() if key in values}
+        return values | {"reward_less_lag": self._less_lag(values)}
+
+    def _less_lag(self, values: Mapping[str, float]) -> float:
+        """Return about the mean over the time of the policy's reward, of a run without steps: see policy_curve.py."""
+        lag_s = 60 * values["staleness_mean"] / values["steps_per_minute"]
+        gained = values["accuracy_end"] - values["accuracy_start"]
+        return less_lag(values["reward_over_time"], lag_s, self.evals[-1][1] if self.evals else 0.0, gained)
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -227,104 +239,3 @@ def read_run(folder: Path) -> Run:
     file = folder / "summary.json"
     summary = json.loads(file.read_text()) if file.is_file() else dict(NO_SUMMARY)
     return Run(labels, summary, steps, evals, folder, config["staleness"]["mode"] == "exact")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The runs with one combination of settings, one for each seed. `values` has, by name, a value of each run."""
-
-    runs: tuple[Run, ...]
-    values: dict[str, list[float]]
-
-    @property
-    def staleness(self) -> Bound:
-        return self.runs[0].staleness
-
-    @property
-    def series(self) -> tuple[tuple[str, str], ...]:
-        return self.runs[0].series
-
-    @property
-    def exact(self) -> bool:
-        return self.runs[0].exact
-
-    @property
-    def name(self) -> str:
-        others = ", ".join(f"{key} {label}" for key, label in self.series)
-        return f"staleness {self.staleness}" + (f" ({others})" if others else "")
-
-    def has(self, key: str) -> bool:
-        return not all(map(math.isnan, self.values[key]))
-
-    def estimate(self, key: str) -> Estimate:
-        """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
-        values = self.values[key]
-        return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
-
-
-def settings_of(runs: Iterable[Run]) -> list[Setting]:
-    """Return a row for each combination of settings, with the values of WORTH added to those of its runs.
-
-    These are nan in a row whose efficiency can't be told; `efficiency_unknown` says why.
-    """
-    grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
-    for run in runs:
-        grouped.setdefault(run.settings, []).append(run)
-    rows = []
-    for same in grouped.values():
-        of_runs = [run.values() for run in same]
-        rows.append(Setting(tuple(same), {key: [values[key] for values in of_runs] for key in of_runs[0]}))
-    for row in rows:
-        row.values.update(zip(WORTH, _worth(row, synchronous_runs(rows, row)), strict=True))
-    return rows
-
-
-def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
-    """Return efficiency and effective steps a minute of each run of `row`, see `efficiency.per_seed`."""
-    speeds = row.values["steps_per_minute"]
-    if why_unknown([run.evaluations for run in synchronous]):
-        return [[math.nan] * len(speeds)] * 2
-    if row.staleness.max == 0:  # 1 by definition
-        return [[1.0] * len(speeds), speeds]
-    found = effective_steps(
-        {run.labels[SEED]: run.evaluations for run in row.runs},
-        {run.labels[SEED]: speed for run, speed in zip(row.runs, speeds, strict=True)},
-        [(run.labels[SEED], run.evaluations) for run in synchronous],
-    )
-    return [[float(value) for value in values] for values in found.T]
-
-
-def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
-    """Return a sentence for each reason why the efficiency of some rows can't be told.
-
-    There is none if it is told for all, or if there is only one row, as of a single run.
-    """
-    if len(rows) == 1:
-        return []
-    reasons: dict[str, list[Setting]] = {}
-    for row in rows:
-        if not row.has("efficiency"):
-            reason = why_unknown([run.evaluations for run in synchronous_runs(rows, row)])
-            reason = reason or "its held-out accuracy lies above all of synchronous training's, or was not measured"
-            reasons.setdefault(reason, []).append(row)
-    sentences = []
-    for reason, without in reasons.items():
-        names = "" if len(without) == len(rows) else f" at {'; '.join(row.name for row in without)}"
-        sentences.append(f"How many synchronous steps a step is worth{names} can't be told: {reason}.")
-    return sentences
-
-
-def synchronous_runs(rows: Sequence[Setting], row: Setting) -> list[Run]:
-    """Return the runs with staleness.max 0 that have the labels of `row` on all axes outside the section `staleness`.
-
-    Its other keys change nothing in a run without staleness.
-    """
-
-    def others(of: Setting) -> list[tuple[str, str]]:
-        return [pair for pair in of.series if not pair[0].startswith(f"{STALENESS}.")]
-
-    return [run for other in rows if other.staleness.max == 0 and others(other) == others(row) for run in other.runs]
-
-
-def baseline(rows: Sequence[Setting], row: Setting) -> Setting:
-    return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)

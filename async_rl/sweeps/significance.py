@@ -7,12 +7,13 @@ import math
 from collections.abc import Sequence
 
 from async_rl.sweeps.cells import read_record
-from async_rl.sweeps.results import Setting, baseline
+from async_rl.sweeps.settings import Setting, baseline
 from async_rl.sweeps.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
 from async_rl.sweeps.tables import Table
 
 SPEEDS = {
     "effective_steps_per_minute": ("effective steps per minute", "{:.1f}"),
+    "effective_steps_sampled": ("effective steps per minute by sampled reward", "{:.1f}"),
     "per_minute": ("improvement per minute", "{:+.3f}"),
 }
 """The names and number formats of the values that say how fast a setting learns, the better one first."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError
 from async_rl.sweeps.prediction import Measured, compare
-from async_rl.sweeps.results import Run, settings_of
+from async_rl.sweeps.results import Run
+from async_rl.sweeps.settings import settings_of
 from async_rl.telemetry.figures import over_steps
 from async_rl.view.run_files import RunFiles
 

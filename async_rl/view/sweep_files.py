@@ -13,7 +13,8 @@ from typing import Any
 from async_rl.errors import AsyncRLError
 from async_rl.sweeps.cells import SEED, STALENESS
 from async_rl.sweeps.report import LEARNING, TRADE_OFF
-from async_rl.sweeps.results import Run, Setting, read_results, settings_of
+from async_rl.sweeps.results import Run, read_results
+from async_rl.sweeps.settings import Setting, settings_of
 from async_rl.sweeps.statistics import estimate
 from async_rl.view.run_files import RunFiles, is_run, read_json
 

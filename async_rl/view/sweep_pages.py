@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -10,14 +11,14 @@ from starlette.routing import Route
 
 from async_rl.errors import AsyncRLError
 from async_rl.sweeps.cells import SEED
-from async_rl.sweeps.report import LEARNING, TRADE_OFF, WORTH_NOTE, shown_columns
-from async_rl.sweeps.results import efficiency_unknown
+from async_rl.sweeps.report import LEARNING, REWARD_NOTE, TRADE_OFF, WORTH_NOTE, seconds_compared, shown_columns
+from async_rl.sweeps.settings import Setting, efficiency_unknown
 from async_rl.sweeps.significance import SPEEDS
 from async_rl.view.live import event_stream
 from async_rl.view.pages import json_finite, library_of, page
 from async_rl.view.sweep_files import TITLES, SweepFiles
 
-SHOWN = ("efficiency", "improvement", "learner", *SPEEDS, "ess", "kl")
+SHOWN = ("efficiency", "efficiency_sampled", "improvement", "learner", *SPEEDS, "ess", "kl")
 """The charts of the trade-off are those of the first NUM_SHOWN that were measured: what a step is worth, how busy the
 learner is, what a minute brings. Sweeps in exact mode measure no times."""
 NUM_SHOWN = 3
@@ -60,10 +61,15 @@ def _facts(request: Request) -> dict[str, Any]:
         "metrics": metrics, "keys": found.metric_keys(), "columns": [c for c in COLUMNS if c in measured],
         "titles": TITLES, "forms": FORMS, "plan": found.plan,
         "shown": [key for key in SHOWN if key in measured and key in columns][:NUM_SHOWN],
-        "notes": efficiency_unknown(rows) if "efficiency" not in measured else [WORTH_NOTE, *efficiency_unknown(rows)],
+        "notes": _notes(rows, measured),
         "problem": found.problem, "compared": request.query_params.getlist("cell")[:MAX_COMPARED],
         "compared_keys": COMPARED_KEYS, "finished": sum(cell.state == "finished" for cell in listed),
     }  # fmt: skip
+
+
+def _notes(rows: Sequence[Setting], measured: Collection[str]) -> list[str]:
+    notes = [WORTH_NOTE] * ("efficiency" in measured) + [REWARD_NOTE] * ("policy_reward" in measured)
+    return [*notes, *efficiency_unknown(rows), *filter(None, [seconds_compared(rows)])]
 
 
 def points(request: Request) -> Response:

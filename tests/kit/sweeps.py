@@ -83,6 +83,11 @@ def buffer_counts(trained: int) -> dict[str, float]:
     return account.metrics()
 
 
+def taught(version: int, depth: float) -> float:
+    """The accuracy of a policy version, and the reward of what it samples."""
+    return 0.3 + 0.01 * version * (1 - 0.05 * depth**2)
+
+
 def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     level, seed = Bound.parse(cell.labels["staleness"]), int(cell.labels["seed"])
     rng = np.random.default_rng((*map(int, re.findall(r"\d+", str(level))), seed))
@@ -92,11 +97,14 @@ def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
     cell.folder.mkdir(parents=True, exist_ok=True)
     lines = [{"step": 0, "eval/accuracy": 0.3}]
     for step in range(1, steps + 1):
-        accuracy = 0.3 + 0.01 * step * (1 - 0.05 * bound**2) + rng.normal(0, 0.004)
+        accuracy = taught(step, bound) + rng.normal(0, 0.004)
+        staleness = min(level.max, step - 1)
+        reward = taught(step - 1 - staleness, bound) + rng.normal(0, 0.004)
         record = {
             "step": step, "time/since_first_step_s": (step - 1) * result.step_s,
             "time/step_s": result.step_s, "staleness/max": float(level.max),
-            "staleness/mean": result.mean_staleness, f"staleness/episodes_{level.max}": 128.0, "reward/mean": accuracy,
+            "staleness/mean": result.mean_staleness, f"staleness/episodes_{staleness}": 128.0, "reward/mean": reward,
+            f"by_staleness/{min(staleness, 10)}/reward": reward,
             "offpolicy/is_weight_var": 0.1 * bound * rng.lognormal(0, 0.1), "offpolicy/ess": 1 / (1 + 0.1 * bound),
             "offpolicy/kl_behaviour_proximal_k3": 0.01 * bound, "time/train_s": workload.train_s,
             "time/wait_data_s": 0.001, "rollout/groups": workload.prompts_per_step, "rollout/group_s": group_s,

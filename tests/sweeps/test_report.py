@@ -18,7 +18,8 @@ from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record,
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import Run, Setting, read_results, read_runs, settings_of
+from async_rl.sweeps.results import Run, read_results, read_runs
+from async_rl.sweeps.settings import Setting, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
 from tests.kit.runs import logged
 from tests.kit.sweeps import base_yaml, make_sweep, write_cell
@@ -58,8 +59,8 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
     assert pictures == sorted(
         f"{name}.png"
         for name in (
-            "trade_off", "accuracy_by_step", "accuracy_by_time", "reward_by_step", "reward_by_time", "utilisation",
-            "offpolicy", "staleness",
+            "trade_off", "accuracy_by_step", "accuracy_by_time", "policy_reward_by_version", "policy_reward_by_time",
+            "utilisation", "offpolicy", "staleness",
         )
     )
     assert page.count("data:image/png;base64,") == len(pictures)
@@ -110,7 +111,7 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
     assert not any(word in header for word in ("utilisation", "minute", "wall"))
     drawn = {path.stem for path in (exact / "plots").iterdir()}
     assert {"accuracy_by_step", "trade_off"} <= drawn
-    assert not {"utilisation", "accuracy_by_time", "reward_by_time"} & drawn
+    assert not {"utilisation", "accuracy_by_time", "policy_reward_by_time"} & drawn
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -27,4 +27,9 @@ def test_the_worst_steps_and_the_mean_over_time_are_told_of_every_run(sweep: Pat
     assert values["is_weight_largest"] == pytest.approx(6.3) and values["waited_for_late"] == pytest.approx(0.25)
     seconds, rewards = (1, 3, 5, 7, 9), (0.1, 0.2, 0.3, 0.4, 0.5)
     assert values["reward_over_time"] == pytest.approx(sum(s * r for s, r in zip(seconds, rewards, strict=True)) / 25)
-    assert "reward, mean over the time" in write_report(sweep)
+    lag = {"staleness_mean": 2.0, "steps_per_minute": 30.0, "accuracy_start": 0.3, "accuracy_end": 0.8}
+    told = dataclasses.replace(
+        run, steps=[], stored=lag | {"reward_over_time": 0.5}, evals=[(0, 0, 0.3), (9, 20.0, 0.8)]
+    )
+    assert told.values()["reward_less_lag"] == pytest.approx(0.5 + 4 / 20 * 0.5)  # 2 steps of 2 s in 20 s
+    assert "reward of the policy, mean over the time" in write_report(sweep)

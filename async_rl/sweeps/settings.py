@@ -1,0 +1,183 @@
+"""Gathers the seeds of each setting in a row, and computes the values that runs have only beside others.
+
+What a step is worth (efficiency.py) is told by held-out accuracy, compared with synchronous training. Where that can't
+be told, it is told by the rewards of the policies (policy_curve.py), compared with the setting whose staleness is the
+lowest, under names of its own. The mean of these rewards over the time is taken over the seconds that all runs have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from async_rl.sweeps.cells import SEED, STALENESS, Bound
+from async_rl.sweeps.efficiency import BY_REWARD, Evaluations, effective_steps, why_unknown
+from async_rl.sweeps.policy_curve import mean_rewards
+from async_rl.sweeps.results import Run
+from async_rl.sweeps.statistics import Estimate, estimate
+
+WORTH = ("efficiency", "effective_steps_per_minute")
+"""The worth of a step by held-out accuracy, and the steps a minute times it."""
+WORTH_BY_REWARD = ("efficiency_sampled", "effective_steps_sampled")
+"""The same by the rewards of the policies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The runs with one combination of settings, one for each seed. `values` has, by name, a value of each run."""
+
+    runs: tuple[Run, ...]
+    values: dict[str, list[float]]
+
+    @property
+    def staleness(self) -> Bound:
+        return self.runs[0].staleness
+
+    @property
+    def series(self) -> tuple[tuple[str, str], ...]:
+        return self.runs[0].series
+
+    @property
+    def exact(self) -> bool:
+        return self.runs[0].exact
+
+    @property
+    def name(self) -> str:
+        others = ", ".join(f"{key} {label}" for key, label in self.series)
+        return f"staleness {self.staleness}" + (f" ({others})" if others else "")
+
+    def has(self, key: str) -> bool:
+        return not all(map(math.isnan, self.values[key]))
+
+    def estimate(self, key: str) -> Estimate:
+        """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
+        values = self.values[key]
+        return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
+
+
+def settings_of(runs: Iterable[Run]) -> list[Setting]:
+    """Return a row for each combination of settings. Values that can't be told are nan; `efficiency_unknown` says why.
+
+    What is told by the steps of runs stays as it was stored where runs were read from runs.csv, which has no steps.
+    """
+    grouped: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run in runs:
+        grouped.setdefault(run.settings, []).append(run)
+    rows = []
+    for same in grouped.values():
+        of_runs = [run.values() for run in same]
+        rows.append(Setting(tuple(same), {key: [values[key] for values in of_runs] for key in of_runs[0]}))
+    for row in rows:
+        row.values.update(zip(WORTH, _worth(row, synchronous_runs(rows, row)), strict=True))
+    if any(run.steps for row in rows for run in row.runs):
+        for row in rows:
+            row.values.update(zip(WORTH_BY_REWARD, _worth_by_reward(row, _others(rows, row)), strict=True))
+        _add_policy_rewards([row for row in rows if not row.exact])
+    return rows
+
+
+def policy_rewards(runs: Sequence[Run]) -> tuple[list[float], float]:
+    """Return ([the policy's mean reward over the time of each run], the seconds that all have, over which it is)."""
+    return mean_rewards([run.policy_curve for run in runs])
+
+
+def _add_policy_rewards(rows: Sequence[Setting]) -> None:
+    rewards, seconds = policy_rewards([run for row in rows for run in row.runs])
+    found = iter(rewards)
+    for row in rows:
+        row.values["policy_reward"] = [next(found) for _ in row.runs]
+        row.values["policy_seconds"] = [seconds] * len(row.runs)
+
+
+def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
+    if why_unknown([run.evaluations for run in synchronous]):
+        return [[math.nan] * len(row.runs)] * 2
+    if row.staleness.max == 0:
+        return _worth_one(row)
+    return _compared(row, synchronous, lambda run: run.evaluations, within=False)
+
+
+def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float]]:
+    other = _lowest(others)
+    if len(others) == 1 or why_unknown([run.policy_curve.evaluations() for run in other.runs], BY_REWARD):
+        return [[math.nan] * len(row.runs)] * 2
+    if row is other:
+        return _worth_one(row)
+    return _compared(row, other.runs, lambda run: run.policy_curve.evaluations(), within=True)
+
+
+def _worth_one(row: Setting) -> list[list[float]]:
+    """Return the values of the runs with which the others are compared: 1 by definition."""
+    return [[1.0] * len(row.runs), row.values["steps_per_minute"]]
+
+
+def _compared(
+    row: Setting, others: Sequence[Run], learned: Callable[[Run], Evaluations], *, within: bool
+) -> list[list[float]]:
+    """Return efficiency and effective steps a minute of each run of `row`, see `efficiency.per_seed`."""
+    found = effective_steps(
+        {run.labels[SEED]: learned(run) for run in row.runs},
+        {run.labels[SEED]: speed for run, speed in zip(row.runs, row.values["steps_per_minute"], strict=True)},
+        [(run.labels[SEED], learned(run)) for run in others], within,
+    )
+    return [[float(value) for value in values] for values in found.T]
+
+
+def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
+    """Return a sentence for each reason why the efficiency of some rows can't be told.
+
+    There is none if it is told for all, or if there is only one row, as of a single run. If none is told, and the runs
+    have steps, the last sentence says what it is by sampled reward.
+    """
+    if len(rows) == 1:
+        return []
+    reasons: dict[str, list[Setting]] = {}
+    for row in rows:
+        if not row.has("efficiency"):
+            reason = why_unknown([run.evaluations for run in synchronous_runs(rows, row)])
+            reason = reason or "its held-out accuracy lies above all of synchronous training's, or was not measured"
+            reasons.setdefault(reason, []).append(row)
+    sentences = []
+    for reason, without in reasons.items():
+        names = "" if len(without) == len(rows) else f" at {'; '.join(row.name for row in without)}"
+        sentences.append(f"How many synchronous steps a step is worth{names} can't be told: {reason}.")
+    has_steps = any(run.steps for row in rows for run in row.runs)
+    if has_steps and not any(row.has("efficiency") for row in rows):
+        sentences.append(_by_reward(rows))
+    return sentences
+
+
+def _by_reward(rows: Sequence[Setting]) -> str:
+    compared = {other.name: other for row in rows if (other := _lowest(_others(rows, row))) is not row}
+    if any(row.has("efficiency_sampled") for row in rows):
+        return f"By sampled reward, a step is compared with those at {'; '.join(compared)}."
+    reasons = (
+        why_unknown([run.policy_curve.evaluations() for run in other.runs], BY_REWARD) for other in compared.values()
+    )
+    return f"Nor can it be told by sampled reward: {next(reasons, 'no two settings differ in staleness alone')}."
+
+
+def synchronous_runs(rows: Sequence[Setting], row: Setting) -> list[Run]:
+    """Return the runs with staleness.max 0 that have the labels of `row` on all axes outside the section `staleness`.
+
+    Its other keys change nothing in a run without staleness.
+    """
+    return [run for other in _others(rows, row) if other.staleness.max == 0 for run in other.runs]
+
+
+def _lowest(rows: Sequence[Setting]) -> Setting:
+    return min(rows, key=lambda row: row.staleness)
+
+
+def _others(rows: Sequence[Setting], row: Setting) -> list[Setting]:
+    """Return the rows with the labels of `row` on all axes outside the section `staleness`, itself included."""
+
+    def labels(of: Setting) -> list[tuple[str, str]]:
+        return [pair for pair in of.series if not pair[0].startswith(f"{STALENESS}.")]
+
+    return [other for other in rows if labels(other) == labels(row)]
+
+
+def baseline(rows: Sequence[Setting], row: Setting) -> Setting:
+    return min((other for other in rows if other.series == row.series), key=lambda other: other.staleness)

@@ -30,8 +30,8 @@ from async_rl.guard.decision import Finding, Guard
 from async_rl.guard.signals import SIGNALS
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table
-from benchmarks.over_optimisation import Curve, curve_table, draw
 from benchmarks.over_optimised_letters import EVERY, LettersRun, Record, train
+from benchmarks.reward_curves import Curve, curve_table, draw
 
 TUNING = (
     (LettersRun("300 comparisons", 0), 10),

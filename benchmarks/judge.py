@@ -1,12 +1,15 @@
 """Measures what a slow judge that fails costs, against one without latency, and what an outage costs.
 
     python -m benchmarks.judge                                       # prints the tables
-    python -m benchmarks.judge --steps 0 --out benchmarks/results/judge
+    python -m benchmarks.judge --steps 160 --rounds 3 --out benchmarks/results/judge
 
 The judge is a process of its own, which compares an answer with the right one after `--latency` seconds, and ends
 `--errors` of all requests by a 500, a 429 or a broken connection instead. In the last row it is away for `--outage`
-seconds. The first table has a worker's scoring alone, which asks as fast as it can, with `--at-once` answers at once of
-the slow judge. Those of the second train the quickstart's model on the CPU; `--steps 0` leaves them out.
+seconds. The first table has a worker's scoring alone, which asks as fast as it can, so that the processor is its limit,
+and requests that are repeated cost as much as others: `--at-once` answers at once of a judge that fails. A group of 8
+answers waits for its slowest one, about 6 s with a latency of 2 s and a fifth of errors, so that so many seconds' worth
+of answers must be under way. The runs of the second table train the quickstart's model on the CPU, with room for 6400
+answers; `--steps 0` leaves them out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import asyncio
 import itertools
 import json
 import random
+import resource
 import signal
 import socket
 import statistics
@@ -47,7 +51,11 @@ PROMPT = "{reference}\n{answer}"
 RIGHT, ANSWER, SHARE, GROUP = "abcde", "abxde", 0.8, 8
 """The right answer, one that is compared with it, the share of right letters, and the answers of a group."""
 FAST_AT_ONCE = 256
-"""The answers at once of the judge without latency."""
+"""The answers at once of the judge without latency and errors."""
+STALENESS = 24
+"""The bound of the runs."""
+GROUPS_AT_ONCE = 800
+"""The groups under way in a run: STALENESS + 1 batches of the quickstart's 32."""
 START_S = 60.0
 """How long the judge's process may take to start."""
 SETTLED = 0.25
@@ -148,15 +156,17 @@ async def score_for(port: int, at_once: int, seconds: float, settling_s: float) 
 def scoring_table(arguments: argparse.Namespace) -> Table:
     """Return the table of the scoring alone."""
     latency_s, errors, at_once = arguments.latency, arguments.errors, arguments.at_once
-    port, settling_s = free_port("127.0.0.1"), 3 * latency_s + 2
-    with judge_process(port, 0.0, 0.0) as process:
-        wait_for(port, process)
-        fast = asyncio.run(score_for(port, FAST_AT_ONCE, arguments.seconds, 2.0))
-    with judge_process(port, latency_s, errors) as process:
-        wait_for(port, process)
-        slow = asyncio.run(score_for(port, at_once, arguments.seconds, settling_s))
+    port, settling_s = free_port("127.0.0.1"), 3 * latency_s + 2 + at_once / 1000  # which all start together
+    found: list[tuple[str, int, Scored]] = []
     name = f"{latency_s:g} s, {100 * errors:g} % errors"
-    found = [("no latency", FAST_AT_ONCE, fast), (name, at_once, slow)]
+    for row_name, number, judge_latency_s, judge_errors in (
+        ("no latency", FAST_AT_ONCE, 0.0, 0.0), (f"no latency, {100 * errors:g} % errors", at_once, 0.0, errors),
+        (name, at_once, latency_s, errors),
+    ):  # fmt: skip
+        with judge_process(port, judge_latency_s, judge_errors) as process:
+            wait_for(port, process)
+            found.append((row_name, number, asyncio.run(score_for(port, number, arguments.seconds, settling_s))))
+    fast = found[0][2]
     if arguments.outage:
         with absent_after(port, settling_s, arguments) as process:
             wait_for(port, process)
@@ -218,15 +228,20 @@ def command(folder: Path, what: str, *overrides: str) -> None:
 
 def train(folder: Path, name: str, port: int, steps: int, *overrides: str) -> list[dict[str, float]]:
     """Train with the judge at this port; returns the records of the steps."""
-    rewards = json.dumps([{"reward": "judge", "params": {"prompt": PROMPT, "structured": False}}])
-    command(
-        folder, "train", f"run.name={name}", f"run.steps={steps}", f"task.rewards={rewards}",
-        f"judge.urls=['http://127.0.0.1:{port}/v1']", "judge.concurrency=2048", "rollout.engine=hf",
-        "staleness.max=24", "eval.size=0", "logging.wandb=disabled", "checkpoint.every_steps=0",
-        "learner.decay_fraction=0", *overrides,
-    )
+    command(folder, "train", f"run.name={name}", f"run.steps={steps}", *settings(port), *overrides)
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "reward/mean" in record]
+
+
+def settings(port: int) -> list[str]:
+    """Return the settings of a run with the judge at this port, with room for all answers that may be under way."""
+    rewards = json.dumps([{"reward": "judge", "params": {"prompt": PROMPT, "structured": False}}])
+    return [
+        f"task.rewards={rewards}", f"judge.urls=['http://127.0.0.1:{port}/v1']",
+        f"judge.concurrency={GROUPS_AT_ONCE * GROUP}", f"rollout.concurrency={GROUPS_AT_ONCE}",
+        f"staleness.max={STALENESS}", "rollout.engine=hf", "eval.size=0", "logging.wandb=disabled",
+        "checkpoint.every_steps=0", "learner.decay_fraction=0",
+    ]  # fmt: skip
 
 
 def per_s(steps: list[dict[str, float]]) -> tuple[float, int]:
@@ -307,7 +322,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=2.0, help="seconds")
     parser.add_argument("--errors", type=float, default=0.2, help="share of requests")
     parser.add_argument("--outage", type=float, default=60.0, help="seconds")
-    parser.add_argument("--at-once", type=int, default=1024, help="answers at once of the slow judge, scoring alone")
+    parser.add_argument("--at-once", type=int, default=12288, help="answers at once of a judge that fails, alone")
     parser.add_argument("--seconds", type=float, default=20.0, help="time of a row, scoring alone")
     parser.add_argument("--steps", type=int, default=80, help="of a run; 0: no runs")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each of the first two rows, in turn")
@@ -315,6 +330,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the table to this file, with .md and .json")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for all runs")
     arguments = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an answer has a connection, here and in all children
     if arguments.serve:
         app = endpoint(arguments.latency, arguments.errors)
         web.run_app(app, host="127.0.0.1", port=arguments.serve, print=None, access_log=None)

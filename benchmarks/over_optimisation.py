@@ -4,12 +4,18 @@
     python -m benchmarks.over_optimisation --seeds 2 --first-seed 4          # a part; the same --work joins the parts
 
 For each seed the stages of configs/rlhf are run by their commands: comparisons by people.py, a reward model of them,
-and three trainings from one supervised model, which all seeds share: without a KL penalty, the same with a guard that
-goes back and lowers the learning rate, and as ppo.yaml has it. The limits of the guard are its defaults, and its gold
-labels those of 64 held-out answers every five steps. KL is that of an answer to the supervised model, in nats: the mean
-of a token times the mean length. The proxy is the reward of the reward model, the gold the task's own. Both are means
-of the step's answers, smoothed over five steps. A run that its guard has ended ends with the version that it keeps;
-what a rollback discards is not in its curve. A folder --work that holds runs of an earlier call is gone on with.
+and trainings from one supervised model, which all seeds share:
+
+    no penalty              without a KL penalty and a pretraining term
+    no penalty, guard       the same with the guard, whose rollbacks lower the learning rate
+    weak penalty, guard     the same with a quarter of the penalty of ppo.yaml, which rollbacks raise
+    ppo.yaml                as it is
+
+The limits of the guard are its defaults, and its gold labels those of 64 held-out answers every five steps. KL is that
+of an answer to the supervised model, in nats: the mean of a token times the mean length. The proxy is the reward of the
+reward model, the gold the task's own. Both are means of the step's answers, smoothed over five steps. A run that its
+guard has ended ends with the version that it keeps; what a rollback discards is not in its curve. A folder --work that
+holds runs of an earlier call is gone on with.
 """
 
 from __future__ import annotations
@@ -22,8 +28,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,53 +39,28 @@ from async_rl.storage.guard_events import read_guard_events
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
 from async_rl.telemetry.metrics import read_metrics
+from benchmarks.reward_curves import Curve, by_kind, curve_table, draw, mean_table
 
 ROOT = Path(__file__).parents[1]
 WINDOW = 5
-FREE, GUARDED = "no penalty", "no penalty, guard"
 NO_PENALTY = ["algorithm.kl.coef=1e-9", "algorithm.ptx_coef=0.0", "task.pretrain_path="]
+WEAK_PENALTY = ["algorithm.kl.coef=0.075", *NO_PENALTY[1:]]
 GUARD = [
-    "guard.action=rollback", "guard.tighten=lr", "guard.every_steps=5", "eval.every_steps=5", "eval.size=64",
-    "eval.samples=1", "checkpoint.every_steps=5",
+    "guard.action=rollback", "guard.every_steps=5", "eval.every_steps=5", "eval.size=64", "eval.samples=1",
+    "checkpoint.every_steps=5",
 ]  # fmt: skip
-KINDS = {FREE: NO_PENALTY, GUARDED: [*NO_PENALTY, *GUARD], "ppo.yaml": []}
+KINDS = {
+    "no penalty": NO_PENALTY, "no penalty, guard": [*NO_PENALTY, *GUARD, "guard.tighten=lr"],
+    "weak penalty, guard": [*WEAK_PENALTY, *GUARD], "ppo.yaml": [],
+}  # fmt: skip
 """The trainings and the settings by which they differ from ppo.yaml."""
-BIN = 0.25
-"""The width in d of the bins over which the mean of all seeds is drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A training: KL of an answer in nats, proxy and gold after each step, smoothed."""
-
-    kind: str
-    seed: int
-    kl: np.ndarray
-    proxy: np.ndarray
-    gold: np.ndarray
-    rollbacks: tuple[tuple[int, int], ...] = ()
-    """(version at which the guard found trouble, version to which it went back), in order."""
-    ends_at: int = 0
-    """The version with which the guard ended the run; 0: it did not."""
-
-    @property
-    def peak(self) -> int:
-        return int(self.gold.argmax())
-
-    @property
-    def gain(self) -> float:
-        """How much higher gold is at its peak than at the start."""
-        return float(self.gold[self.peak] - self.gold[0])
-
-    @property
-    def kept(self) -> float:
-        """The share of the gain that is left at the end; negative if gold ends below its start."""
-        return float(self.gold[-1] - self.gold[0]) / self.gain if self.gain > 0 else math.nan
+COLUMNS = ("kl", "proxy", "gold", "first_gold")
+"""The fields of a curve that are columns of numbers."""
 
 
 def read_curve(run_dir: Path, kind: str, seed: int) -> Curve:
     """Return the curve of a run with a reward model and a reference."""
-    steps = [step for step in read_metrics(run_dir / "metrics.jsonl") if step.get("reward/rule_mean") is not None]
+    steps = [step for step in read_metrics(run_dir / "metrics.jsonl") if _has_gold(step)]
     columns = [
         [(step["kl/reference"] or 0.0) * (step["response/length_mean"] or 0.0) for step in steps],
         [step["reward/mean"] for step in steps], [step["reward/rule_mean"] for step in steps],
@@ -88,7 +69,23 @@ def read_curve(run_dir: Path, kind: str, seed: int) -> Curve:
     ends_at = next((event.back_to for event in events if event.kind == "stop"), 0)
     kl, proxy, gold = (_smooth(np.array(column, float))[: ends_at or None] for column in columns)
     rollbacks = tuple((event.version, event.back_to) for event in events if event.kind == "rollback")
-    return Curve(kind, seed, kl, proxy, gold, rollbacks, ends_at)
+    first_gold = _smooth(_gold_until(run_dir, rollbacks[0][0])) if rollbacks else np.zeros(0)
+    return Curve(kind, seed, kl, proxy, gold, rollbacks, ends_at, first_gold)
+
+
+def _gold_until(run_dir: Path, version: int) -> np.ndarray:
+    """Return gold after each step up to `version`, as it was when the run made that step for the first time."""
+    first: dict[int, tuple[float, float]] = {}
+    for record in (record for file in run_dir.glob("metrics*.jsonl") for record in read_metrics(file)):
+        step = int(record["step"] or 0)
+        if _has_gold(record) and step <= version:
+            made = (record["time/written_at_s"] or 0.0, record["reward/rule_mean"] or 0.0)
+            first[step] = min(first.get(step, made), made)
+    return np.array([first[step][1] for step in sorted(first)])
+
+
+def _has_gold(record: Mapping[str, float | None]) -> bool:
+    return record.get("reward/rule_mean") is not None
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -97,77 +94,34 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
 
 
-def fit(curves: Sequence[Curve]) -> tuple[float, float, float]:
-    """Return (a, b, R^2) of the RL form of Gao et al., gold - gold at the start = d (a - b log d), d = sqrt(KL).
-
-    It is fitted to the points of all curves together.
-    """
-    d = np.sqrt(np.maximum(np.concatenate([each.kl for each in curves]), 1e-6))
-    gain = np.concatenate([each.gold - each.gold[0] for each in curves])
-    basis = np.stack([d, -d * np.log(d)], 1)
-    (a, b), *_ = np.linalg.lstsq(basis, gain, rcond=None)
-    residual = gain - basis @ np.array([a, b])
-    return float(a), float(b), 1 - float(residual @ residual) / float(((gain - gain.mean()) ** 2).sum())
-
-
-def curve_table(curves: Sequence[Curve]) -> Table:
-    header = (
-        "training", "seed", "gold at the start", "at its peak", "at the end", "gain kept", "KL at the peak",
-        "at the end", "proxy at the start", "at the peak", "at the end", "R^2 of d (a - b log d)",
-    )  # fmt: skip
-    rows = []
-    for each in curves:
-        numbers = [each.gold[0], each.gold[each.peak], each.gold[-1], each.kept, each.kl[each.peak], each.kl[-1],
-                   each.proxy[0], each.proxy[each.peak], each.proxy[-1], fit([each])[2]]
-        rows.append([each.kind, str(each.seed), *(f"{number:.2f}" for number in numbers)])
-    return Table(header, rows, "Runs")
-
-
-def by_kind(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
-    """Return the curves of each kind, in the order of their first ones."""
-    return {kind: [each for each in curves if each.kind == kind] for kind in dict.fromkeys(c.kind for c in curves)}
-
-
-def mean_table(curves: Sequence[Curve]) -> Table:
-    """Return the means over the seeds of each kind of training, with their standard errors."""
-    header = ("training", "seeds", "gold at the start", "at its peak", "at the end", "proxy at the start", "at the end",
-              "KL at the peak of gold", "at the end", "a", "b", "R^2")  # fmt: skip
-    rows = []
-    for kind, same in by_kind(curves).items():
-        columns = [[c.gold[0] for c in same], [c.gold[c.peak] for c in same], [c.gold[-1] for c in same],
-                   [c.proxy[0] for c in same], [c.proxy[-1] for c in same], [c.kl[c.peak] for c in same],
-                   [c.kl[-1] for c in same]]  # fmt: skip
-        rows.append([kind, str(len(same)), *map(_mean, columns), *(f"{number:.2f}" for number in fit(same))])
-    return Table(header, rows, "Means, and the fit gold - gold at the start = d (a - b log d), d = sqrt(KL)")
+def guarded(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
+    """Return the curves of each kind of training that has a guard which acts."""
+    return {kind: same for kind, same in by_kind(curves).items() if "guard" in kind}
 
 
 def guard_table(curves: Sequence[Curve]) -> Table:
-    """Return, for each seed that was trained with the guard and without it, what the guard did and what it kept."""
-    header = ("seed", "gold at the start", "without the guard: at its peak", "at the end", "with it: at the end",
-              "share of the gain", "trouble found at and gone back to", "ended with")  # fmt: skip
-    free, guarded = ({each.seed: each for each in curves if each.kind == kind} for kind in (FREE, GUARDED))
+    """Return what the guard did in each run, and how gold was before and after."""
+    header = ("training", "seed", "gold at the start", "at its best before the first rollback", "at that rollback",
+              "at the end", "share of the gain before it", "went back", "ended with")  # fmt: skip
     rows = []
-    for seed in sorted(free.keys() & guarded.keys()):
-        without, guard = free[seed], guarded[seed]
-        numbers = [without.gold[0], without.gold[without.peak], without.gold[-1], guard.gold[-1], kept(without, guard)]
-        went_back = ", ".join(f"{version} to {back_to}" for version, back_to in guard.rollbacks) or "-"
-        rows.append([str(seed), *(f"{number:.2f}" for number in numbers), went_back, str(guard.ends_at or "the steps")])
-    return Table(header, rows, "What the guard keeps")
+    for each in (each for same in guarded(curves).values() for each in same):
+        before = each.first_gold if each.rollbacks else each.gold
+        numbers = [each.gold[0], before.max(), before[-1], each.gold[-1], kept(each)]
+        went_back = ", ".join(f"{version} to {back_to}" for version, back_to in each.rollbacks) or "never"
+        end = f"version {each.ends_at}, by the guard" if each.ends_at else f"step {len(each.gold)}"
+        rows.append([each.kind, str(each.seed), *(f"{number:.2f}" for number in numbers), went_back, end])
+    return Table(header, rows, "What the guard did")
 
 
-def kept(without: Curve, guard: Curve) -> float:
-    """Return what a run with the guard has gained at its end, as a share of the most that the one without it gained."""
-    return float(guard.gold[-1] - without.gold[0]) / without.gain if without.gain > 0 else math.nan
-
-
-def _mean(values: Sequence[float]) -> str:
-    """Return the mean with its standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{statistics.fmean(values):.2f} ± {error:.2f}"
+def kept(curve: Curve) -> float:
+    """Return what a run has gained at its end, as a share of the most that it had gained before its first rollback."""
+    before = curve.first_gold if curve.rollbacks else curve.gold
+    gain = float(before.max() - curve.gold[0])
+    return float(curve.gold[-1] - curve.gold[0]) / gain if gain > 0 else math.nan
 
 
 def summary(curves: Sequence[Curve]) -> str:
-    """Return a sentence for each kind of training: in how many seeds gold rose, and fell while the proxy went on."""
+    """Return sentences on each kind of training: how gold rose and fell, and what the guard made of that."""
     lines = []
     for kind, same in by_kind(curves).items():
         rose = sum(each.gold[-1] > each.gold[0] for each in same)
@@ -180,82 +134,24 @@ def summary(curves: Sequence[Curve]) -> str:
             f"end. It ended above its start in {rose}; in {fell} it lost more than half of its gain while the proxy "
             "rose on."
         )
-    free, guarded = ({each.seed: each for each in curves if each.kind == kind} for kind in (FREE, GUARDED))
-    if shares := [kept(free[seed], guarded[seed]) for seed in sorted(free.keys() & guarded.keys())]:
+    for kind, same in guarded(curves).items():
+        acted = [each for each in same if each.rollbacks]
+        if not acted:
+            continue
+        at_rollback, shares = statistics.fmean(each.first_gold[-1] for each in acted), [kept(each) for each in acted]
         lines.append(
-            f"- The guard kept {statistics.fmean(shares):.2f} of the gain of the run without it in the mean, at least "
-            f"0.9 in {sum(share >= 0.9 for share in shares)} of {len(shares)} seeds."
+            f"- {kind}: {len(acted)} of {len(same)} runs went back, from a gold of {at_rollback:.2f} in the mean. They "
+            f"ended with {statistics.fmean(each.gold[-1] for each in acted):.2f}, with at least 0.9 of what they had "
+            f"gained at their best before in {sum(share >= 0.9 for share in shares)}, and above that in "
+            f"{sum(share > 1 for share in shares)}; {sum(not each.ends_at for each in acted)} trained to the last step."
         )
     return "\n".join(lines)
-
-
-def draw(curves: Sequence[Curve], file: Path) -> None:
-    """Draw proxy and gold of each kind against d = sqrt(KL), with the fit, and gold of all kinds over the steps.
-
-    Each seed is a thin line; the thick one is the mean, in a band of one standard deviation of the seeds.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    kinds = by_kind(curves)
-    figure, axes = plt.subplots(1, len(kinds) + 1, figsize=(5 * len(kinds) + 5, 4), sharey=True, squeeze=False)
-    *of_kinds, over_steps = axes[0]
-    for axis, (kind, same) in zip(of_kinds, kinds.items(), strict=True):
-        d = [np.sqrt(np.maximum(each.kl, 0)) for each in same]
-        for name, color in (("proxy", "#0072B2"), ("gold", "#D55E00")):
-            values = [getattr(each, name) for each in same]
-            _draw_band(axis, d, values, BIN, color, name)
-        a, b, _ = fit(same)
-        grid = np.linspace(0.05, max(float(each.max()) for each in d), 200)
-        start = statistics.fmean(each.gold[0] for each in same)
-        axis.plot(grid, start + grid * (a - b * np.log(grid)), "k--", lw=1.2, label=f"d ({a:.2f} - {b:.2f} log d)")
-        axis.set(title=f"{kind}, {len(same)} seeds", xlabel="d = sqrt(KL of an answer in nats)", ylabel="reward")
-    for (kind, same), color in zip(kinds.items(), ("#D55E00", "#009E73", "#CC79A7", "#56B4E9"), strict=False):
-        steps = [np.arange(1.0, len(each.gold) + 1) for each in same]
-        _draw_band(over_steps, steps, [each.gold for each in same], 1.0, color, kind)
-    over_steps.set(title="gold over the steps", xlabel="step")
-    for axis in axes[0]:
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-
-
-def _draw_band(
-    axis: Any, x: Sequence[np.ndarray], y: Sequence[np.ndarray], width: float, color: str, label: str
-) -> None:
-    """Draw a line for each seed, and their mean and standard deviation in bins that at least half of them reach."""
-    for xs, ys in zip(x, y, strict=True):
-        axis.plot(xs, ys, color=color, lw=0.6, alpha=0.35)
-    centres, mean, deviation = band(x, y, width)
-    axis.plot(centres, mean, color=color, lw=2, label=label)
-    axis.fill_between(centres, mean - deviation, mean + deviation, color=color, alpha=0.2, lw=0)
-
-
-def band(
-    x: Sequence[np.ndarray], y: Sequence[np.ndarray], width: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (middles of the bins, means of y over the seeds, standard deviations over them).
-
-    A seed's value in a bin is the mean of its points there. Bins with points of less than half of the seeds are left
-    out.
-    """
-    bins = [np.floor(xs / width).astype(int) for xs in x]
-    found = []
-    for number in range(max(int(each.max()) for each in bins) + 1):
-        values = [float(ys[each == number].mean()) for each, ys in zip(bins, y, strict=True) if (each == number).any()]
-        if 2 * len(values) >= len(x):
-            found.append(((number + 0.5) * width, statistics.fmean(values), float(np.std(values))))
-    centres, mean, deviation = np.array(found).T
-    return centres, mean, deviation
 
 
 def read_curves(file: Path) -> list[Curve]:
     """Return the curves that `numbers_of` has put into a results file."""
     return [
-        Curve(**each | {name: np.array(each[name]) for name in ("kl", "proxy", "gold")}
+        Curve(**each | {name: np.array(each[name], float) for name in COLUMNS}
               | {"rollbacks": tuple(map(tuple, each["rollbacks"]))})
         for each in json.loads(file.read_text())["curves"]
     ]  # fmt: skip
@@ -263,8 +159,7 @@ def read_curves(file: Path) -> list[Curve]:
 
 def numbers_of(curve: Curve) -> dict[str, Any]:
     """Return a curve as JSON has it."""
-    columns = {name: [round(float(x), 4) for x in getattr(curve, name)] for name in ("kl", "proxy", "gold")}
-    return asdict(curve) | columns
+    return asdict(curve) | {name: [round(float(x), 4) for x in getattr(curve, name)] for name in COLUMNS}
 
 
 def page_of(curves: Sequence[Curve]) -> str:
@@ -331,7 +226,7 @@ def main() -> None:
         said = " ".join(sys.argv[1:])
         text = f"# Over-optimisation\n\n`python -m benchmarks.over_optimisation {said}`, {machine_text()}.\n\n{page}"
         write_page(args.out, text, {"machine": describe_machine(), "curves": [numbers_of(each) for each in curves]})
-        draw(curves, args.out.with_suffix(".png"))
+        draw(curves, args.out.with_suffix(".png"), shows_steps=True)
     else:
         print(page)
 

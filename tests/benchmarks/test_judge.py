@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from benchmarks.judge import Scored, endpoint, per_s, row, score_for
+from async_rl.config.loading import load_config
+from benchmarks.judge import ROOT, Scored, endpoint, per_s, row, score_for, settings
 
 
 def steps(times_s: list[float]) -> list[dict[str, float]]:
@@ -65,3 +66,9 @@ def test_scoring_alone_counts_failures_and_no_wrong_verdict() -> None:
     assert found.per_s > 0 and found.counts["scoring/judge/calls"] >= 16
     assert found.counts["scoring/judge/retries"] > 0 and 0 < found.longest_s < 60
     assert (found.counts["scoring/judge/no_verdict"], found.wrong) == (0, 0)
+
+
+def test_a_run_has_room_for_a_request_for_each_answer_of_all_groups_that_it_may_begin() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", settings(1234))
+    assert config.slots == config.rollout.concurrency == 800
+    assert config.judge.concurrency == config.slots * config.rollout.group_size == 6400

@@ -8,8 +8,8 @@ processes together; on a machine that has other work it says more than the rate.
     subprocess    `python -I -S program`, a process of its own for each run
     fork server   seccomp, Landlock and limits
     namespaces    the same with namespaces of its own for each run
-Then 48 programs at once (16 fork bombs, 16 endless loops, 16 sound ones), the memory of the pool while 20 programs
-sleep, and the processes that are left when a worker is killed.
+Then 48 programs that misbehave, in 12 ways, beside 16 sound ones, all at once; the memory of the pool while 20 programs
+sleep, beside that of 20 subprocesses; and the processes that are left when a worker is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import psutil
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table, write_page
 from rollout_server.sandbox.fork_server import PROJECT
-from rollout_server.sandbox.pool import RunLimits, SandboxPool
+from rollout_server.sandbox.pool import Ended, RunLimits, SandboxPool
 from rollout_server.sandbox.protection import find_protection, find_python
 from rollout_server.sandbox.subprocesses import Uncontained
 
@@ -46,16 +46,80 @@ for word, number in solve(data):
     print(word, number, total)
 """
 STDIN = "the quick brown fox jumps over the lazy dog the fox " * 20
-BOMB = """import os, time
+MISDEEDS = {
+    "fork bomb": """import os, time
 n = 0
 try:
     for _ in range(300):
         if os.fork() == 0: time.sleep(1); os._exit(0)
         n += 1
 except OSError: pass
-print(n)
-"""
-AT_ONCE = 48
+print("held" if n < 64 else "OPEN", n)
+""",
+    "daemon": """import os, time
+try:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(60)
+        os._exit(0)
+except OSError: pass
+print("held")  # it must be gone when all have ended
+""",
+    "endless loop": "while True: pass",
+    "endless sleep that ignores signals": """import signal, time
+for number in range(1, 32):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+while True: time.sleep(10)
+""",
+    "much memory": """import mmap
+try: mmap.mmap(-1, 10 << 30); print("OPEN")
+except OSError: print("held")
+""",
+    "much memory in small parts": """parts = []
+try:
+    while len(parts) < 10240: parts.append(b"x" * (1 << 20))
+    print("OPEN")
+except MemoryError:
+    parts.clear()
+    print("held")
+""",
+    "threads": """import os, sys, threading
+threading.stack_size(32768); event = threading.Event(); n = 0
+try:
+    while n < 1000: threading.Thread(target=event.wait, daemon=True).start(); n += 1
+except BaseException: pass
+print("held" if n < 200 else "OPEN"); sys.stdout.flush(); os._exit(0)
+""",
+    "1 GB of output": """import os
+try:
+    for _ in range(1024): os.write(1, b"x" * (1 << 20))
+    os.write(2, b"OPEN")
+except OSError: os.write(2, b"held")
+""",
+    "full /tmp": """try:
+    for n in range(100): open(f"/tmp/{n}", "wb").write(b"x" * (900 << 10))
+    print("OPEN")
+except OSError: print("held")
+""",
+    "many files": """try:
+    for n in range(20000): open(f"/tmp/{n}", "w").close()
+    print("OPEN")
+except OSError: print("held")
+""",
+    "signals to all": """import os, signal
+for process in (-1, os.getppid()):
+    try: os.kill(process, signal.SIGTERM)
+    except OSError: pass
+print("held")  # the others go on
+""",
+    "crash": "import ctypes\nctypes.string_at(0)",
+}
+"""Programs that misbehave: each says whether it was held, is killed, or crashes."""
+OF_EACH = 4
+"""How many programs of each misdeed run at once."""
+SOUND = 16
+MISDEED_MEMORY_BYTES = 256 << 20
 SLEEPERS = 20
 KILLED_RUNS = 8
 
@@ -133,20 +197,35 @@ async def rates(seconds: float, rounds: int) -> Table:
     return Table(header, rows, "Runs a second")
 
 
-async def misdeeds(has_namespaces: bool) -> list[str]:
-    """Return a row: what became of 48 programs at once, 16 of them sound."""
+async def misdeeds(has_namespaces: bool, wall_s: float = 12.0) -> list[str]:
+    """Return a row: what became of 48 programs that misbehave and 16 sound ones beside them, all at once."""
     pool = SandboxPool(has_namespaces=has_namespaces)
-    programs = [BOMB, "while True: pass", "print(sum(range(10)))"]
-    limits = RunLimits(cpu_s=1, wall_s=12, processes=8 if has_namespaces else 1)
+    programs = [*MISDEEDS.values()] * OF_EACH
+    limits = RunLimits(
+        cpu_s=1, wall_s=wall_s, processes=8 if has_namespaces else 1, memory_bytes=MISDEED_MEMORY_BYTES
+    )
+    every = len(programs) // SOUND
+    mixed = [(program, False) for program in programs]
+    for number in range(SOUND):
+        mixed.insert(number * (every + 1), ("print(sum(range(10)))", True))
     began_s = time.monotonic()
-    ended = await asyncio.gather(*(pool.run(programs[n % 3], limits=limits) for n in range(AT_ONCE)))
+    ended = await asyncio.gather(*(pool.run(program, limits=limits) for program, _ in mixed))
     took_s = time.monotonic() - began_s
-    right = sum(each.output == "45\n" for each in ended[2::3])
-    children = max(int(each.output or 0) for each in ended[::3])
-    loops = sum(each.exit_code < 0 for each in ended[1::3])
+    left = psutil.Process(pool.server_pid).children(recursive=True)
+    right = sum(each.output == "45\n" for each, (_, is_sound) in zip(ended, mixed, strict=True) if is_sound)
+    held = sum(_was_held(each) for each, (_, is_sound) in zip(ended, mixed, strict=True) if not is_sound)
+    bombs = [each for each, (program, _) in zip(ended, mixed, strict=True) if program == MISDEEDS["fork bomb"]]
+    children = max(int((each.output.split() or ["", "0"])[-1]) for each in bombs)
     await pool.aclose()
     name = "namespaces" if has_namespaces else "fork server"
-    return [name, f"{right} of 16", str(children), f"{loops} of 16", f"{took_s:.1f}"]
+    return [
+        name, f"{right} of {SOUND}", f"{held} of {len(programs)}", str(children), str(len(left)), f"{took_s:.1f}"
+    ]
+
+
+def _was_held(ended: Ended) -> bool:
+    """Return whether a misdeed came to nothing: it says so, was killed, or crashed."""
+    return "OPEN" not in ended.output + ended.errors and ("held" in ended.output + ended.errors or ended.exit_code < 0)
 
 
 async def memory(has_namespaces: bool) -> list[str]:
@@ -162,6 +241,18 @@ async def memory(has_namespaces: bool) -> list[str]:
     await pool.aclose()
     name = "namespaces" if has_namespaces else "fork server"
     return [name, f"{alone.uss / 2**20:.1f}", f"{together / 2**20:.1f}"]
+
+
+async def memory_of_processes() -> list[str]:
+    """Return a row: the memory of as many programs that sleep, each a process of its own."""
+    command = [find_python(), "-I", "-S", "-c", "import time\ntime.sleep(60)"]
+    processes = [psutil.Popen(command) for _ in range(SLEEPERS)]
+    await asyncio.sleep(1.5)
+    together = sum(process.memory_full_info().pss for process in processes)
+    for process in processes:
+        process.kill()
+        process.wait()
+    return ["subprocess", "", f"{together / 2**20:.1f}"]
 
 
 def left_behind(has_namespaces: bool) -> list[str]:
@@ -196,12 +287,13 @@ async def measured(seconds: float, rounds: int) -> list[Table]:
     return [
         await rates(seconds, rounds),
         Table(
-            ("way", "sound ones right", "most children of a bomb", "loops ended", "seconds"),
-            [await misdeeds(mode) for mode in modes], f"{AT_ONCE} programs at once",
+            ("way", "sound ones right", "misdeeds held", "most children of a bomb", "processes left", "seconds"),
+            [await misdeeds(mode) for mode in modes],
+            f"{OF_EACH * len(MISDEEDS)} programs that misbehave, {OF_EACH} of each kind, beside {SOUND} sound ones",
         ),
         Table(
             ("way", "server alone, MiB of its own", f"with {SLEEPERS} programs, MiB"),
-            [await memory(mode) for mode in modes], "Memory of the pool",
+            [*[await memory(mode) for mode in modes], await memory_of_processes()], "Memory of the pool",
         ),
         Table(
             ("way", "processes", "left after 5 s"), [left_behind(mode) for mode in modes],

@@ -48,9 +48,22 @@ _ALLOWED_WITH_PROCESSES = {
     "symlink": 88, "chmod": 90, "fchmod": 91, "fchmodat": 268,
 }
 """The calls that a program in namespaces of its own may make as well."""
-_CLONE, _CLONE3, _KILL, _TGKILL, _SOCKETPAIR, _PRLIMIT, _PRCTL = 56, 435, 62, 234, 53, 302, 157
+_REFUSED = {
+    "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "personality": 135, "pivot_root": 155, "chroot": 161,
+    "acct": 163, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "init_module": 175,
+    "quotactl": 179, "mq_open": 240, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
+    "inotify_init": 253, "unshare": 272, "inotify_init1": 294, "perf_event_open": 298, "fanotify_init": 300,
+    "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310,
+    "process_vm_writev": 311, "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321,
+    "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_open": 434, "landlock_create_ruleset": 444,
+    "memfd_secret": 447,
+}
+"""The calls that no program may make where all others are allowed, because namespaces contain it: they use memory that
+no limit counts, reach other processes, or open parts of the kernel that hardly any program needs."""
+_CLONE, _CLONE3, _KILL, _TGKILL, _SOCKET, _SOCKETPAIR, _PRLIMIT, _PRCTL = 56, 435, 62, 234, 41, 53, 302, 157
 _CLONE_THREAD, _CLONE_NEW_NAMESPACES = 0x00010000, 0x7E020080
-_AF_UNIX, _PR_SET_NAME = 1, 15
+_AF_UNIX, _AF_INET, _AF_INET6, _PR_SET_NAME = 1, 2, 10, 15
 
 _ALLOW, _KILL_PROCESS, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _DENY, _NO_SUCH_CALL = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
@@ -58,6 +71,36 @@ _LOAD, _EQUALS, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _AUDIT_ARCH_X86_64, _FIRST_X32_CALL = 0xC000003E, 0x40000000
 _NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _RULE = struct.Struct("HBBI")
+
+
+def _rule(code: int, value: int, skip_if: int = 0, skip_if_not: int = 0) -> bytes:
+    return _RULE.pack(code, skip_if, skip_if_not, value)
+
+
+_HEAD = b"".join((
+    _rule(_LOAD, _ARCH_AT), _rule(_EQUALS, _AUDIT_ARCH_X86_64, 1, 0), _rule(_RETURN, _KILL_PROCESS),
+    _rule(_LOAD, _NUMBER_AT), _rule(_AT_LEAST, _FIRST_X32_CALL, 0, 1), _rule(_RETURN, _NO_SUCH_CALL),
+))  # fmt: skip
+"""The beginning of a BPF program: calls of other machines are none. After it the number of the call is loaded."""
+_CLONE_WITHOUT_NAMESPACES = b"".join((
+    _rule(_EQUALS, _CLONE, 0, 4), _rule(_LOAD, _FIRST_ARGUMENT_AT), _rule(_HAS_BITS, _CLONE_NEW_NAMESPACES, 0, 1),
+    _rule(_RETURN, _DENY), _rule(_RETURN, _ALLOW),
+))  # fmt: skip
+
+
+def refusing_filter() -> bytes:
+    """Return a BPF program that makes the calls in _REFUSED, new namespaces and sockets but those of Unix and IP fail
+    with EPERM, and allows all other calls.
+
+    clone3 fails with ENOSYS, so that libraries take clone, whose flags the filter can read.
+    """
+    refused = b"".join(_rule(_EQUALS, number, 0, 1) + _rule(_RETURN, _DENY) for number in _REFUSED.values())
+    no_clone3 = _rule(_EQUALS, _CLONE3, 0, 1) + _rule(_RETURN, _NO_SUCH_CALL)
+    sockets = b"".join((
+        _rule(_EQUALS, _SOCKET, 0, 6), _rule(_LOAD, _FIRST_ARGUMENT_AT), _rule(_EQUALS, _AF_UNIX, 2, 0),
+        _rule(_EQUALS, _AF_INET, 1, 0), _rule(_EQUALS, _AF_INET6, 0, 1), _rule(_RETURN, _ALLOW), _rule(_RETURN, _DENY),
+    ))  # fmt: skip
+    return _HEAD + _CLONE_WITHOUT_NAMESPACES + no_clone3 + sockets + refused + _rule(_RETURN, _ALLOW)
 
 
 def seccomp_filter(pid: int, has_processes: bool) -> bytes:
@@ -69,10 +112,10 @@ def seccomp_filter(pid: int, has_processes: bool) -> bytes:
         pid: the process that is contained, to which alone it may send signals.
         has_processes: whether it may fork and execute programs, because it has namespaces of its own.
     """
-    rules: list[bytes] = []
+    rules = [_HEAD]
 
-    def add(code: int, value: int, skip_if: int = 0, skip_if_not: int = 0) -> None:
-        rules.append(_RULE.pack(code, skip_if, skip_if_not, value))
+    def add(*rule: int) -> None:
+        rules.append(_rule(*rule))
 
     def allow(number: int) -> None:
         add(_EQUALS, number, 0, 1)
@@ -85,18 +128,8 @@ def seccomp_filter(pid: int, has_processes: bool) -> bytes:
         add(_RETURN, _ALLOW)
         add(_RETURN, _DENY)
 
-    add(_LOAD, _ARCH_AT)
-    add(_EQUALS, _AUDIT_ARCH_X86_64, 1, 0)
-    add(_RETURN, _KILL_PROCESS)
-    add(_LOAD, _NUMBER_AT)
-    add(_AT_LEAST, _FIRST_X32_CALL, 0, 1)
-    add(_RETURN, _NO_SUCH_CALL)
     if has_processes:
-        add(_EQUALS, _CLONE, 0, 4)
-        add(_LOAD, _FIRST_ARGUMENT_AT)
-        add(_HAS_BITS, _CLONE_NEW_NAMESPACES, 0, 1)
-        add(_RETURN, _DENY)
-        add(_RETURN, _ALLOW)
+        rules.append(_CLONE_WITHOUT_NAMESPACES)
     else:
         allow_with_argument(_CLONE, _CLONE_THREAD, _HAS_BITS)
         allow_with_argument(_KILL, pid)

@@ -8,29 +8,36 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import IO
 
-from async_rl.errors import ConfigError
-from rollout_server.sandbox.fork_server import FIRST_UID, NUM_UIDS, THREADS
+from async_rl.errors import AsyncRLError, ConfigError
+from rollout_server.sandbox import kernel
+from rollout_server.sandbox.fork_server import FIRST_UID, NUM_UIDS, THREADS, end
 from rollout_server.sandbox.pool import Ended, RunLimits
 
 _BUBBLEWRAP = (
     "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--ro-bind", "/usr", "/usr",
     "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--symlink", "usr/bin", "/bin",
-    "--proc", "/proc", "--dev", "/dev", "--size", str(32 << 20), "--tmpfs", "/tmp", "--clearenv",
-    "--setenv", "PATH", "/usr/bin:/bin", "--chdir", "/tmp",
+    "--ro-bind-try", "/etc/alternatives", "/etc/alternatives", "--proc", "/proc", "--dev", "/dev",
+    "--remount-ro", "/dev", "--size", str(32 << 20), "--tmpfs", "/tmp", "--clearenv", "--setenv", "PATH",
+    "/usr/bin:/bin", "--chdir", "/tmp",
 )  # fmt: skip
 _PROGRAM = "/tmp/answer"
+_FILES = 256
+"""The most open files of a process in bubblewrap."""
+_PROBE_TIMEOUT_S = 30.0
 
 
 class Bubblewrap:
     """Runs files by a command, each in a container of bubblewrap: no network, no files but /usr, limited resources.
 
     Raises:
-        ConfigError: bubblewrap is not installed, or user namespaces are forbidden.
+        ConfigError: bubblewrap is not installed, or it can't contain programs here.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -40,23 +47,66 @@ class Bubblewrap:
                 "task.rewards: the command of a reward `code` needs bubblewrap. Install it (apt-get install "
                 "bubblewrap), or set task.sandbox: none, if you trust the programs"
             )
+        if error := _problem(self._bwrap, command[0]):
+            raise ConfigError(f"task.rewards: programs can't run in bubblewrap on this machine: {error}")
         self._command = list(command)
         self._numbers = itertools.count(os.getpid() * 61)
 
     async def run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
-        """Run a program to its end or to its deadline."""
-        with tempfile.TemporaryFile() as source:
-            source.write(program.encode(errors="replace"))
-            source.seek(0)
-            file = source.fileno()
-            limit = ["prlimit", f"--nproc={THREADS}"]  # counted in the namespace of the program
-            command = [*_BUBBLEWRAP, "--ro-bind-data", str(file), _PROGRAM, *limit, *self._command, _PROGRAM]
-            # Root is exempt from that limit, so that each program gets a user of its own.
-            user = FIRST_UID + next(self._numbers) % NUM_UIDS if os.getuid() == 0 else None
-            return await _run([self._bwrap, *command], stdin, limits, user=user, files=(file,))
+        """Run a program to its end or to its deadline.
+
+        Raises:
+            AsyncRLError: bubblewrap did not start it.
+        """
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as rules, tempfile.TemporaryFile() as status:
+            for file, content in ((source, program.encode(errors="replace")), (rules, kernel.refusing_filter())):
+                file.write(content)
+                file.seek(0)
+            files = tuple(each.fileno() for each in (source, rules, status))
+            refusing = ["--seccomp", str(files[1])] if kernel.IS_KNOWN_MACHINE else []
+            command = [
+                self._bwrap, *_BUBBLEWRAP, "--ro-bind-data", str(files[0]), _PROGRAM, "--remount-ro", "/",
+                *refusing, "--json-status-fd", str(files[2]),
+                # These are counted in the namespace of the program.
+                "prlimit", f"--nproc={THREADS}", f"--nofile={_FILES}", *self._command, _PROGRAM,
+            ]  # fmt: skip
+            ended = await _run(command, stdin, limits, user=_user(next(self._numbers)), files=files)
+            status.seek(0)
+            if not ended.is_late and b"exit-code" not in status.read() and ended.exit_code >= 0:
+                told = ended.errors.strip().splitlines() or ["it did not say why"]
+                raise AsyncRLError(f"a program could not be contained: {told[-1]:.300}")
+        return ended
 
     async def aclose(self) -> None:
         """Do nothing: each program ends with its run."""
+
+
+@cache
+def _problem(bwrap: str, command: str) -> str:
+    """Return why bubblewrap can't run a command here; "" if it can."""
+    user = _user(os.getpid())
+    try:
+        tried = subprocess.run(
+            [bwrap, *_BUBBLEWRAP, "sh", "-c", 'command -v "$1" || echo none', "sh", command], capture_output=True,
+            text=True, timeout=_PROBE_TIMEOUT_S, user=user, group=user, extra_groups=None if user is None else (),
+            cwd="/",
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as failed:
+        return str(failed)
+    if tried.stdout == "none\n":
+        return f"the command {command} is not below /usr, which is all that programs see"
+    if tried.returncode:
+        return (
+            f"{(tried.stderr.strip().splitlines() or ['it failed'])[-1]}. Allow user namespaces (sysctl "
+            "user.max_user_namespaces; in Docker --security-opt seccomp=unconfined), or set task.sandbox: none, if you "
+            "trust the programs"
+        )
+    return ""
+
+
+def _user(number: int) -> int | None:
+    """Return the user of a program: one of its own where root runs it, for root is exempt from limits; else None."""
+    return FIRST_UID + number % NUM_UIDS if os.getuid() == 0 else None
 
 
 class Uncontained:
@@ -81,7 +131,12 @@ async def _run(
 ) -> Ended:
     """Run a command with an input; its output goes to files, so that the kernel bounds it."""
 
+    parent = os.getpid()
+
     def limit() -> None:
+        kernel.die_with_parent()
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.output_bytes, limits.output_bytes))
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -101,6 +156,8 @@ async def _run(
         except TimeoutError:
             is_late = True
         finally:
+            if process.returncode is None:
+                end(process.pid)  # a child of bubblewrap that has just been forked does not yet end with it
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         code = await process.wait()

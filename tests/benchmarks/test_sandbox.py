@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.sandbox import left_behind, memory, rates
+from benchmarks.sandbox import left_behind, memory, memory_of_processes, misdeeds, rates
 from rollout_server.sandbox import kernel
 from rollout_server.sandbox.protection import find_protection
 
@@ -24,7 +24,14 @@ def test_each_way_is_measured_against_a_subprocess() -> None:
     assert ratios["subprocess"] == 1 and ratios["fork server"] > 0
 
 
+def test_misdeeds_of_all_kinds_run_beside_sound_programs() -> None:
+    name, right, held, children, left, _ = asyncio.run(misdeeds(has_namespaces=False, wall_s=8.0))
+    assert (name, right, held, children, left) == ("fork server", "16 of 16", "48 of 48", "0", "0")
+
+
 def test_memory_and_processes_left_behind_are_measured() -> None:
     name, alone_mib, together_mib = asyncio.run(memory(has_namespaces=False))
     assert name == "fork server" and 1 < float(alone_mib) < float(together_mib)
+    name, alone, together_mib = asyncio.run(memory_of_processes())
+    assert (name, alone) == ("subprocess", "") and float(together_mib) > 1
     assert left_behind(has_namespaces=False)[1:] == ["9", "0"]

@@ -85,6 +85,7 @@ ELSEWHERE = {
     "async-rl view runs/quickstart": "tests/view/test_browser.py",
     "async-rl train configs/quickstart.yaml --view": "tests/view/test_command.py, without the training",
     "bash scripts/chromium.sh": ".ci/run",
+    "bash scripts/bubblewrap.sh": ".ci/run",
     "async-rl train orders.yaml --dry-run": "tests/docs/test_episode_pages.py",
     "async-rl train orders.yaml": "tests/docs/test_episode_pages.py, with a tiny model",
     "async-rl sft configs/sweep_cpu.yaml": "benchmarks/results, by hand",

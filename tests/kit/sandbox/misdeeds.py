@@ -40,6 +40,18 @@ def files():
     return sum(os.write(file, b"x" * (1 << 20)) for file in found)
 t("files in memory", files)
 """,
+"much memory in several processes": """
+def several():
+    children = []
+    for _ in range(4):
+        if (child := os.fork()) == 0:
+            try: part = bytearray(b"x") * (150 << 20); time.sleep(0.5)
+            except BaseException: os._exit(1)
+            os._exit(0)
+        children.append(child)
+    return [os.waitpid(child, 0)[1] for child in children]
+t("600 MB of 512 MB", several, lambda codes: codes == [0] * 4)
+""",
 "network": """
 import socket
 t("tcp", lambda: socket.create_connection(("127.0.0.1", PORT), 1).send(b"x"))

@@ -33,7 +33,7 @@ CASES: dict[str, list[str]] = {
     "GRPO": [],
     "PPO: a critic, two minibatches": ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2"],
     "adapters, KL to the reference": ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"],
-    "GSPO, entropy bonus": ["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean", "algorithm.entropy_coef=0.01"],
+    "GSPO": ["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean", "algorithm.entropy_coef=0.01"],
     "two ranks, small micro-batches": ["placement.learner.ranks=2", "learner.max_tokens_per_microbatch=128"],
 }
 COMPARED = ("policy/", "critic/", "reward/", "kl/", "batch/", "mismatch/", "offpolicy/")
@@ -45,7 +45,7 @@ RUN_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparedRun:
     """The records of one run at two commits, compared."""
 
     steps: int
@@ -116,7 +116,7 @@ def records(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines if "policy/loss" in line}
 
 
-def compare(old: Mapping[int, dict[str, Any]], new: Mapping[int, dict[str, Any]], same_weights: bool) -> Comparison:
+def compare(old: Mapping[int, dict[str, Any]], new: Mapping[int, dict[str, Any]], same_weights: bool) -> ComparedRun:
     """Compare the metrics of two runs, by the bits of the numbers that JSON gives back."""
     pairs = [
         (step, key, old[step].get(key), new[step].get(key))
@@ -124,7 +124,7 @@ def compare(old: Mapping[int, dict[str, Any]], new: Mapping[int, dict[str, Any]]
         for key in sorted(old[step].keys() | new[step].keys()) if key.startswith(COMPARED)
     ]  # fmt: skip
     both = [pair for pair in pairs if pair[2] is not None and pair[3] is not None]
-    return Comparison(
+    return ComparedRun(
         steps=len(old.keys() & new.keys()), numbers=len(both), same_weights=same_weights,
         different=tuple(f"{step}: {key}" for step, key, a, b in both if repr(a) != repr(b)),
         only_in_one=tuple(sorted({key for _, key, a, b in pairs if a is None or b is None})),
@@ -135,7 +135,7 @@ def digest(run_dir: Path) -> str:
     return hashlib.sha256((run_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def report(found: Mapping[str, Comparison], commits: Sequence[str], header: str) -> str:
+def report(found: Mapping[str, ComparedRun], commits: Sequence[str], header: str) -> str:
     """Return the page of the comparisons."""
     rows = [
         [name, str(each.steps), str(each.numbers), str(len(each.different)), "yes" if each.same_weights else "no"]
@@ -146,9 +146,9 @@ def report(found: Mapping[str, Comparison], commits: Sequence[str], header: str)
     alone = sorted({key for each in found.values() for key in each.only_in_one})
     parts = [
         f"# The same losses at {commits[0]} and {commits[1]}", header,
-        "Strictly synchronous runs of a tiny model on the hf engine, at both commits with the same packages. Compared are"
-        "\nthe bits of the metrics of losses, gradients, rewards, corrections and batches of each step, and of the trained"
-        "\nweights.",
+        "Strictly synchronous runs of a tiny model on the hf engine, at both commits with the same packages. Compared"
+        "\nare the bits of the metrics of losses, gradients, rewards, corrections and batches of each step, and of the"
+        "\ntrained weights.",
         Table(columns, rows).markdown().rstrip("\n"),
         *(["The first numbers that differ:\n\n" + "\n".join(first)] if first else []),
         *([f"Only one of the commits has {', '.join(f'`{key}`' for key in alone)}."] if alone else []),
@@ -166,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = write_inputs(folder, arguments.steps)
-        commits = [unpack(commit, folder / kind) for commit, kind in zip(arguments.commits, ("old", "new"), strict=True)]
+        commits = [unpack(arguments.commits[0], folder / "old"), unpack(arguments.commits[1], folder / "new")]
         for number, (case, settings) in enumerate(CASES.items()):
             runs = {kind: folder / f"{kind}-runs" / f"case-{number}" for kind in ("old", "new")}
             for kind, run_dir in runs.items():

@@ -1,4 +1,4 @@
-"""What the dry run says of a learner rank's memory is compared with what a rank takes."""
+"""A learner rank takes as much memory as the dry run says."""
 
 from __future__ import annotations
 

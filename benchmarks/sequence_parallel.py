@@ -3,7 +3,8 @@
     python -m benchmarks.sequence_parallel --out benchmarks/results/sequence_parallel
 
 Equality: one `Updater` a rank on a CPU, gloo, float32, on ragged groups with shared prompts; data x sequence ranks
-against one process with one micro-batch. Memory: one pass over packed documents; what autograd keeps for the backward
+against one process with one micro-batch. Gradients that differ by more than 1e-6 are compared with those of passes in
+float64. Memory: one pass over packed documents; what autograd keeps for the backward
 pass, without weights and the mask, and the rows of embeddings and head that a rank has at once.
 """
 
@@ -15,7 +16,8 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,8 +40,20 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.sweeps.machine import describe_machine, machine_text
-from async_rl.sweeps.tables import Table, write_page
+from async_rl.sweeps.tables import write_page
 from async_rl.types import Batch, Group, Row
+from benchmarks.split_rows import (
+    ASKED,
+    EQUALITY,
+    HEADS,
+    MEMORY,
+    MEMORY_TOKENS,
+    MEMORY_VOCAB,
+    SplitCase,
+    misses_text,
+    report,
+)
+from learner import updater as updater_module
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
 from learner.models.policy import Policy, open_policy, shard
@@ -48,35 +62,8 @@ from learner.ranks import open_ranks
 from learner.updater import Updater
 
 VOCAB, PROMPT, RESPONSE = 97, 90, 40
-HEADS = {"heads": (8, 4), "keys": (9, 3)}
-"""By what ranks exchange, the heads of queries and of keys."""
 EQUALITY_TOKENS = 512
-MEMORY_VOCAB, MEMORY_TOKENS = 32_000, 3072
 CPU = torch.device("cpu")
-
-
-class SplitCase(NamedTuple):
-    """How ranks divide the work."""
-
-    exchange: str
-    data: int = 1
-    sequence: int = 1
-    recomputes: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.sequence
-
-
-EQUALITY = [
-    SplitCase(exchange, data, sequence, recomputes)
-    for exchange in HEADS
-    for data, sequence, recomputes in ((2, 1, False), (1, 2, False), (1, 4, False), (2, 2, False), (2, 2, True))
-]
-MEMORY = [
-    SplitCase(exchange, 1, sequence, recomputes)
-    for recomputes in (False, True) for exchange, sequence in (("heads", 1), ("heads", 2), ("heads", 4), ("keys", 4))
-]  # fmt: skip
 
 
 def save_model(folder: Path, exchange: str, vocab: int = VOCAB, **changes: int) -> None:
@@ -155,6 +142,12 @@ def equality(folder: Path, case: SplitCase, tokens: int) -> dict[str, Any]:
     }
 
 
+def exact(folder: Path, case: SplitCase, tokens: int) -> dict[str, Any]:
+    """Return what `equality` does, of passes in float64; weights and gradients have float32 as ever."""
+    with mock.patch.object(updater_module, "serving_dtype", lambda *_: torch.float64):
+        return equality(folder, case, tokens)
+
+
 def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -218,7 +211,7 @@ def rank_main(rank: int, what: str, case: SplitCase, folder: str, tokens: int) -
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", case.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.ranks)
-    function = {"equality": equality, "memory": memory}[what]
+    function = {"equality": equality, "exact": exact, "memory": memory}[what]
     found = function(Path(folder) / "model", case, tokens)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
@@ -237,48 +230,27 @@ def measure(what: str, case: SplitCase, tokens: int, vocab: int = VOCAB, **shape
 def differences(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
     """Return the largest differences; that of a gradient is a share of the largest number of its tensor."""
 
-    def largest(name: str, scaled: bool) -> float:
-        of = ((found[name][key], tensor) for key, tensor in whole[name].items())
-        return max(float((a - b).abs().max() / (b.abs().max() if scaled else 1.0)) for a, b in of)
+    def largest(name: str) -> float:
+        return max(float((found[name][key] - tensor).abs().max()) for key, tensor in whole[name].items())
 
     return {
-        "loss": abs(found["loss"] - whole["loss"]), "logprob": largest("logprobs", False),
-        "gradient": largest("gradients", True), "weights": largest("weights", False),
+        "loss": abs(found["loss"] - whole["loss"]), "logprob": largest("logprobs"),
+        "gradient": max(of_gradients(found, whole).values()), "weights": largest("weights"),
     }
 
 
-def report(equal: dict[SplitCase, dict[str, float]], kept: dict[SplitCase, dict[str, Any]], header: str) -> str:
-    """Return the page: a table of differences from one process, and one of bytes by rank."""
-    names = {"heads": "8, 4 of keys: exchanged", "keys": "9, 3 of keys: keys gathered"}
-    rows = [
-        [f"{case.data} x {case.sequence}", names[case.exchange], "yes" if case.recomputes else "no",
-         *(f"{value:.1e}" for value in found.values())]
-        for case, found in equal.items()
-    ]  # fmt: skip
-    first = Table(["data x sequence", "heads", "recomputed", "loss", "logprob", "gradient", "weights"], rows)
-    rows = [
-        [str(case.sequence), case.exchange if case.sequence > 1 else "none", "yes" if case.recomputes else "no",
-         *(f"{found[key] / 2**20:.1f}" for key in ("kept_bytes", "table_bytes"))]
-        for case, found in kept.items()
-    ]  # fmt: skip
-    columns = ["sequence ranks", "exchange", "recomputed", "kept for backward, MiB", "embeddings and head, MiB"]
-    return f"""# Rows split over ranks
+def of_gradients(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
+    """Return the largest difference of each tensor's gradient, as a share of its largest number."""
+    return {
+        name: float((found["gradients"][name] - gradient).abs().max() / gradient.abs().max())
+        for name, gradient in whole["gradients"].items()
+    }
 
-{header}
 
-## The largest differences from one process
-
-Policy, critic and reference, shared prompts, masks. Loss of the policy; logprobs of the first pass; gradients of policy
-and critic, each as a share of its tensor's largest number; weights after two steps of AdamW at 1e-3, which makes a step
-of full size of a gradient's rounding. The ranks of 2 x 1 split no row: so much comes from adding in another order.
-
-{first.markdown()}
-## What a rank keeps
-
-One pass over {MEMORY_TOKENS} tokens in four documents, by a model of 4 layers, hidden size 256 and a vocabulary of
-{MEMORY_VOCAB}. Weights and the mask are not counted.
-
-{Table(columns, rows).markdown()}"""
+def missed(found: dict[str, Any], whole: dict[str, Any], truth: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Return, of each gradient that differs by more than ASKED, (that, one process and these ranks against `truth`)."""
+    between, *against = of_gradients(found, whole), of_gradients(whole, truth), of_gradients(found, truth)
+    return {name: (size, *(each[name] for each in against)) for name, size in between.items() if size > ASKED}
 
 
 def main() -> None:
@@ -289,10 +261,16 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     wholes = {exchange: measure("equality", SplitCase(exchange), 4096) for exchange in HEADS}
-    equal = {}
+    truths = {exchange: measure("exact", SplitCase(exchange), 4096) for exchange in HEADS}
+    splits = {exchange: measure("exact", SplitCase(exchange, 2, 2), EQUALITY_TOKENS) for exchange in HEADS}
+    in_float64 = max(max(of_gradients(splits[exchange], truths[exchange]).values()) for exchange in HEADS)
+    equal, misses = {}, {}
     for case in EQUALITY:
-        equal[case] = differences(measure("equality", case, EQUALITY_TOKENS), wholes[case.exchange])
+        found, whole = measure("equality", case, EQUALITY_TOKENS), wholes[case.exchange]
+        equal[case] = differences(found, whole)
+        misses[case] = missed(found, whole, truths[case.exchange])
         print(case, equal[case], flush=True)
+    misses = {case: tensors for case, tensors in misses.items() if tensors}
     shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 32}
     kept = {}
     for case in MEMORY:
@@ -303,8 +281,10 @@ def main() -> None:
         "command": command, "machine": describe_machine(),
         "equality": [{**case._asdict(), **found} for case, found in equal.items()],
         "memory": [{**case._asdict(), **found} for case, found in kept.items()],
+        "missed": [{**case._asdict(), "gradients": tensors} for case, tensors in misses.items()],
     }
-    write_page(arguments.out, report(equal, kept, f"`{command}`, {machine_text()}."), numbers)
+    text = misses_text(misses, in_float64) if misses else ""
+    write_page(arguments.out, report(equal, kept, f"`{command}`, {machine_text()}.", text), numbers)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from async_rl.config import Config
 from async_rl.types import Batch, Group, Row
 from async_rl.weights.bucket import iter_buckets
 from benchmarks.model_loading import status_bytes
-from learner.memory.rank_memory import RankMemoryEstimate
+from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from learner.models.policy import full_parameters
 from learner.updater import Updater
 
@@ -119,7 +119,8 @@ def measure(case: str, root: Path, rank: int, ranks: int, store: str) -> int:
     return peak
 
 
-def run_case(case: str, root: Path) -> str:
+def compare(case: str, root: Path) -> tuple[RankMemory, int]:
+    """Return (what the dry run says of a rank, the bytes that the fullest rank took), for models in `root`."""
     config = case_config(case, root)
     ranks = config.placement.learner.ranks
     store = tempfile.mktemp(dir=root)
@@ -133,6 +134,12 @@ def run_case(case: str, root: Path) -> str:
     estimate = RankMemoryEstimate(config, "cpu").rank_memory(
         checkpoints=bool(config.learner.gradient_checkpointing)
     )
+    return estimate, measured
+
+
+def row(case: str, root: Path) -> str:
+    estimate, measured = compare(case, root)
+    ranks = case_config(case, root).placement.learner.ranks
     fullest = max(estimate.peaks, key=estimate.peaks.__getitem__)
     return (
         f"| {case} | {ranks} | {estimate.peak / MIB:.0f} ({fullest}) | {measured / MIB:.0f} | "
@@ -158,7 +165,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
         for case in args.only:
-            lines.append(run_case(case, Path(folder)))
+            lines.append(row(case, Path(folder)))
             print(lines[-1], flush=True)
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.sequence_parallel import SplitCase, differences, measure, report
+from benchmarks.sequence_parallel import differences, measure, missed
+from benchmarks.split_rows import SplitCase, misses_text, report
 
 
 @pytest.mark.processes
@@ -22,4 +24,17 @@ def test_the_differences_from_one_process_are_those_of_rounding() -> None:
     found = differences(split, whole)
     assert max(found.values()) < 2e-5 and max(found["loss"], found["logprob"], found["gradient"]) < 3e-6
     page = report({cases[0]: found}, {cases[1]: {"kept_bytes": 2**20, "table_bytes": 2**19}}, "Made here.")
+    assert "differ by more than" not in page
     assert "| 1 x 2 | 9, 3 of keys: keys gathered | no |" in page and "| 1 | none | no | 1.0 | 0.5 |" in page
+
+
+def test_a_gradient_that_misses_what_was_asked_is_named_beside_float64() -> None:
+    def numbers(*bias: float) -> dict[str, dict[str, torch.Tensor]]:
+        return {"gradients": {"weight": torch.tensor([1.0, 2.0]), "bias": torch.tensor(bias)}}
+
+    found = missed(numbers(1.0 - 3e-6), numbers(1.0), numbers(1.0 - 2e-6))
+    assert list(found) == ["bias"]
+    assert found["bias"] == pytest.approx((3e-6, 2e-6, 1e-6), rel=0.1)  # in float32, where 1.0 has neighbours at 1e-7
+    page = report({}, {}, "Made here.", misses_text({SplitCase("heads", 2, 2): found}, 4e-7))
+    assert "## Gradients that differ by more than 1e-06" in page and "by at most 4.0e-07" in page
+    assert "| 2 x 2 | 8, 4 of keys: exchanged | no | bias | 3.0e-06 | 2.0e-06 | 9.5e-07 |" in page

@@ -11,11 +11,19 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from async_rl.errors import ConfigError
@@ -23,6 +31,7 @@ from learner.models.sequence import check_splittable, document_lengths, head_rep
 from tests.kit.learner.split_ranks import HEADS, rank_main, scored, split_policy
 
 SHAPE = {"vocab_size": 7, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_HEADS = {name: size for name, size in SHAPE.items() if name != "num_attention_heads"}
 
 
 @pytest.mark.processes
@@ -81,12 +90,22 @@ def odd_embeddings() -> PreTrainedModel:
             "it has layers of type chunked_attention",
         ),
         (
-            BloomForCausalLM(BloomConfig(n_head=2, **{k: v for k, v in SHAPE.items() if "heads" not in k})),
+            BloomForCausalLM(BloomConfig(n_head=2, **NO_HEADS)),
             "its attention can't be replaced",
         ),
         (odd_embeddings(), "its embeddings are a Scaled, not"),
+        (DogeForCausalLM(DogeConfig(**SHAPE)), r"windows .* \(keep_window_size = 2048\)"),
+        (
+            Qwen3NextForCausalLM(Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], **SHAPE)),
+            r"recurrent \(linear_conv_kernel_dim = 4\)",
+        ),
+        (
+            Lfm2ForCausalLM(Lfm2Config(layer_types=["conv", "full_attention"], **SHAPE)),
+            r"recurrent \(conv_L_cache = 3\)",
+        ),
+        (RwkvForCausalLM(RwkvConfig(**NO_HEADS)), "its attention can't be replaced"),
     ],
-    ids=["window", "layer type", "attention of its own", "embeddings of its own"],
+    ids=["window", "layer type", "own attention", "own embeddings", "own window", "Qwen3-Next", "LFM2", "RWKV"],
 )
 def test_a_model_whose_rows_cannot_be_split_is_refused_by_name(lm: PreTrainedModel, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"sequence_parallel must be 1 with model.path x, a model of .*: .*{reason}"):

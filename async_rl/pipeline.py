@@ -63,7 +63,7 @@ from async_rl.storage.hub_upload import upload_model
 from async_rl.storage.model_folder import policy_lr
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
-from async_rl.telemetry.status import NORMAL_END
+from async_rl.telemetry.status import NORMAL_END, depth_text
 from buffer.protocol.keys import client_keys_to_send, own_keys
 
 if TYPE_CHECKING:
@@ -319,13 +319,17 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     plan = plan_dry_run(config, gpu_gb)
     cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
+    is_auto = config.staleness.depth == "auto"
+    most = config.most_slots if is_auto else config.slots
+    begun = depth_text(config.slots / config.fresh_per_step - 1, config.staleness.max)
+    begins = f", {config.slots} at the start: {begun}" * is_auto
     derived = {
         "epochs of the training prompts, at least":
             f"{config.run.steps * config.learner.prompts_per_step / prompts:.3g} of {prompts} prompts",
         "episodes per step": config.episodes_per_step,
-        "groups in flight or waiting, at most": config.slots,
+        "groups in flight or waiting, at most": f"{most}{begins}",
         "episodes at the engines, at most": min(
-            config.slots, config.rollout.concurrency * placement.rollout.servers
+            most, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
         "learning rate of the policy": f"{policy_lr(config):g}",

@@ -17,6 +17,7 @@ from async_rl.depth.choice import Forecast, Prospect
 from async_rl.depth.controller import DepthController, Move
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.run_log import RunLog
+from async_rl.driver.watchdog import Watchdog
 from async_rl.messages.reports import (
     DepthMoved,
     EvaluationDue,
@@ -27,6 +28,7 @@ from async_rl.messages.reports import (
 )
 from async_rl.storage.checkpoints import resumed_training_state
 from async_rl.telemetry.metrics import Metric, reduce_metrics
+from async_rl.telemetry.status import depth_text
 
 MOST_CPU = 0.01
 """The largest share of one core that decisions take, but for the first."""
@@ -35,10 +37,11 @@ MOST_CPU = 0.01
 class DepthTuner:
     """Reads the reports of a run's processes, and has learner/0 move the depth."""
 
-    def __init__(self, config: Config, processes: ActorGroup, log: RunLog) -> None:
+    def __init__(self, config: Config, processes: ActorGroup, log: RunLog, watchdog: Watchdog) -> None:
         self._config = config
         self._processes = processes
         self._log = log
+        self._watchdog = watchdog
         saved = resumed_training_state(config)
         slots, version = (saved.buffer["scalars"]["slots"], saved.version) if saved else (config.slots, 0)
         slots = min(slots, config.most_slots)
@@ -46,9 +49,12 @@ class DepthTuner:
         self._controller = DepthController(config, depth, version)
         self._servers = config.placement.rollout.servers
         self._is_disturbed = True  # the first step warms up
+        self._starts = 0
+        """How often processes had been started when the last step ended; 0 in the first step, whose groups warm up."""
         self._is_deciding = False
         self._cpu_s = 0.0
         self._began_s = time.monotonic()
+        watchdog.depth = depth_text(depth, config.staleness.max)
 
     def add(self, report: Report, servers: int, is_evaluating: bool) -> Coroutine[Any, Any, None] | None:
         """Take a report of a rollout worker or of learner/0. Returns a decision that the caller runs as a task, if due.
@@ -60,24 +66,32 @@ class DepthTuner:
         controller, log = self._controller, self._log
         match report:
             case WorkerReport():
-                controller.add_groups(report.groups)
+                if not self._has_restarted:  # groups that wait for another buffer arrive late
+                    controller.add_groups(report.groups)
             case EvaluationDue(servers=()) | ServersLost():
                 self._is_disturbed = True
             case DepthMoved():
                 depth = report.slots / self._config.fresh_per_step - 1
-                most = f"at most {self._config.staleness.max}"
-                log.logger.note(f"depth {depth:g} of {most} since step {report.version}: {report.reason}")
+                text = f"{depth_text(depth, self._config.staleness.max)} since step {report.version}"
+                self._watchdog.depth = text
+                log.logger.note(f"{text}: {report.reason}")
             case StepDone() if report.metrics:
                 if servers != self._servers:
                     self._servers, self._is_disturbed = servers, True
                     controller.change_servers(servers)
                 values = reduce_metrics(report.metrics)
-                is_disturbed = self._is_disturbed or is_evaluating or "checkpoint/pause_s" in values
+                is_disturbed = self._is_disturbed or self._has_restarted or is_evaluating
+                is_disturbed |= "checkpoint/pause_s" in values
                 self._send(controller.add_step(report.version, values, is_disturbed=is_disturbed))
-                self._is_disturbed = is_evaluating
+                self._is_disturbed, self._starts = is_evaluating, self._watchdog.starts
                 log.add_metrics([*controller.metrics(), Metric("auto/cpu_s", self._cpu_s, "last")])
                 return self._decision()
         return None
+
+    @property
+    def _has_restarted(self) -> bool:
+        """Whether the buffer, a server or a judge was started again since the last step ended."""
+        return self._starts != self._watchdog.starts
 
     def _decision(self) -> Coroutine[Any, Any, None] | None:
         has_time = self._cpu_s <= MOST_CPU * (time.monotonic() - self._began_s)

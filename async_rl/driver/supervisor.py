@@ -73,7 +73,7 @@ class Supervisor:
         self.watchdog = Watchdog(config, processes)
         self.guard = RunGuard(config, processes, log, log.guard, self.watchdog) if log.guard else None
         self.alarms = RunAlarms(config, processes, log, self.watchdog)
-        self._tuner = DepthTuner(config, processes, log) if config.staleness.depth == "auto" else None
+        self._tuner = DepthTuner(config, processes, log, self.watchdog) if config.staleness.depth == "auto" else None
 
     def train(
         self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]

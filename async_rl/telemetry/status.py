@@ -47,17 +47,25 @@ class Status:
         return self.told_s - self.since_s
 
 
-def write_status(run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "") -> None:
+def write_status(
+    run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "", depth: str = ""
+) -> None:
     """Replace `run_dir/status.json` by the given statuses.
 
     Args:
         note: the state of the whole run: `running`, `paused` and why, or how it ended.
         alarms: the alarms of the run in words; empty: there was none.
+        depth: how far ahead the run begins groups, in words; empty: as far as its bound allows.
     """
     partial = run_dir / "status.json.partial"
-    saved = {"note": note, "alarms": alarms, "time_s": time.time(), "processes": [asdict(s) for s in statuses]}
+    told = {"note": note, "alarms": alarms, "depth": depth, "time_s": time.time()}
+    saved = told | {"processes": [asdict(status) for status in statuses]}
     partial.write_text(json.dumps(saved))
     os.replace(partial, run_dir / "status.json")
+
+
+def depth_text(depth: float, bound: int) -> str:
+    return f"depth {depth:g} of at most {bound}"
 
 
 def goes_on(note: str) -> bool:
@@ -80,8 +88,8 @@ def format_status(run_dir: Path) -> str:
     now_s = time.time()
     age_s = now_s - saved["time_s"]
     text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
-    if saved.get("alarms"):  # a status of an earlier version has none
-        text += f"{saved['alarms']}\n"
+    # A status of an earlier version has neither.
+    text += "".join(f"{saved[key]}\n" for key in ("depth", "alarms") if saved.get(key))
     if saved["note"] == NORMAL_END:
         return text
     if not goes_on(saved["note"]):

@@ -1,34 +1,204 @@
-"""The driver leaves some steps out of what it measures for the depth."""
+"""What the driver measures for the depth and what it leaves out, how much time decisions may take, and the status."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_rl.driver.depth_tuner import DepthTuner
-from async_rl.messages.reports import EvaluationDue, StepDone
-from async_rl.telemetry.metrics import Metric
+from async_rl.config import Config
+from async_rl.depth.choice import Forecast
+from async_rl.driver.depth_tuner import MOST_CPU, DepthTuner
+from async_rl.driver.watchdog import Watchdog
+from async_rl.messages.reports import (
+    DepthMoved,
+    EvaluationDue,
+    GroupRecord,
+    Report,
+    ServersLost,
+    StepDone,
+    WorkerReport,
+)
+from async_rl.telemetry.metrics import Metric, reduce_metrics
+from async_rl.telemetry.status import format_status
 from tests.kit.configs import make_config
+from tests.kit.depth.steps import step_values
+
+GROUPS = tuple(GroupRecord(2.0 + number % 3, 0.0, 100, 2.0) for number in range(8))
+
+
+class Driver:
+    """A tuner with a watchdog, without processes: the reports come from the test. `measured` has the steps that count,
+    `groups` the numbers of groups, and `sent` the moves.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Config | None = None) -> None:
+        self.config = config or make_config(staleness={"max": 4, "depth": "auto"}, learner={"prompts_per_step": 4})
+        self.measured: list[int] = []
+        self.groups: list[int] = []
+        self.sent: list[int] = []
+        self.told: list[str] = []
+        self.metrics: dict[str, float] = {}
+        remote = SimpleNamespace(remote=lambda slots, reason: self.sent.append(slots))
+        processes: Any = SimpleNamespace(actors={"learner/0": SimpleNamespace(move_depth=remote)}, place=None)
+        log: Any = SimpleNamespace(
+            add_metrics=lambda metrics: self.metrics.update(reduce_metrics(metrics)),
+            logger=SimpleNamespace(note=self.told.append),
+        )
+        self.watchdog = Watchdog(self.config, processes)
+        for name in ("buffer", "rollout/0", "rollout/1", "learner/0"):
+            self.watchdog.begin(name)
+        self.tuner = DepthTuner(self.config, processes, log, self.watchdog)
+        controller, add_groups = self.tuner._controller, self.tuner._controller.add_groups
+        add_step = controller.add_step
+
+        def seen(version: int, values: Any, *, is_disturbed: bool) -> Any:
+            if not is_disturbed:
+                self.measured.append(version)
+            return add_step(version, values, is_disturbed=is_disturbed)
+
+        monkeypatch.setattr(controller, "add_step", seen)
+        monkeypatch.setattr(
+            controller, "add_groups", lambda groups: (self.groups.append(len(groups)), add_groups(groups))
+        )
+
+    def add(self, report: Report, servers: int = 1, is_evaluating: bool = False) -> Any:
+        return self.tuner.add(report, servers, is_evaluating)
+
+    def step(self, version: int, servers: int = 1, **changed: float) -> Any:
+        metrics = tuple(Metric(key, value) for key, value in step_values(**changed).items())
+        return self.add(StepDone(version=version, metrics=metrics), servers)
 
 
 @pytest.mark.parametrize(("servers", "measured"), [((), [3]), (("eval/0",), [2, 3])])
 def test_a_step_beside_an_evaluation_is_measured_if_rollout_servers_do_not_make_it(
     servers: tuple[str, ...], measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log: Any = SimpleNamespace(add_metrics=lambda metrics: None)
-    processes: Any = SimpleNamespace(actors={})
-    tuner = DepthTuner(make_config(staleness={"max": 4, "depth": "auto"}), processes, log)
-    found: list[int] = []
+    driver = Driver(monkeypatch)
+    driver.step(1)  # which warms up
+    driver.add(EvaluationDue(version=1, servers=servers), is_evaluating=not servers)
+    driver.step(2)  # the evaluation ends beside it
+    driver.step(3)
+    assert driver.measured == measured
 
-    def add_step(version: int, values: Any, *, is_disturbed: bool) -> None:
-        if not is_disturbed:
-            found.append(version)
 
-    monkeypatch.setattr(tuner._controller, "add_step", add_step)
-    for version in (1, 2, 3):  # the first warms up; the evaluation ends beside the second
-        tuner.add(StepDone(version=version, metrics=(Metric("time/step_s", 1.0),)), 1, is_evaluating=False)
-        if version == 1:
-            tuner.add(EvaluationDue(version=1, servers=servers), 1, is_evaluating=not servers)
-    assert found == measured
+def checkpoint(driver: Driver) -> None:
+    driver.step(3, checkpoint__pause_s=0.5)
+
+
+def push_that_lost_a_server(driver: Driver) -> None:
+    driver.add(ServersLost(servers=(("rollout/1", "http://there:1"),)))
+    driver.step(3)
+
+
+def server_started_again(driver: Driver) -> None:
+    driver.watchdog.forget("rollout/0")
+    driver.watchdog.begin("rollout/0")
+    driver.step(3)
+
+
+def buffer_started_again(driver: Driver) -> None:
+    driver.watchdog.begin("buffer")
+    driver.step(3)
+
+
+@pytest.mark.parametrize(
+    "disturb", [checkpoint, push_that_lost_a_server, server_started_again, buffer_started_again]
+)
+def test_a_step_with_a_checkpoint_or_a_lost_process_is_left_out(
+    disturb: Callable[[Driver], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(monkeypatch)
+    for version in (1, 2):
+        driver.step(version)
+    disturb(driver)
+    driver.step(4)
+    assert driver.measured == [2, 4]
+
+
+def test_after_servers_came_or_went_steps_count_from_the_next_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    for version, servers in ((1, 1), (2, 1), (3, 2), (4, 2), (5, 1), (6, 1)):
+        driver.step(version, servers)
+    assert driver.measured == [2, 4, 6]
+
+
+def test_groups_that_waited_for_another_buffer_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are those of the first step, which warm up."""
+    driver = Driver(monkeypatch)
+    driver.add(WorkerReport(groups=GROUPS[:1]))
+    driver.step(1)
+    driver.add(WorkerReport(groups=GROUPS[:2]))
+    driver.watchdog.begin("buffer")
+    driver.add(WorkerReport(groups=GROUPS[:3]))
+    driver.step(2)
+    driver.add(WorkerReport(groups=GROUPS[:4]))
+    assert driver.groups == [2, 4]
+
+
+def test_decisions_take_at_most_a_hundredth_of_a_core_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes half a second of a core, so that the second has to wait until the run is 50 s old, the third 100 s."""
+    clock = SimpleNamespace(now_s=0.0, cpu_s=0.0)
+
+    def look(prospect: Any) -> dict[float, Forecast]:
+        clock.cpu_s += 0.5
+        return {1.25: Forecast(1.25, 12.0, 1.25, 0.9)}
+
+    monkeypatch.setattr(
+        "async_rl.driver.depth_tuner.time",
+        SimpleNamespace(monotonic=lambda: clock.now_s, thread_time=lambda: clock.cpu_s),
+    )
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(driver.tuner._controller, "look", look)
+    decided: list[float] = []
+    for version in range(1, 170):
+        clock.now_s = float(version)
+        decision = driver.step(version)
+        driver.add(WorkerReport(groups=GROUPS))
+        if decision:
+            asyncio.run(decision)
+            decided.append(clock.now_s)
+        assert clock.cpu_s <= 0.5 + MOST_CPU * clock.now_s
+    # Due at step 8 and every 15 steps after a decision, or as soon as the run is old enough.
+    assert decided == [8, 50, 100, 150]
+    assert driver.metrics["auto/cpu_s"] == pytest.approx(2.0)
+
+
+def test_while_a_decision_is_looked_for_no_other_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    begun = []
+    for version in range(1, 30):
+        if decision := driver.step(version):
+            begun.append((version, decision))
+        driver.add(WorkerReport(groups=GROUPS))
+    ((version, decision),) = begun
+    assert version == 8
+    decision.close()
+
+
+def test_the_status_says_the_depth_and_since_when_a_move_has_made_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def configured(depth: float | str) -> Config:
+        return make_config(
+            staleness={"max": 4, "depth": depth}, learner={"prompts_per_step": 4},
+            run={"dir": str(tmp_path), "name": "r"},
+        )  # fmt: skip
+
+    def told(watchdog: Watchdog) -> str:
+        watchdog.write_status("running")
+        return format_status(tmp_path / "r").splitlines()[1]
+
+    (tmp_path / "r").mkdir()
+    nobody: Any = SimpleNamespace(actors={})
+    assert told(Watchdog(configured(1.5), nobody)) == "depth 1.5 of at most 4"
+    assert told(Watchdog(configured("max"), nobody)).startswith("process ")
+    driver = Driver(monkeypatch, configured("auto"))
+    assert told(driver.watchdog) == "depth 1.25 of at most 4"
+    driver.add(DepthMoved(version=23, slots=10, reason="6 % more steps than 1.25"))
+    assert told(driver.watchdog) == "depth 1.5 of at most 4 since step 23"
+    assert driver.told == ["depth 1.5 of at most 4 since step 23: 6 % more steps than 1.25"]

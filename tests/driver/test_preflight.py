@@ -30,6 +30,7 @@ from async_rl.config import (
     ReferenceConfig,
     RewardModelConfig,
     RolloutConfig,
+    StalenessConfig,
     TaskConfig,
 )
 from async_rl.config.loading import load_config
@@ -254,6 +255,16 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConf
     assert derived["episodes at the engines, at most"] == "128"  # staleness 0: no more than a step's
     assert derived["longest sequence, tokens"] == "356"
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_says_with_which_depth_a_run_begins_that_moves_it(model: ModelConfig, tmp_path: Path) -> None:
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=100), tmp_path)
+    auto = dataclasses.replace(config, staleness=StalenessConfig(max=8, depth="auto"))
+    lines = " ".join(dry_run(auto).split())
+    assert "groups in flight or waiting, at most 144, 36 at the start: depth 1.25 of at most 8 " in lines
+    assert "episodes at the engines, at most 1152 " in lines  # 144 groups of 8, once the run has moved to depth 8
+    fixed = " ".join(dry_run(dataclasses.replace(config, staleness=StalenessConfig(max=8, depth=1.5))).split())
+    assert "groups in flight or waiting, at most 40 #" in fixed
 
 
 def test_a_narrowed_sampling_distribution_is_a_caution_of_train_and_dry_run(

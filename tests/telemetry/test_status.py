@@ -66,6 +66,14 @@ def test_the_alarms_of_a_run_stand_below_its_state(tmp_path: Path, note: str) ->
     assert "Alarms" not in format_status(tmp_path)
 
 
+def test_the_depth_of_a_run_stands_below_its_state(tmp_path: Path) -> None:
+    write_status(tmp_path, [], "running", "Alarms: reward since step 57", "depth 1.5 of at most 8 since step 23")
+    lines = format_status(tmp_path).splitlines()
+    assert lines[1:3] == ["depth 1.5 of at most 8 since step 23", "Alarms: reward since step 57"]
+    write_status(tmp_path, [], "running")
+    assert format_status(tmp_path).splitlines()[1].startswith("process ")
+
+
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"status\.json"):
         format_status(tmp_path)

@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the tables to this file, with .md and .json")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the model is tiny
     out = args.out.resolve() if args.out else None
     machine, said = machine_text(), describe_machine()
     os.chdir(args.work)  # the paths of the configurations are below it

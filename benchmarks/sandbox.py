@@ -165,10 +165,15 @@ def _cpu_s(server: int) -> float:
     """Return the processor time of this process, of a server, and of all their children that have ended."""
     times = os.times()
     total = times.user + times.system + times.children_user + times.children_system
-    if server:
-        used = psutil.Process(server).cpu_times()
+    for process in _servers(server) if server else ():
+        used = process.cpu_times()
         total += used.user + used.system + used.children_user + used.children_system
     return total
+
+
+def _servers(server: int) -> list[psutil.Process]:
+    """Return the processes of a pool that runs no program: with namespaces the server is a child of the one started."""
+    return [psutil.Process(server), *psutil.Process(server).children()]
 
 
 async def rates(seconds: float, rounds: int) -> Table:
@@ -211,7 +216,7 @@ async def misdeeds(has_namespaces: bool, wall_s: float = 12.0) -> list[str]:
     began_s = time.monotonic()
     ended = await asyncio.gather(*(pool.run(program, limits=limits) for program, _ in mixed))
     took_s = time.monotonic() - began_s
-    left = psutil.Process(pool.server_pid).children(recursive=True)
+    left = psutil.Process(pool.server_pid).children(recursive=True)[has_namespaces:]
     right = sum(each.output == "45\n" for each, (_, is_sound) in zip(ended, mixed, strict=True) if is_sound)
     held = sum(_was_held(each) for each, (_, is_sound) in zip(ended, mixed, strict=True) if not is_sound)
     bombs = [each for each, (program, _) in zip(ended, mixed, strict=True) if program == MISDEEDS["fork bomb"]]
@@ -233,14 +238,14 @@ async def memory(has_namespaces: bool) -> list[str]:
     pool = SandboxPool(has_namespaces=has_namespaces)
     await pool.run("pass")
     server = psutil.Process(pool.server_pid)
-    alone = server.memory_full_info()
+    alone = sum(process.memory_full_info().uss for process in _servers(pool.server_pid))
     sleeping = [asyncio.create_task(pool.run("import time\ntime.sleep(3)")) for _ in range(SLEEPERS)]
     await asyncio.sleep(1.5)
     together = sum(process.memory_full_info().pss for process in (server, *server.children(recursive=True)))
     await asyncio.gather(*sleeping)
     await pool.aclose()
     name = "namespaces" if has_namespaces else "fork server"
-    return [name, f"{alone.uss / 2**20:.1f}", f"{together / 2**20:.1f}"]
+    return [name, f"{alone / 2**20:.1f}", f"{together / 2**20:.1f}"]
 
 
 async def memory_of_processes() -> list[str]:
@@ -272,7 +277,7 @@ def left_behind(has_namespaces: bool) -> list[str]:
     assert worker.stdout is not None
     server = psutil.Process(int(worker.stdout.readline()))
     deadline_s = time.monotonic() + 10
-    while len(server.children(recursive=True)) < KILLED_RUNS and time.monotonic() < deadline_s:
+    while len(server.children(recursive=True)) < KILLED_RUNS + has_namespaces and time.monotonic() < deadline_s:
         time.sleep(0.05)
     processes = [server, *server.children(recursive=True)]
     worker.kill()

@@ -19,7 +19,7 @@ import time
 import traceback
 from contextlib import suppress
 
-from rollout_server.sandbox import kernel
+from rollout_server.sandbox import kernel, namespaces
 
 FIRST_UID, NUM_UIDS = 60000, 4096
 """The users as which the programs of a server of root run, one for each program that runs."""
@@ -89,7 +89,7 @@ class ForkServer:
                 break
             self._reap()
         for process in self._running:
-            end(process)
+            os.kill(process, signal.SIGKILL)
 
     def _start(self) -> bool:
         """Start the program of the next message; return False if there is none any more."""
@@ -99,7 +99,7 @@ class ForkServer:
         spec = json.loads(message)
         slot = self._free_slots.pop()
         threads = self._num_threads() + THREADS
-        process = os.fork()
+        process = namespaces.fork() if self._has_namespaces else os.fork()
         if process == 0:
             exit_now, code = os._exit, 1  # a program may change `os`
             try:
@@ -137,14 +137,15 @@ class ForkServer:
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
             threads = THREADS
-        kernel.die_with_parent()
-        if os.getppid() != self._pid:
-            raise ProcessLookupError("the server has ended")
         num_processes = int(spec["processes"]) if self._has_namespaces else 1
         ruleset = self._ruleset
-        if self._has_namespaces:
-            kernel.enter_namespaces()
-            _become_first_process()
+        if not self._has_namespaces:  # else the end of the server, process 1 of its namespace, ends all below it
+            kernel.die_with_parent()
+            if os.getppid() != self._pid:
+                raise ProcessLookupError("the server has ended")
+        else:
+            namespaces.enter()
+            os.chdir("/tmp")
             threads = num_processes + 16 if num_processes > 1 else THREADS  # counted within these namespaces
             ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null", "/tmp"])  # this /tmp is another one
         kernel.set_dumpable(False)
@@ -171,7 +172,7 @@ class ForkServer:
             run = heapq.heappop(self._deadlines)[1]
             if run in self._processes:
                 self._late.add(run)
-                end(self._processes[run])
+                os.kill(self._processes[run], signal.SIGKILL)  # as process 1 of a namespace it ends all others there
 
     def _reap(self) -> None:
         """Tell how programs have ended: [run, exit code, whether it was late, CPU seconds, most memory in kB, error].
@@ -200,21 +201,6 @@ class ForkServer:
                 number, _, error = line.partition(" ")
                 self._failed[int(number)] = error
         return self._failed.pop(run, "")
-
-
-def _become_first_process() -> None:
-    """Fork, and return only in the child, which is process 1 of new namespaces; its end ends all others there."""
-    child = os.fork()
-    if child == 0:
-        kernel.die_with_parent()
-        os.chdir("/tmp")
-        return
-    os.closerange(3, 4 * _SMALL_FILES)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), -code)
-    os._exit(code)
 
 
 def execute(file: int) -> int:
@@ -246,17 +232,6 @@ def execute(file: int) -> int:
     return code & 255
 
 
-def end(process: int) -> None:
-    """Kill a run. With namespaces its process 1 is a child of `process`, which must not fork meanwhile."""
-    with suppress(ProcessLookupError):
-        os.kill(process, signal.SIGSTOP)
-        children: list[int] = []
-        with suppress(OSError), open(f"/proc/{process}/task/{process}/children") as file:
-            children = [int(each) for each in file.read().split()]
-        for each in (*children, process):
-            os.kill(each, signal.SIGKILL)
-
-
 PROJECT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 """The folder of the packages of this project, which programs can't import."""
 
@@ -264,6 +239,8 @@ PROJECT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file
 def main() -> None:
     """Serve: `fork_server.main()` with the arguments control socket, 1 or 0 for namespaces, modules to import first."""
     control, has_namespaces, preload = sys.argv[1:4]
+    if has_namespaces == "1":
+        namespaces.become_server()
     sys.path[:] = [path for path in sys.path if path != PROJECT]
     for name in (*_PRELOADED, *filter(None, preload.split(","))):
         __import__(name)

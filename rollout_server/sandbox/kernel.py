@@ -202,17 +202,20 @@ def limit_resources(memory_bytes: int, output_bytes: int, cpu_s: float, processe
     resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s + 1), int(cpu_s + 2)))
 
 
-def enter_namespaces() -> None:
-    """Give this process user, PID, network, IPC, UTS and mount namespaces of its own, with an empty /tmp of 32 MB.
-
-    Its first child is process 1 of them. OSError: the kernel refuses.
+def unshare(flags: int) -> None:
+    """Give this process namespaces of its own, and its children to come a PID namespace. OSError: the kernel refuses.
     """
-    uid, gid = os.getuid(), os.getgid()
-    _check(_libc.unshare(0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x00020000), "unshare")
-    set_dumpable(True)  # after a change of uid /proc/self/uid_map would belong to root
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+    _check(_libc.unshare(flags), "unshare")
+
+
+def enter_namespace(file: int, flag: int) -> None:
+    """Enter the namespace that a descriptor names. OSError: the kernel refuses."""
+    _check(_libc.setns(file, flag), "setns")
+
+
+def mount_empty_tmp() -> None:
+    """Mount an empty /tmp of 32 MB and 2,000 files, which only this mount namespace has. OSError: the kernel refuses.
+    """
     _check(_libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None), "mount")  # private, with all below
     options = b"size=32m,nr_inodes=2k,mode=1777"
     _check(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 2 | 4, options), "mount of a tmpfs")

@@ -15,7 +15,7 @@ from rollout_server.sandbox.fork_server import PROJECT
 
 PROBE_TIMEOUT_S = 30
 _PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
-_PROBE = "from rollout_server.sandbox import kernel; kernel.enter_namespaces()"
+_PROBE = "from rollout_server.sandbox import namespaces; namespaces.probe()"
 _WITHOUT = "Or set task.sandbox: none, if you trust the programs: they then run as this user, with files and network"
 
 

@@ -17,7 +17,7 @@ from typing import IO
 
 from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.sandbox import kernel
-from rollout_server.sandbox.fork_server import FIRST_UID, NUM_UIDS, THREADS, end
+from rollout_server.sandbox.fork_server import FIRST_UID, NUM_UIDS, THREADS
 from rollout_server.sandbox.pool import Ended, RunLimits
 
 _BUBBLEWRAP = (
@@ -157,13 +157,24 @@ async def _run(
             is_late = True
         finally:
             if process.returncode is None:
-                end(process.pid)  # a child of bubblewrap that has just been forked does not yet end with it
+                _end(process.pid)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         code = await process.wait()
         return Ended(
             exit_code=code, output=_read(output, limits), errors=_read(errors, limits), is_late=is_late,
         )  # fmt: skip
+
+
+def _end(bwrap: int) -> None:
+    """Kill bubblewrap and its program, its child, which does not yet end with it if it has just been forked."""
+    with suppress(ProcessLookupError):
+        os.kill(bwrap, signal.SIGSTOP)  # so that it forks no more
+        children: list[int] = []
+        with suppress(OSError), open(f"/proc/{bwrap}/task/{bwrap}/children") as file:
+            children = [int(each) for each in file.read().split()]
+        for each in (*children, bwrap):
+            os.kill(each, signal.SIGKILL)
 
 
 def _read(file: IO[bytes], limits: RunLimits) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import sys
@@ -133,4 +134,10 @@ def processes_of_programs(pool: SandboxPool) -> set[int]:
             continue
         if owner(os.getpid()) in words and state != "Z":
             found.add(int(name))
-    return found - {pool.server_pid}
+    return found - {pool.server_pid} - {each for each in found if _is_server_in_namespaces(each)}
+
+
+def _is_server_in_namespaces(process: int) -> bool:
+    """Whether a process is process 1 of namespaces below this one's: programs are another level below."""
+    numbers = re.search(r"^NSpid:(.*)$", Path("/proc", str(process), "status").read_text(), re.MULTILINE)
+    return numbers is not None and numbers[1].split()[1:] == ["1"]

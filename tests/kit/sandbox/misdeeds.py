@@ -85,7 +85,8 @@ t("secret of the environment", lambda: os.environ["SECRET_KEY"])
 t("the project", lambda: __import__("rollout_server"))
 """,
 "stat of others": """
-t("stat", lambda: os.stat("DIR/secret").st_size)
+t("stat of a file of the run", lambda: os.stat("DIR/secret").st_size)
+t("stat of a file of the host", lambda: os.stat("/etc/passwd").st_size)
 """,
 "symlinks": """
 t("symlink and read", lambda: (os.symlink("/etc/shadow", "x1"), open("x1").read(10)))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from async_rl.errors import AsyncRLError, ConfigError
-from rollout_server.sandbox import subprocesses
+from rollout_server.sandbox import kernel, subprocesses
 from rollout_server.sandbox.fork_server import PROJECT
 from rollout_server.sandbox.pool import Ended, RunLimits
 from rollout_server.sandbox.subprocesses import Bubblewrap
@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap: scripts/bubblewrap.sh installs it"),
     pytest.mark.skipif(not os.path.exists(PYTHON), reason=f"there is no {PYTHON}"),
+    pytest.mark.skipif(not kernel.IS_KNOWN_MACHINE, reason="the filter of system calls is for x86_64"),
 ]
 OPEN = {
     "much memory in several processes": {"600 MB of 512 MB"},  # the limit is of each process

@@ -197,7 +197,8 @@ def _train(args: argparse.Namespace) -> int:
         raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
         from async_rl.config.loading import load_config
-        from async_rl.pipeline import dry_run, run
+        from async_rl.driver.dry_run import dry_run
+        from async_rl.pipeline import run
         from async_rl.telemetry.summary_table import format_summary
 
         signals.check()

@@ -36,12 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
-from async_rl.config.changed_settings import changed_settings
-from async_rl.config.loading import dump_config
-from async_rl.config.yaml_text import read_yaml
-from async_rl.driver.memory import plan_dry_run
 from async_rl.driver.placement import (
-    explain,
     open_ray,
     ray_messages_in,
     reserve,
@@ -49,7 +44,7 @@ from async_rl.driver.placement import (
     runs_here,
     servers_per_gpu,
 )
-from async_rl.driver.preflight import check_inputs, task_of
+from async_rl.driver.preflight import check_inputs
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals
@@ -60,17 +55,14 @@ from async_rl.storage.guard_events import with_rollbacks
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.hub_upload import upload_model
-from async_rl.storage.model_folder import policy_lr
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
-from async_rl.telemetry.status import NORMAL_END, depth_text
+from async_rl.telemetry.status import NORMAL_END
 from buffer.protocol.keys import client_keys_to_send, own_keys
 
 if TYPE_CHECKING:
     from async_rl.driver.actor_group import ActorGroup
     from async_rl.driver.supervisor import ReviveBuffer
-
-NO_SIZE = "not computed: the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
 
 
 def run(
@@ -300,54 +292,3 @@ def _final_counters(config: Config, processes: ActorGroup) -> dict[str, float]:
     processes.gather({"buffer": buffer.stop.remote()}, limit, "the end")
     counters = processes.gather({"buffer": buffer.close.remote()}, limit, "the final counters")
     return dict(counters["buffer"])
-
-
-def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: float = 0.0) -> str:
-    """Return the resolved configuration and the sizes derived from it as text, without starting a run.
-
-    Args:
-        check: called while a model is downloaded; what it raises ends the download.
-        gpu_gb: the memory of the smallest GPU, in units of 1e9 bytes, if the run spans other hosts; 0: not known.
-
-    Raises:
-        ConfigError: the run can't work, or what it needs does not fit GPUs of `gpu_gb`.
-    """
-    shown = pinned(config)
-    config = located(shown, check=check)
-    task = task_of(config)
-    cautions = check_inputs(config, task)
-    plan = plan_dry_run(config, gpu_gb)
-    cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
-    placement, prompts = config.placement, task().num_prompts
-    is_auto = config.staleness.depth == "auto"
-    most = config.most_slots if is_auto else config.slots
-    begun = depth_text(config.slots / config.fresh_per_step - 1, config.staleness.max)
-    begins = f", {config.slots} at the start: {begun}" * is_auto
-    derived = {
-        "epochs of the training prompts, at least":
-            f"{config.run.steps * config.learner.prompts_per_step / prompts:.3g} of {prompts} prompts",
-        "episodes per step": config.episodes_per_step,
-        "groups in flight or waiting, at most": f"{most}{begins}",
-        "episodes at the engines, at most": min(
-            most, config.rollout.concurrency * placement.rollout.servers
-        ) * config.rollout.group_size,
-        "optimizer steps per batch": config.algorithm.steps_per_batch,
-        "learning rate of the policy": f"{policy_lr(config):g}",
-        "episodes per learner rank and step": config.episodes_per_step / config.batch_shares,
-        "longest sequence, tokens": config.longest_tokens,
-        "correction": config.correction_kind,
-        "journal keeps tokens for, steps": config.journal_kept_steps if config.buffer.journal else "no journal",
-    }
-    text = dump_config(shown)
-    sections = {
-        "differs from the defaults": [
-            f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
-        ],
-        "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
-        "memory": plan.table() if plan else [NO_SIZE],
-        "caution": cautions,
-    }
-    for title, lines in sections.items():
-        if lines:
-            text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
-    return text

@@ -16,7 +16,7 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config.loading import load_config
-from async_rl.pipeline import dry_run
+from async_rl.driver.dry_run import dry_run
 from async_rl.storage.model_folder import load_tokenizer
 from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner

@@ -12,7 +12,7 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.config.loading import dump_config, load_config
 from async_rl.doctor.host import Check, _examine_config
-from async_rl.pipeline import dry_run
+from async_rl.driver.dry_run import dry_run
 from async_rl.storage.hub import located, pinned
 from async_rl.view.run_files import RunFiles
 from async_rl.view.token_texts import find_tokenizer

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from async_rl import pipeline
 from async_rl.config import Config
 from async_rl.driver import memory
+from async_rl.driver.dry_run import dry_run
 from async_rl.driver.memory import GIB, MemoryPlan
 from async_rl.errors import ConfigError
 from benchmarks.model_loading import QWEN2_5, save_headers
@@ -247,8 +247,8 @@ def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.Monk
     def checked(config: Config, task: object) -> list[str]:
         return []
 
-    monkeypatch.setattr(pipeline, "check_inputs", checked)
-    text = pipeline.dry_run(make_config(model_folder, rollout={"engine": "hf"}))
+    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", checked)
+    text = dry_run(make_config(model_folder, rollout={"engine": "hf"}))
     assert re.search(r"\n# epochs of the training prompts, at least +0\.16 of 10000 prompts\n", text)
     assert "\n# memory\n# host: " in text and "#   policy: activations " in text
     (changed,) = re.findall(r"\n# differs from the defaults\n((?:# .*\n)+)", text)

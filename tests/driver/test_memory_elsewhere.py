@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from async_rl import pipeline
 from async_rl.config import Config
 from async_rl.config.loading import load_config
+from async_rl.driver.dry_run import dry_run
 from async_rl.driver.memory import GIB
 from async_rl.errors import ConfigError
 from benchmarks.model_loading import QWEN2_5, save_headers
@@ -33,7 +33,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     save_headers(Qwen2Config(**QWEN2_5["32B"], max_position_embeddings=32_768), tmp_path / "model")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", found_none)
-    monkeypatch.setattr(pipeline, "check_inputs", lambda config: ["a caution of the inputs"])
+    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: ["a caution of the inputs"])
     return load_config(ROOT / "configs" / "gsm8k_two_node.yaml", [
         f"model.path={tmp_path / 'model'}", "task.path=", "task.eval_path=", "task.name=reasoning_gym/chain_sum",
         "task.reward=", f"run.dir={tmp_path}",
@@ -41,7 +41,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def test_gpus_that_are_large_enough_get_a_table_for_each_rank_and_server(two_nodes: Config) -> None:
-    text = pipeline.dry_run(two_nodes, gpu_gb=141)
+    text = dry_run(two_nodes, gpu_gb=141)
     memory = [" ".join(line.split()) for line in text.partition("# memory\n")[2].splitlines()]
     assert memory[0] == "# smallest GPU: 131.32 GiB"
     assert memory[1].startswith("# each of 8 learner rank(s): at most 86.")
@@ -53,16 +53,16 @@ def test_gpus_that_are_large_enough_get_a_table_for_each_rank_and_server(two_nod
 
 def test_gpus_that_are_too_small_are_refused_with_what_would_fit(two_nodes: Config) -> None:
     with pytest.raises(ConfigError, match=r"^memory: a learner rank needs .* Set learner\.offload: moments"):
-        pipeline.dry_run(two_nodes, gpu_gb=80)
+        dry_run(two_nodes, gpu_gb=80)
 
 
 def test_without_a_size_no_memory_of_other_hosts_is_told(two_nodes: Config) -> None:
-    text = pipeline.dry_run(two_nodes)
+    text = dry_run(two_nodes)
     assert "# memory\n# not computed: the run spans other hosts; say how large their GPUs are: --gpu-gb 80\n" in text
 
 
 def test_a_run_on_this_host_takes_no_size(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(pipeline, "check_inputs", lambda config: [])
+    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [])
     with pytest.raises(ConfigError, match="--gpu-gb is for runs over several hosts"):
-        pipeline.dry_run(make_config(model_folder), gpu_gb=80)
+        dry_run(make_config(model_folder), gpu_gb=80)

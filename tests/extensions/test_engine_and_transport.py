@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl import pipeline
 from async_rl.config import Config, RunConfig, WeightSyncConfig
+from async_rl.driver.dry_run import dry_run
 from async_rl.errors import ConfigError
 from async_rl.weights import open_publisher
 from async_rl.weights.server_admin import ServerAdmin
@@ -101,7 +101,7 @@ def test_an_engine_whose_servers_cannot_be_updated_is_refused_before_anything_st
 ) -> None:
     config = extended_config(model_folder, tmp_path, engine=f"{__name__}:{engine}", verify=True)
     with pytest.raises(ConfigError, match=said):
-        pipeline.dry_run(config)
+        dry_run(config)
 
 
 def test_a_push_pauses_the_server_before_the_bytes_move_and_resumes_it_after_them(

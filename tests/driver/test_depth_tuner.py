@@ -1,4 +1,4 @@
-"""What the driver measures for the depth and what it leaves out, how much time decisions may take, and the status."""
+"""The driver measures for the depth: what it leaves out, how much time decisions may take, and what the status says."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Runs whose depth moves again and again, as with staleness.depth auto, while the buffer dies and after a resume."""
+"""Runs whose depth moves again and again, as with staleness.depth auto: buffers die, groups are late or used again."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,13 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
-from async_rl.depth.controller import DepthController, Move
+from async_rl.depth.controller import DepthController
 from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.pipeline import run
 from async_rl.storage.checkpoints import checkpoint_folder
 from buffer.journal.journal import FILE_NAME
 from buffer.stored_group import DROP_REASONS
+from tests.kit.depth.random_moves import move_at_random
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
@@ -35,37 +34,19 @@ def configured(smoke_yaml: Path, folder: Path, *more: str) -> Config:
     ])  # fmt: skip
 
 
-def move_at_random(monkeypatch: pytest.MonkeyPatch, also: Callable[[DepthTuner, int], None]) -> None:
-    """Have the controller want another depth after each step but some, and call `also` when it was sent."""
-    rng, send = random.Random(0), DepthTuner._send
-    steps: list[int] = []
-
-    def want(self: DepthController, version: int, values: Any, *, is_disturbed: bool) -> Move | None:
-        steps.append(version)
-        depth = rng.choice([0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3])
-        return Move(depth, round((depth + 1) * SIZE), f"{depth:g} was drawn") if version % 3 else None
-
-    def send_and(self: DepthTuner, move: Move | None) -> None:
-        send(self, move)
-        also(self, steps[-1])
-
-    monkeypatch.setattr(DepthController, "add_step", want)
-    monkeypatch.setattr(DepthTuner, "_send", send_and)
-
-
 def read(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
     with contextlib.closing(sqlite3.connect(run_dir / FILE_NAME)) as database:
         return database.execute(query).fetchall()
 
 
-def check_slots(run_dir: Path, first_step: int = 1) -> None:
+def check_slots(run_dir: Path, start: int = START) -> None:
     """Batch number v was handed out with the slots of the last move up to the version that was served by then: v."""
     moves = dict(read(run_dir, "SELECT version, slots FROM moves"))
     assert len(set(moves.values())) > 2
     for record in logged(run_dir):
-        if record["step"] >= first_step and "buffer/slots" in record:
+        if "buffer/slots" in record:
             past = [version for version in moves if version <= record["step"] - 1]
-            assert record["buffer/slots"] == (moves[max(past)] if past else START), record["step"]
+            assert record["buffer/slots"] == (moves[max(past)] if past else start), record["step"]
 
 
 def test_the_bound_holds_and_no_move_is_half_made_while_buffers_die(
@@ -77,7 +58,7 @@ def test_the_bound_holds_and_no_move_is_half_made_while_buffers_die(
         if version in (4, 10) and "buffer" in tuner._processes.actors:
             tuner._processes.kill("buffer")
 
-    move_at_random(monkeypatch, kill)
+    move_at_random(monkeypatch.setattr, sent=kill)
     config = configured(smoke_yaml, tmp_path)
     summary = run(config)
     counters = summary["buffer"]
@@ -94,7 +75,7 @@ def test_the_bound_holds_and_no_move_is_half_made_while_buffers_die(
 def test_a_resume_goes_on_with_the_slots_and_the_moves_of_its_checkpoint(
     smoke_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    move_at_random(monkeypatch, lambda tuner, version: None)
+    move_at_random(monkeypatch.setattr)
     config = configured(smoke_yaml, tmp_path, "run.steps=12", "checkpoint.keep_last=9")
     run(config)
     before = read(config.run_dir, "SELECT * FROM moves WHERE version <= 8")
@@ -103,3 +84,35 @@ def test_a_resume_goes_on_with_the_slots_and_the_moves_of_its_checkpoint(
     assert read(config.run_dir, "SELECT * FROM moves") == before
     again = [record for record in logged(config.run_dir) if record["step"] > 8 and "buffer/slots" in record][-3:]
     assert {record["buffer/slots"] for record in again} == {max(before)[1]}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ("staleness.late=drop",), ("staleness.late=mask",), ("buffer.max_uses=2", "buffer.fresh_fraction=0.5"),
+        ("staleness.late=mask", "buffer.max_uses=2", "buffer.fresh_fraction=0.5"),
+    ],
+    ids=" ".join,
+)
+def test_moves_keep_the_bound_where_groups_are_dropped_masked_or_used_again(
+    smoke_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: tuple[str, ...]
+) -> None:
+    """A third of the prompts take so long that at bound 1 their groups are late. Reuse wants depths above 1."""
+    move_at_random(monkeypatch.setattr)
+    bound = 1 if len(policy) == 1 else BOUND
+    slow = ("task.reward=tests.e2e.test_policies:slow_for_some", "checkpoint.every_steps=0", f"staleness.max={bound}")
+    config = configured(smoke_yaml, tmp_path, *policy, *slow)
+    counters = run(config)["buffer"]
+    dropped = {reason: counters[f"buffer/dropped_{reason}"] for reason in DROP_REASONS}
+    assert counters["buffer/unaccounted"] == 0
+    assert counters["buffer/admitted"] == counters["buffer/trained"] + sum(dropped.values())
+    check_slots(config.run_dir, config.slots)
+    steps = logged(config.run_dir)
+    assert max(step.get("staleness/max", 0.0) for step in steps) <= bound
+    is_masked = any(step.get("staleness/masked_fraction") for step in steps)
+    if len(policy) == 1:  # a group of which no token is young enough is dropped where others are masked, too
+        assert dropped["late"] > 0 or is_masked
+    else:
+        assert counters["buffer/uses"] > counters["buffer/trained"]

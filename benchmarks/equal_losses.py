@@ -1,8 +1,8 @@
-"""Trains five small runs at two commits, and compares their metrics and weights bit for bit.
+"""Trains five small runs at several commits, and compares their metrics and weights with the last one's bit for bit.
 
-    python -m benchmarks.equal_losses 8a06ec1d HEAD --out benchmarks/results/equal_losses
+    python -m benchmarks.equal_losses 8a06ec1d 65521ad3 HEAD --out benchmarks/results/equal_losses
 
-Both commits run with this Python and its packages, each from a folder of its own with the files of `git archive`. The
+All commits run with this Python and its packages, each from a folder of its own with the files of `git archive`. The
 runs are strictly synchronous, on the hf engine, whose answers are a function of seed, prompt and weights; so a number
 that differs is a change of what is computed. A reward that counts vowels gives an untrained model something to learn.
 """
@@ -135,22 +135,22 @@ def digest(run_dir: Path) -> str:
     return hashlib.sha256((run_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def report(found: Mapping[str, ComparedRun], commits: Sequence[str], header: str) -> str:
-    """Return the page of the comparisons."""
+def report(found: Mapping[tuple[str, str], ComparedRun], new: str, header: str, note: str = "") -> str:
+    """Return the page of the comparisons, {(old commit, case): comparison with `new`}, and a note under the table."""
     rows = [
-        [name, str(each.steps), str(each.numbers), str(len(each.different)), "yes" if each.same_weights else "no"]
-        for name, each in found.items()
+        [old, case, str(each.steps), str(each.numbers), str(len(each.different)), "yes" if each.same_weights else "no"]
+        for (old, case), each in found.items()
     ]  # fmt: skip
-    columns = ["run", "steps", "numbers compared", "that differ", "same weights at the end"]
-    first = [f"- {name}: {', '.join(each.different[:3])}" for name, each in found.items() if each.different]
+    columns = ["old", "run", "steps", "numbers compared", "that differ", "same weights at the end"]
+    first = [f"- {', '.join(key)}: {', '.join(each.different[:3])}" for key, each in found.items() if each.different]
     alone = sorted({key for each in found.values() for key in each.only_in_one})
     parts = [
-        f"# The same losses at {commits[0]} and {commits[1]}", header,
-        "Strictly synchronous runs of a tiny model on the hf engine, at both commits with the same packages. Compared"
+        f"# Losses at {new} and before", header,
+        "Strictly synchronous runs of a tiny model on the hf engine, at all commits with the same packages. Compared"
         "\nare the bits of the metrics of losses, gradients, rewards, corrections and batches of each step, and of the"
         "\ntrained weights.",
         Table(columns, rows).markdown().rstrip("\n"),
-        *(["The first numbers that differ:\n\n" + "\n".join(first)] if first else []),
+        *(["The first numbers that differ:\n\n" + "\n".join(first)] if first else []), *([note] if note else []),
         *([f"Only one of the commits has {', '.join(f'`{key}`' for key in alone)}."] if alone else []),
     ]
     return "\n\n".join(parts) + "\n"
@@ -158,25 +158,29 @@ def report(found: Mapping[str, ComparedRun], commits: Sequence[str], header: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commits", nargs=2, metavar="COMMIT")
+    parser.add_argument("commits", nargs="+", metavar="COMMIT", help="the last is compared with each of the others")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--note", default="", help="text under the table")
     parser.add_argument("--out", type=Path, default=RESULTS, help="writes OUT.md and OUT.json")
     arguments = parser.parse_args()
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = write_inputs(folder, arguments.steps)
-        commits = [unpack(arguments.commits[0], folder / "old"), unpack(arguments.commits[1], folder / "new")]
+        *old, new = (unpack(commit, folder / f"code-{index}") for index, commit in enumerate(arguments.commits))
         for number, (case, settings) in enumerate(CASES.items()):
-            runs = {kind: folder / f"{kind}-runs" / f"case-{number}" for kind in ("old", "new")}
-            for kind, run_dir in runs.items():
-                train(folder / kind, config, run_dir, settings)
-            same = digest(runs["old"]) == digest(runs["new"])
-            found[case] = compare(records(runs["old"]), records(runs["new"]), same)
-            print(case, found[case], flush=True)
-    command = f"`python -m benchmarks.equal_losses {' '.join(sys.argv[1:])}`, {machine_text()}."
-    numbers = {"machine": describe_machine(), "commits": commits, "runs": {k: asdict(v) for k, v in found.items()}}
-    write_page(arguments.out, report(found, commits, command), numbers)
+            runs = [folder / f"runs-{index}" / f"case-{number}" for index in range(len(arguments.commits))]
+            for index, run_dir in enumerate(runs):
+                train(folder / f"code-{index}", config, run_dir, settings)
+            for commit, run_dir in zip(old, runs[:-1], strict=True):
+                same = digest(run_dir) == digest(runs[-1])
+                found[commit, case] = compare(records(run_dir), records(runs[-1]), same)
+                print(commit, case, found[commit, case], flush=True)
+    found = dict(sorted(found.items(), key=lambda item: old.index(item[0][0])))
+    header = f"`python -m benchmarks.equal_losses {' '.join(arguments.commits)}`, {machine_text()}."
+    runs_found = [{"old": commit, "run": case, **asdict(each)} for (commit, case), each in found.items()]
+    numbers = {"machine": describe_machine(), "new": new, "runs": runs_found}
+    write_page(arguments.out, report(found, new, header, arguments.note), numbers)
 
 
 if __name__ == "__main__":

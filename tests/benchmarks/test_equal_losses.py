@@ -1,4 +1,4 @@
-"""The comparison of two commits by their losses finds a number that differs in its last bit."""
+"""The comparison of commits by their losses finds a number that differs in its last bit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_a_loss_that_differs_in_its_last_bit_is_found() -> None:
     other = compare(old, new, same_weights=True)
     assert not other.are_equal and other.different == ("2: policy/loss",)
     assert not compare(old, old, same_weights=False).are_equal
-    page = report({"GRPO": other}, ["a", "b"], "Made here.")
-    assert "| GRPO | 2 | 2 | 1 | yes |" in page and "- GRPO: 2: policy/loss" in page
+    page = report({("a", "GRPO"): other}, "b", "Made here.", "Rounding.")
+    assert "| a | GRPO | 2 | 2 | 1 | yes |" in page and "- a, GRPO: 2: policy/loss\n\nRounding." in page
 
 
 @pytest.mark.parametrize("case", CASES)

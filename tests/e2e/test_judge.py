@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,33 @@ def test_an_outage_of_the_endpoint_costs_waiting_and_no_zeros(
     assert sum(record.get("scoring/judge/prompt_tokens", 0) for record in records) > 0
 
 
+RANKINGS = "|".join(", ".join(map(str, order)) for order in itertools.permutations(range(1, 5)))
+REAL = {
+    "judge": ("{reference}|{answer}", r'\{"score": [0-9]\}'),
+    "judge_pairwise": ("{reference}|{answer_a}|{answer_b}", r'\{"better": "(A|B|tie)"\}'),
+    "judge_listwise": ("{reference}|{answers}", rf'\{{"ranking": \[({RANKINGS})\]\}}'),
+}
+"""[reward] a prompt, and the form to which SGLang holds the replies of an untrained model: all of them are verdicts."""
+
+
+def judged_by_sglang(reward: str, model_folder: Path) -> list[str]:
+    """Settings of a run on groups of four, whose judge is an untrained model on an SGLang server of the run."""
+    prompt, form = REAL[reward]
+    params = {
+        "prompt": prompt, "max_tokens": 40, "temperature": 1.0, "structured": False, "body": {"regex": form},
+    }  # fmt: skip
+    return [
+        f"task.rewards={json.dumps([{'reward': reward, 'params': params}])}", f"judge.path={model_folder}",
+        "placement.judge.servers=1", "judge.timeout_s=120", "rollout.engine=hf", "staleness.max=2", "eval.size=0",
+    ]  # fmt: skip
+
+
+def counted(records: list[dict[str, Any]], reward: str) -> dict[str, float]:
+    """The sums of what scoring has counted, by name."""
+    names = {key for record in records for key in record if key.startswith(f"scoring/{reward}/")}
+    return {name.rpartition("/")[2]: sum(record.get(name) or 0.0 for record in records) for name in names}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_judge_on_a_server_of_the_run_scores_and_comes_back_when_it_is_killed(
@@ -75,9 +104,8 @@ def test_a_judge_on_a_server_of_the_run_scores_and_comes_back_when_it_is_killed(
 ) -> None:
     run_dir = tmp_path / "served"
     command = start(
-        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=served", "run.steps=100000", "rollout.engine=hf",
-        "staleness.max=2", "eval.size=0", REWARDS, f"judge.path={model_folder}", "placement.judge.servers=1",
-        "judge.timeout_s=120",
+        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=served", "run.steps=100000",
+        *judged_by_sglang("judge", model_folder),
     )
     wait_until(lambda: len(logged(run_dir)) > 1 or command.process.poll() is not None, 500, "two steps")
     assert command.process.poll() is None, command.text()
@@ -88,7 +116,36 @@ def test_a_judge_on_a_server_of_the_run_scores_and_comes_back_when_it_is_killed(
     command.interrupt()
     assert command.wait(120) == 130 and not command.orphans()
     records = [record for record in logged(run_dir) if "reward/mean" in record]
-    assert all(0 <= record["reward/judge"] <= 1 for record in records)
-    assert sum(record.get("scoring/judge/completion_tokens", 0) for record in records) > 0
+    assert all(0 <= record["reward/judge"] <= 0.9 for record in records)
+    assert len({record["reward/judge"] for record in records}) > 1
+    found = counted(records, "judge")
+    assert found["completion_tokens"] > 0 and found["retries"] > 0, "while the judge was away"
+    assert found["requests"] - found["retries"] >= 14 * (len(records) - 1), "each answer of a step has a verdict"
+    assert [found.get(name, 0) for name in ("no_verdict", "unreadable", "unanswered")] == [0, 0, 0]
     status = json.loads((run_dir / "status.json").read_text())
     assert any("judges, as" in str(each) for each in status["processes"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("reward", "requests"), [("judge_pairwise", 12), ("judge_listwise", 2)])
+def test_a_judge_on_a_server_of_the_run_compares_and_ranks_the_answers_of_a_group(
+    smoke_yaml: Path, tmp_path: Path, start: Callable[..., MarkedCommand], model_folder: Path, reward: str,
+    requests: int,
+) -> None:  # fmt: skip
+    """Each of the six pairs of a group is compared in both orders; a group is ranked in two orders."""
+    command = start(
+        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=compared", "run.steps=6",
+        *judged_by_sglang(reward, model_folder),
+    )
+    assert command.wait(700) == 0, command.text()[-3000:]
+    records = [record for record in logged(tmp_path / "compared") if "reward/mean" in record]
+    assert len(records) == 6
+    for record in records:  # what one answer of a group wins, another one loses
+        assert record["reward/mean"] == pytest.approx(0.5) == record[f"reward/{reward}"]
+        assert 0.01 < record["reward/std"] < 0.5
+    found = counted(records, reward)
+    assert found["requests"] >= requests * 4 * 5 and found["requests"] % requests == 0
+    assert found["prompt_tokens"] > found["completion_tokens"] > 10 * found["requests"]
+    assert found["disagreed"] > 0, "an untrained model contradicts itself"
+    assert [found.get(name, 0) for name in ("no_verdict", "unreadable", "unanswered", "failed")] == [0, 0, 0, 0]

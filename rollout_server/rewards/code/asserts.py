@@ -142,7 +142,13 @@ class _Owned:
         """Variables with a result of a function of the answer's."""
         self._objects: set[str] = set()
         """Variables with an object of a class of the answer's."""
+        self._derived: set[str] = set()
+        """Variables that were computed with a result."""
         for statement in (each for block in blocks for each in block):
+            if any(self._is_result(each) for each in ast.walk(statement)):
+                self._derived.update(
+                    each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and _is_stored(each)
+                )
             match statement:
                 case ast.Assign([ast.Name(name)], value) if bound[name] == 1:
                     if _is_literal(value):
@@ -169,12 +175,13 @@ class _Owned:
 
     def has_result_within(self, value: ast.expr) -> bool:
         """Return whether a call has a result of another one among its arguments, so that it may be a comparison."""
-        inner = [each for each in ast.walk(value) if each is not value]
-        return not self._candidate and any(
-            (isinstance(each, ast.Name) and each.id in self._results)
-            or (isinstance(each, ast.Call) and self.is_call(each) and not self._constructs(each))
-            for each in inner
-        )
+        return not self._candidate and any(self._is_result(each) for each in ast.walk(value) if each is not value)
+
+    def _is_result(self, node: ast.AST) -> bool:
+        """Return whether a node is a call of a function of the answer's, or a variable that depends on one."""
+        if isinstance(node, ast.Name):
+            return node.id in self._derived and not _is_stored(node)
+        return self.is_call(node) and not self._constructs(node)
 
     def is_call(self, node: ast.AST) -> bool:
         """Return whether a node is a call of a function of the answer's, or of a method of its objects."""
@@ -198,6 +205,10 @@ class _Owned:
         return False
 
 
+def _is_stored(name: ast.Name) -> bool:
+    return not isinstance(name.ctx, ast.Load)
+
+
 def _is_literal(node: ast.expr) -> bool:
     try:
         ast.literal_eval(node)
@@ -210,7 +221,9 @@ def _bound_names(tree: ast.Module) -> Iterator[str]:
     """Yield each name that code binds, once for each time."""
     for node in ast.walk(tree):
         match node:
-            case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name):
+            case ast.Name(name) if _is_stored(node):
+                yield name
+            case ast.arg(name):
                 yield name
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 yield name
@@ -244,7 +257,7 @@ class _Parts(ast.NodeTransformer):
         part: ast.expr = self.visit(node)
         values = self.values[before:]
         names = {each.id for each in ast.walk(part) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
-        loops = {each.id for each in ast.walk(part) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        loops = {each.id for each in ast.walk(part) if isinstance(each, ast.Name) and _is_stored(each)}
         of_loops = any(isinstance(each, ast.Name) and each.id in loops for value in values for each in ast.walk(value))
         may_compare = any(map(self._owned.has_result_within, values)) and not _expects_more_than_yes_or_no(part)
         if len(values) > 1 or of_loops or may_compare or names & (self._owned.bound - loops):

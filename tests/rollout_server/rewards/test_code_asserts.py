@@ -53,6 +53,8 @@ def test_calls_of_the_answer_run_beside_it_and_the_rest_outside(code: str, besid
     "assert f(3).__eq__(7)", "assert [7].__eq__(f(3))", "assert f(3).equals(7)",
     "ok = f(3) == 7\nassert ok == True", "assert is_same(f(3), [1, 2])", "assert is_same(f(3), [1, 2]) == True",
     "assert cmp(f(3), 7) == 0", "same = is_same(f(3), 7)\nassert same == True", "r = f(3)\nassert is_same(r, 7)",
+    "a, b = f(3)\nassert is_same(a, 7)", "r = [f(3)]\ns = r[0]\nassert is_same(s, 7)",
+    "for r in f(3): pass\nassert is_same(r, 7)",
     "def same(a, b): return a == b\nassert same(f(3), 7)", "same = lambda a, b: a == b\nassert same(f(3), 7)",
     "from operator import eq\nassert eq(f(3), 7)", "import numpy as np\nassert np.allclose(f(3), [1.0])",
     "import numpy as math\nassert math.isclose(f(3), 1.0)", "from numpy import isclose\nassert isclose(f(3), 1.0)",

@@ -3,7 +3,9 @@
 Words of letters are asked for, written backward or in alphabetical order. The task, the hf engine's batch, the
 learner's updater and its metrics are those of a run; in place of the processes between them stands a queue, so that the
 batch that is trained is exactly `staleness` versions old. The step's record is that of metrics.jsonl, and has
-`true/reward`, the mean reward of the answers of the version that the step has made, which no alarm sees.
+`true/reward`, the mean reward of the answers of the newest version before the step. At staleness 0 these are the
+answers that the step trains on, and `true/reward` is `reward/mean`; else they are trained on `staleness` steps later,
+and no alarm sees their reward before.
 """
 
 from __future__ import annotations

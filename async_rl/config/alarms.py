@@ -27,6 +27,10 @@ class AlarmsConfig:
     """How far the mean reward of a window may fall below its best: as a share of what it has gained since the start, or
     of half of its standard deviation at the start where that is more. The newest n steps alone may fall by
     sqrt(window_steps / n) times as much. .inf: no alarm."""
+    jump_limit: Share = 0.4
+    """How much policy/entropy and the KL of a step, offpolicy/kl_behaviour_proximal_k3 and
+    offpolicy/kl_proximal_learner_k3, all in nats a token, may rise together above their mean over the window before: as
+    a share of that mean, or of 0.25 where that is more. .inf: no alarm."""
     cut_limit: Share = 0.5
     """How far the share of answers that are cut off may rise above its start. .inf: no alarm."""
     all_cut_limit: Share = 0.9

@@ -2,6 +2,7 @@
 
     start   means over the first window of alarms.window_steps steps
     now     means over the newest one
+    before  means over the one that ends before the newest step
     best    the highest mean reward of any window
 
 Each signal is a number with a limit, alarms.<name>_limit, and an alarm, the metric alarm/<name>. How the limits were
@@ -12,18 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_rl.config.alarms import AlarmsConfig
 
 Values = Mapping[str, float]
 KEYS = (
     "reward/mean", "reward/std", "response/truncated_fraction", "response/repeated_fraction", "policy/entropy",
-    "policy/grad_norm",
+    "policy/grad_norm", "offpolicy/kl_behaviour_proximal_k3", "offpolicy/kl_proximal_learner_k3",
 )  # fmt: skip
 LOST = 0.1
 """A policy has lost reward if the window's has fallen by more than this share: then a small entropy or gradient is no
 success."""
+LEARNED = 0.1
+"""A policy has learned something once the mean reward of a window has been above that at the start by this share of its
+standard deviation at the start: before, it may move as far as it likes."""
+FEWEST_NATS = 0.25
+"""A jump is a share of at least so many nats a token: entropies near 0 are noisy."""
 SPREAD = 0.1
 """The rewards of a batch differ if their deviation is above this share of that at the start."""
 
@@ -57,6 +63,11 @@ COLLAPSE_SIGNALS = {
             "reward", "the mean reward has fallen from {best:.3g} to {now:.3g}",
             "The policy loses what it has learned. Lower learner.lr or staleness.depth, and go on from a checkpoint "
             "before the fall",
+        ),
+        CollapseSignal(
+            "jump", "entropy and KL have jumped from {start:.2g} to {now:.2g} nats a token in a step",
+            "A step went too far, and what was learned may be lost with it. Lower learner.lr, or bound the steps by "
+            "algorithm.early_stop_kl, algorithm.skip_batch_kl or learner.grad_clip",
         ),
         CollapseSignal(
             "cut", "{now:.0%} of the answers are cut off, {start:.0%} at the start",
@@ -119,25 +130,52 @@ def reward_fall(newest: Sequence[float], start: float, start_std: float, best: f
     return max((math.sqrt(n / len(means)) * (best - mean) / scale, mean) for n, mean in enumerate(means, 1))
 
 
+def surprise(values: Values) -> float | None:
+    """Return how surprised a policy is by a batch, in nats a token; None: its entropy is not known.
+
+        H(policy) + KL(behaviour || proximal) + KL(proximal || learner)
+
+    It is about -log p of a token, less noisy: the policy's own uncertainty, how far it has moved since the batch was
+    sampled, and how far the step moves it, if that takes several passes or minibatches.
+    """
+    if "policy/entropy" not in values:
+        return None
+    moved = (values.get(f"offpolicy/kl_{pair}_k3", 0.0) for pair in ("behaviour_proximal", "proximal_learner"))
+    return values["policy/entropy"] + math.fsum(moved)
+
+
+def jump(newest: Values, before: Values) -> SignalValue | None:
+    """Return by which share the surprise of the newest step is above that of the window before; None: one is unknown.
+    """
+    now, mean = surprise(newest), surprise(before)
+    if now is None or mean is None:
+        return None
+    return SignalValue((now - mean) / max(mean, FEWEST_NATS), mean, now)
+
+
 def collapse_signals(
-    rewards: Sequence[float], now: Values, start: Values, best: float, right_above: float
+    window: Sequence[Values], before: Values, start: Values, best: float, right_above: float
 ) -> dict[str, SignalValue]:
     """Return each signal that the metrics allow, by name.
 
     Args:
-        rewards: the mean rewards of the steps of the newest window, in order.
-        now, start: means over the newest window and over the first one.
+        window: the metrics of the steps of the newest window, in order.
+        before, start: means over the window before the newest step, {} if there was none, and over the first one.
         best: the highest mean reward of a window so far.
         right_above: the reward of a right answer; low rewards are below half of it.
     """
     found: dict[str, SignalValue] = {}
-    fall, spread = 0.0, 0.0
+    fall, spread, now = 0.0, 0.0, mean_over(window)
+    rewards = [step["reward/mean"] for step in window if math.isfinite(step.get("reward/mean", math.nan))]
     if rewards and "reward/mean" in start:
         first, std = start["reward/mean"], start.get("reward/std", 0.0)
         fall, newest = reward_fall(rewards, first, std, best)
         found["reward"] = SignalValue(fall, first, newest, best)
         fall, _ = reward_fall([now["reward/mean"]], first, std, best)  # of the window as a whole
         spread = now.get("reward/std", 0.0) / std if std > 0 else 0.0
+        moved = jump(mean_over(window[-1:]), before)
+        if moved:
+            found["jump"] = moved if best - first > LEARNED * std else replace(moved, value=0.0)
     for name, key in (("cut", "response/truncated_fraction"), ("repeated", "response/repeated_fraction")):
         if key in now and key in start:
             found[name] = SignalValue(now[key] - start[key], start[key], now[key])

@@ -59,6 +59,7 @@ class CollapseWatch:
     def add(self, version: int, values: Values) -> CollapseFinding | None:
         """Take the metrics of a step; return the signals, once there is a whole window."""
         self.next_back_to = max(0, version - math.ceil(values.get("staleness/mean", 0.0)))
+        before = mean_over(self._window) if len(self._window) == self._config.window_steps else {}
         self._window.append(values)
         if len(self._start) < self._config.window_steps:
             self._start.append(values)
@@ -68,8 +69,8 @@ class CollapseWatch:
         if now.get("reward/mean", -math.inf) > self._best:
             self._best = now["reward/mean"]
             self.back_to = max(0, self.next_back_to - 1)
-        rewards = [step["reward/mean"] for step in self._window if math.isfinite(step.get("reward/mean", math.nan))]
-        measured = collapse_signals(rewards, now, mean_over(self._start), self._best, self._right_above)
+        start = mean_over(self._start)
+        measured = collapse_signals(tuple(self._window), before, start, self._best, self._right_above)
         beyond = tuple(
             name for name, each in measured.items() if COLLAPSE_SIGNALS[name].is_beyond(each.value, self._config)
         )

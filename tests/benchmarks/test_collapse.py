@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -95,8 +96,82 @@ def test_the_quoted_figures_are_those_of_the_committed_records() -> None:
     for name in ("judged", "tuning"):
         found = verdict(read_records(RESULTS / f"{name}.json"), AlarmsConfig())
         assert numbers[name] == pytest.approx(found)
-    judged = numbers["judged"]
-    quoted = re.search(r"(\d+) of (\d+) collapses .*? (\d+) of (\d+) sound runs", page)
-    assert quoted and [int(text) for text in quoted.groups()] == [
+    judged, tuning = numbers["judged"], numbers["tuning"]
+    assert quoted(page, r"- (\d+) of (\d+) collapses .*?; (\d+) of (\d+) sound runs") == [
         judged[key] for key in ("noticed", "collapses", "false", "sound")
     ]
+    assert quoted(page, r"were chosen: (\d+) of (\d+) in time, and one false alarm in (\d+) sound") == [
+        tuning[key] for key in ("noticed", "collapses", "sound")
+    ]
+    assert tuning["false"] == 1
+    assert quoted(page, r"stop` goes back has ([\d.]+) of") == [pytest.approx(judged["kept"], abs=0.005)]
+    runs = [len(read_records(RESULTS / f"{name}.json")) for name in ("tuning", "judged")]
+    assert quoted(page, r"with (\d+) runs, but for that of `jump`; (\d+) others") == runs
+
+
+def quoted(page: str, pattern: str) -> list[float]:
+    found = re.search(pattern, page)
+    assert found, pattern
+    return [float(text) for text in found.groups()]
+
+
+def test_the_quoted_steps_of_the_alarms_are_those_of_the_committed_records() -> None:
+    page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
+    records = [each for each in read_records(RESULTS / "judged.json") if each.kind == "collapsed"]
+    config, without = AlarmsConfig(), AlarmsConfig(jump_limit=math.inf)
+    late: dict[int, set[int]] = {}
+    for record in records:
+        first = first_steps(record, without)
+        assert next(iter(first)) == "reward" and record.half_lost is not None
+        late.setdefault(record.setting["staleness"], set()).add(first["reward"] - record.half_lost)
+    assert late == {0: {0, 1}, 2: {3}, 4: {4}, 8: {8}}
+    assert "At staleness 2, 4 and 8 it is 3, 4 and 8 steps late" in page and "that alarm is 0 or 1 step late" in page
+    noticed = [sum(is_noticed(record, without) for record in records), len(records)]
+    assert quoted(page, r"`reward` alone, (\d+) of the (\d+) are") == noticed
+    firsts = [next(iter(first_steps(record, config))) for record in records]
+    assert quoted(page, r"`jump` comes first in (\d+) of the") == [firsts.count("jump")]
+    gaps = [first["gradient"] - first["reward"] for record in records if (first := first_steps(record, config))]
+    assert quoted(page, r"`gradient` follows (\d+) to (\d+) steps") == [min(gaps), max(gaps)]
+
+
+def test_the_quoted_rewards_and_entropies_are_those_of_the_committed_records() -> None:
+    page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
+    records = [record for name in ("tuning", "judged") for record in read_records(RESULTS / f"{name}.json")]
+
+    def named(*names: str) -> list[WordsRecord]:
+        return [record for record in records if record.setting["name"] in names]
+
+    def ends(runs: list[WordsRecord]) -> list[float]:
+        return [round(record.rewards[-1], 2) for record in runs]
+
+    plain = ends(named("2e-4", "3e-4"))
+    assert quoted(page, r"all runs learn \(reward ([\d.]+) to ([\d.]+) after 80 steps") == [min(plain), max(plain)]
+    assert quoted(page, r"3e-4 and 5e-4 reach ([\d.]+) and ([\d.]+) after 60") == ends(
+        named("four epochs, 3e-4", "four epochs, 5e-4")
+    )
+    rising = [each for each in records if re.search("four epochs, rising to [48]e-3", each.setting["name"])]
+    assert len(rising) == 7 and set(ends(rising)) == {0.0} and "at 0 in seven of seven runs" in page
+    (adapters,), (rank_4,) = named("adapters, 3e-3"), named("adapters, two epochs, 2e-3")
+    for record, pattern in (
+        (adapters, r"more slowly, from ([\d.]+) to ([\d.]+) at its best"),
+        (rank_4, r"rank 4 goes from ([\d.]+) to ([\d.]+)\."),
+    ):
+        assert quoted(page, pattern) == [round(record.start, 2), round(record.rewards[record.best - 1], 2)]
+
+    def entropies(runs: list[WordsRecord], step: int) -> list[float]:
+        return [record.records[step]["policy/entropy"] for record in runs]
+
+    sound = [each for each in records if each.kind == "sound" and "bonus" not in each.setting["name"]]
+    first, last = entropies(sound, 0), entropies(sound, -1)
+    assert quoted(page, r"falls from ([\d.]+) to ([\d.]+) nats a token to ([\d.]+) to ([\d.]+)\.") == [
+        round(end, 1) for end in (min(first), max(first), min(last), max(last))
+    ]
+    small, large = named("entropy bonus of 0.05", "entropy bonus of 0.1")
+    assert quoted(page, r"it ends at ([\d.]+) and the reward is ([\d.]+), as") == [
+        round(entropies([small], -1)[0], 2), *ends([small])
+    ]
+    assert quoted(page, r"rises to ([\d.]+) half-way, and the reward ends at ([\d.]+)\.") == [
+        round(entropies([large], len(large.records) // 2)[0], 1), *ends([large])
+    ]
+    lost = entropies([each for each in read_records(RESULTS / "judged.json") if each.kind == "collapsed"], -1)
+    assert quoted(page, r"it ends between ([\d.]+) and ([\d.]+)\.") == [round(min(lost), 1), round(max(lost), 1)]

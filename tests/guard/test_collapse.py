@@ -5,7 +5,7 @@ import math
 import pytest
 
 from async_rl.config.alarms import AlarmsConfig
-from async_rl.guard.collapse import COLLAPSE_SIGNALS, collapse_signals, mean_over, reward_fall
+from async_rl.guard.collapse import COLLAPSE_SIGNALS, collapse_signals, jump, mean_over, reward_fall, surprise
 from async_rl.guard.collapse_watch import CollapseFinding, CollapseWatch
 
 SOUND = {
@@ -53,24 +53,27 @@ def test_the_fall_of_the_reward_is_a_share_of_its_gain_or_of_its_deviation(
 def test_each_signal_is_computed_from_the_windows_by_hand() -> None:
     now = {
         "reward/mean": 0.5, "reward/std": 0.2, "response/truncated_fraction": 0.75, "response/repeated_fraction": 0.6,
-        "policy/entropy": 0.01, "policy/grad_norm": 0.004,
+        "policy/entropy": 0.01, "policy/grad_norm": 0.004, "offpolicy/kl_behaviour_proximal_k3": 0.5,
     }  # fmt: skip
-    found = collapse_signals([0.5], now, SOUND, best=1.1, right_above=1.2)
+    before = {"policy/entropy": 0.2, "offpolicy/kl_proximal_learner_k3": 0.1}
+    found = collapse_signals([now], before, SOUND, best=1.1, right_above=1.2)
     values = {name: measured.value for name, measured in found.items()}
     assert values == pytest.approx({
-        "reward": 1.0, "cut": 0.65, "all_cut": 0.75, "repeated": 0.6, "entropy": 0.01, "gradient": 0.002
+        "reward": 1.0, "jump": 0.7, "cut": 0.65, "all_cut": 0.75, "repeated": 0.6, "entropy": 0.01, "gradient": 0.002
     })  # fmt: skip
     assert set(values) == set(COLLAPSE_SIGNALS)
     only_reward = {"reward/mean": 0.5}
-    assert list(collapse_signals([0.5], only_reward, only_reward, best=0.5, right_above=1.0)) == ["reward"]
+    assert list(collapse_signals([only_reward], {}, only_reward, best=0.5, right_above=1.0)) == ["reward"]
 
 
 def test_a_small_entropy_and_gradient_are_a_success_where_all_rewards_are_the_best() -> None:
     now = {"reward/mean": 1.0, "reward/std": 0.0, "policy/entropy": 1e-9, "policy/grad_norm": 0.0}
-    found = collapse_signals([1.0], now, SOUND, best=1.0, right_above=1.0)
+    found = collapse_signals([now], {}, SOUND, best=1.0, right_above=1.0)
     assert found["entropy"].value == found["gradient"].value == math.inf
     # rewards that differ, none of which can be learned from: the run is stuck below what it could reach
-    stuck = collapse_signals([0.6], {**now, "reward/mean": 0.6, "reward/std": 0.4}, SOUND, best=0.6, right_above=1.0)
+    stuck = collapse_signals(
+        [{**now, "reward/mean": 0.6, "reward/std": 0.4}], {}, SOUND, best=0.6, right_above=1.0
+    )
     assert stuck["gradient"].value == 0.0 and stuck["entropy"].value == math.inf
 
 
@@ -102,6 +105,7 @@ def test_limits_and_the_window_are_settings() -> None:
         ("repeated", {"response/repeated_fraction": 0.9}),
         ("gradient", {"policy/grad_norm": 0.0}),
         ("entropy", {"policy/entropy": 1e-14, "reward/mean": 0.4}),
+        ("jump", {"policy/entropy": 1.2, "reward/mean": 0.9}),
     ],
 )
 def test_each_signal_has_its_alarm_and_its_limit(name: str, step: dict[str, float]) -> None:
@@ -129,5 +133,40 @@ def test_low_rewards_are_those_below_half_of_what_counts_as_right(
     right_above: float, reward: float, is_low: bool
 ) -> None:
     now = {"reward/mean": reward, "response/truncated_fraction": 1.0}
-    found = collapse_signals([reward], now, now, reward, right_above)
+    found = collapse_signals([now], {}, now, reward, right_above)
     assert found["all_cut"].value == (1.0 if is_low else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("newest", "before", "value", "now"),
+    [
+        ({"policy/entropy": 0.9}, {"policy/entropy": 0.5}, 0.8, 0.9),  # it has become unsure
+        # stale answers: the policy that trains on them is far from the one that sampled
+        ({"policy/entropy": 0.5, "offpolicy/kl_behaviour_proximal_k3": 0.4}, {"policy/entropy": 0.5}, 0.8, 0.9),
+        # several passes over the batch: the step itself goes far
+        ({"policy/entropy": 0.5, "offpolicy/kl_proximal_learner_k3": 0.4}, {"policy/entropy": 0.5}, 0.8, 0.9),
+        # a mean of less than a quarter of a nat counts as that
+        ({"policy/entropy": 0.03}, {"policy/entropy": 0.01}, 0.08, 0.03),
+        ({"policy/entropy": 0.1}, {"policy/entropy": 0.5}, -0.8, 0.1),
+    ],
+)
+def test_a_jump_is_a_share_of_the_mean_entropy_and_kl_before(
+    newest: dict[str, float], before: dict[str, float], value: float, now: float
+) -> None:
+    found = jump(newest, before)
+    assert found is not None and (found.value, found.now) == pytest.approx((value, now))
+    assert found.start == pytest.approx(surprise(before))
+
+
+def test_there_is_no_jump_without_an_entropy_or_a_window_before() -> None:
+    assert jump({"reward/mean": 1.0}, {"policy/entropy": 1.0}) is None
+    assert jump({"policy/entropy": 1.0}, {}) is None
+
+
+def test_a_jump_is_an_alarm_only_of_a_run_that_has_learned_something() -> None:
+    moved = {"policy/entropy": 0.7}
+    assert [beyond(found) for found in watched({}, {}, {}, moved)[1:]] == [(), (), ()]
+    better = {"reward/mean": 0.9}
+    found = watched({}, {}, better, better, {**better, **moved})[-1]
+    assert beyond(found) == ("jump",) and found is not None and found.is_serious
+    assert found.text("jump") == "entropy and KL have jumped from 0.4 to 0.7 nats a token in a step"

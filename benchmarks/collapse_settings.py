@@ -1,0 +1,96 @@
+"""The runs of benchmarks/collapse.py: those with which signals and limits were chosen, and those that judge them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.collapsing_runs import WordsRun
+
+Over = dict[str, Any]
+NO_CORRECTION: Over = {"algorithm.correction.kind": "none"}
+RISING: Over = {"learner.warmup_steps": 400}
+FOUR: Over = {"algorithm.epochs": 4}
+FOUR_RISING = RISING | FOUR
+SORTED: Over = {"rule": "sorted", "letters": 5}
+
+
+def raised(after: int, factor: float) -> Over:
+    """Return the settings of a learning rate that is raised by a factor after so many optimizer steps."""
+    params = f"{{after: {after}, factor: {factor}}}"
+    return {"learner.optimizer": "benchmarks.collapsing_runs:RaisedAdamW", "learner.optimizer_params": params}
+
+
+TUNING = (
+    WordsRun("rising to 4e-3", 0, 4e-3, steps=150, over=RISING),
+    WordsRun("rising to 4e-3", 1, 4e-3, steps=150, over=RISING),
+    WordsRun("rising to 6e-3", 2, 6e-3, steps=120, over=RISING),
+    WordsRun("rising to 6e-3", 3, 6e-3, steps=120, over=RISING),
+    WordsRun("no correction, 5e-4", 4, 5e-4, 8, steps=100, over=NO_CORRECTION),
+    WordsRun("no correction, 3e-4", 5, 3e-4, 8, steps=100, over=NO_CORRECTION),
+    WordsRun("four epochs, 3e-4", 6, 3e-4, steps=60, over=FOUR),
+    WordsRun("four epochs, 5e-4", 7, 5e-4, steps=60, over=FOUR),
+    WordsRun("entropy bonus of 0.05", 8, 3e-4, steps=100, over={"algorithm.entropy_coef": 0.05}),
+    WordsRun("entropy bonus of 0.1", 9, 3e-4, steps=100, over={"algorithm.entropy_coef": 0.1}),
+    WordsRun("sorted, rising to 6e-3", 10, 6e-3, steps=120, over=RISING, **SORTED),
+    WordsRun("stale, rising to 6e-3", 11, 6e-3, 8, steps=120, over=RISING),
+    WordsRun("2e-3", 12, 2e-3, steps=40),
+    WordsRun("four epochs, rising to 4e-3", 13, 4e-3, steps=60, over=FOUR_RISING),
+    WordsRun("four epochs, rising to 4e-3", 14, 4e-3, steps=60, over=FOUR_RISING),
+    WordsRun("four epochs, rising to 8e-3", 15, 8e-3, steps=50, over=FOUR_RISING),
+    WordsRun("four epochs, rising to 8e-3", 16, 8e-3, steps=50, over=FOUR_RISING),
+    WordsRun("sorted, four epochs, rising to 4e-3", 17, 4e-3, steps=60, over=FOUR_RISING, **SORTED),
+    WordsRun("stale, four epochs, rising to 4e-3", 18, 4e-3, 4, steps=60, over=FOUR_RISING),
+    WordsRun("stale, four epochs, rising to 8e-3", 19, 8e-3, 2, steps=50, over=FOUR_RISING),
+    WordsRun("four epochs, raised by 10", 40, 3e-4, steps=65, over=FOUR | raised(160, 10)),
+    WordsRun("four epochs, raised by 20", 41, 3e-4, steps=55, over=FOUR | raised(160, 20)),
+    WordsRun("four epochs, raised by 5", 42, 3e-4, steps=65, over=FOUR | raised(160, 5)),
+    WordsRun("four epochs, raised by 5", 43, 3e-4, steps=65, over=FOUR | raised(160, 5)),
+    WordsRun("sorted, four epochs, raised by 10", 44, 3e-4, steps=65, over=FOUR | raised(160, 10), **SORTED),
+    WordsRun("stale, four epochs, raised by 7", 45, 3e-4, 4, steps=65, over=FOUR | raised(160, 7)),
+    WordsRun("raised by 15", 46, 3e-4, steps=95, over=raised(75, 15)),
+    WordsRun("3e-4", 20, 3e-4),
+    WordsRun("3e-4", 21, 3e-4),
+    WordsRun("2e-4", 22, 2e-4),
+    WordsRun("2e-4", 23, 2e-4),
+    WordsRun("stale, 3e-4", 24, 3e-4, 2),
+    WordsRun("stale, 2e-4", 25, 2e-4, 4),
+    WordsRun("sorted, 2e-4", 26, 2e-4, **SORTED),
+    WordsRun("sorted and stale, 2e-4", 27, 2e-4, 2, **SORTED),
+    WordsRun("gspo, 3e-4", 28, 3e-4, over={"algorithm.preset": "gspo"}),
+    WordsRun("adapters, 3e-3", 29, 3e-3, over={"model.lora.rank": 8}),
+    WordsRun("KL penalty, 3e-4", 30, 3e-4, over={"algorithm.kl.kind": "k2_loss", "algorithm.kl.coef": 0.01}),
+)
+TWO: Over = {"algorithm.epochs": 2}
+PARTS: Over = {"algorithm.minibatches": 4}
+CISPO: Over = {"algorithm.preset": "cispo"}
+RLOO: Over = {"algorithm.preset": "rloo"}
+OTHER_BETAS: Over = {"learner.betas": "[0.9, 0.95]"}
+ADAPTERS: Over = {"model.lora.rank": 4}
+
+JUDGED = (
+    WordsRun("two epochs, raised by 8", 100, 4e-4, steps=75, over=TWO | raised(100, 8)),
+    WordsRun("two epochs, raised by 12", 101, 4e-4, steps=70, over=TWO | raised(100, 12)),
+    WordsRun("gspo, raised by 12", 102, 4e-4, steps=85, over={"algorithm.preset": "gspo"} | raised(65, 12)),
+    WordsRun("cispo, raised by 12", 103, 4e-4, steps=85, over=CISPO | raised(65, 12)),
+    WordsRun("rloo, raised by 10", 104, 4e-4, steps=85, over=RLOO | raised(65, 10)),
+    WordsRun("adapters, four epochs, raised by 10", 105, 3e-3, steps=65, over=ADAPTERS | FOUR | raised(160, 10)),
+    WordsRun("sorted and stale, two epochs, raised by 8", 106, 4e-4, 2, steps=75, over=TWO | raised(100, 8), **SORTED),
+    WordsRun("five letters, four epochs, raised by 6", 107, 3e-4, letters=5, steps=60, over=FOUR | raised(140, 6)),
+    WordsRun("stale, four epochs, raised by 10", 108, 3e-4, 8, steps=70, over=FOUR | raised(160, 10)),
+    WordsRun("no clip, two epochs, raised by 10", 109, 4e-4, steps=70,
+             over=TWO | {"learner.grad_clip": 100.0} | raised(100, 10)),
+    WordsRun("four minibatches, raised by 10", 110, 2e-4, steps=65, over=PARTS | raised(160, 10)),
+    WordsRun("stale, two epochs, raised by 20", 111, 4e-4, 4, steps=70, over=TWO | raised(100, 20)),
+    WordsRun("two epochs, 3e-4", 120, 3e-4, steps=60, over=TWO),
+    WordsRun("two epochs, 2e-4", 121, 2e-4, steps=60, over=TWO),
+    WordsRun("cispo, 3e-4", 122, 3e-4, over=CISPO),
+    WordsRun("rloo, 3e-4", 123, 3e-4, over=RLOO),
+    WordsRun("five letters, 3e-4", 124, 3e-4, letters=5),
+    WordsRun("sorted, two epochs, 2e-4", 125, 2e-4, steps=60, over=TWO, **SORTED),
+    WordsRun("stale, 3e-4", 126, 3e-4, 1),
+    WordsRun("stale, 2e-4", 127, 2e-4, 6),
+    WordsRun("four minibatches, 2e-4", 128, 2e-4, steps=60, over=PARTS),
+    WordsRun("other betas, 3e-4", 129, 3e-4, over=OTHER_BETAS),
+    WordsRun("adapters, two epochs, 2e-3", 130, 2e-3, steps=60, over=ADAPTERS | TWO),
+    WordsRun("dppo_tv, 3e-4", 131, 3e-4, over={"algorithm.preset": "dppo_tv"}),
+)  # fmt: skip

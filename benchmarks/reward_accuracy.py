@@ -60,8 +60,8 @@ LOOPS = (SAME, Loop(False, True), Loop(True, False), Loop(False, False))
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What a seed gave."""
+class SeedOutcome:
+    """The accuracies of one seed, and what they cost."""
 
     seed: int
     comparisons: int
@@ -132,7 +132,7 @@ def _scores(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> tor
     return scores
 
 
-def measured(seed: int) -> Measured:
+def measured(seed: int) -> SeedOutcome:
     """Train the reward models of a seed, on comparisons in the current folder, which are made if there are none."""
     folder = Path(f"runs/rlhf/{seed}")
     if not (folder / "held_out.jsonl").is_file():
@@ -147,7 +147,7 @@ def measured(seed: int) -> Measured:
     accuracy, comparisons, held_out = plain(config, SAME)
     cpu_s = middle_s - start_s, time.process_time() - middle_s
     others = {loop.name: plain(config, loop)[0] for loop in LOOPS if loop != SAME}
-    return Measured(
+    return SeedOutcome(
         seed, comparisons, held_out, {OURS: found["accuracy"], SAME.name: accuracy} | others, found["loss"],
         found["margin"], found["calibration_error"], cpu_s,
     )
@@ -157,7 +157,7 @@ def _run(*words: str) -> None:
     subprocess.run([sys.executable, *words], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
 
-def accuracy_table(found: Sequence[Measured]) -> Table:
+def accuracy_table(found: Sequence[SeedOutcome]) -> Table:
     """Return the accuracies of each seed, their means, and the mean differences to ours; ± is a standard error."""
     names = [OURS, *(loop.name for loop in LOOPS)]
     rows = [[str(each.seed), *(f"{each.accuracies[name]:.3f}" for name in names)] for each in found]
@@ -168,7 +168,7 @@ def accuracy_table(found: Sequence[Measured]) -> Table:
     return Table(("seed", *names), rows, "Held-out accuracy")
 
 
-def detail_table(found: Sequence[Measured]) -> Table:
+def detail_table(found: Sequence[SeedOutcome]) -> Table:
     header = ("seed", "comparisons", "held-out ones", "loss of async-rl", "margin", "calibration error",
               "CPU s of async-rl", "of the plain loop")  # fmt: skip
     rows = [

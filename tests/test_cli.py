@@ -103,7 +103,7 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(pipeline, "dry_run", lambda config, *_: seen.append(config) or "")
+    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, *_: seen.append(config) or "")
     assert main(["train", str(config_file), "run.steps=7", "--dry-run", "staleness.max=3"]) == 0
     assert main(["train", "--dry-run", str(config_file), "run.steps=7", "staleness.max=3"]) == 0
     assert main(["train", "run.steps=7", "--dry-run", "staleness.max=3", str(config_file)]) == 0
@@ -113,7 +113,7 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
 def test_the_size_of_gpus_is_for_a_dry_run(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pipeline, "dry_run", lambda config, check, gpu_gb: f"{gpu_gb}")
+    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, check, gpu_gb: f"{gpu_gb}")
     assert main(["train", str(config_file), "--dry-run", "--gpu-gb", "80"]) == 0
     assert capsys.readouterr().out == "80.0"
     assert main(["train", str(config_file), "--gpu-gb", "80"]) == 2
@@ -144,7 +144,7 @@ def test_a_leading_tilde_in_an_argument_is_the_home_directory(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(config_file.parent))
-    monkeypatch.setattr(pipeline, "dry_run", lambda config, *_: "read")
+    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, *_: "read")
     assert main(["train", "~/config.yaml", "--dry-run"]) == 0
     assert main(["train", "--resume", "~/run"]) == 2
     assert main(["status", "~/run"]) == 2

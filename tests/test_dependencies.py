@@ -23,7 +23,7 @@ OF_USERS = {
     "textarena": "docs/episodes.md", "trackio": "docs/metrics.md", "verifiers": "docs/episodes.md",
     "vllm": "docs/installing.md",
 }  # fmt: skip
-"""What a user brings who wants it, and the document that says so."""
+"""Packages of modules that a user brings who wants them, and the document that says so."""
 UNINSTALLED = {"pynvml": "nvidia-ml-py", "omegaconf": "skyrl-gym"}
 """The package that brings a module, where it is not installed here under the module's name."""
 

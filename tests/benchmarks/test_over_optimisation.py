@@ -72,7 +72,7 @@ def test_a_curve_is_read_from_the_metrics_of_a_run(tmp_path: Path) -> None:
     assert (curve.rollbacks, curve.ends_at, len(curve.first_gold)) == ((), 0, 0)
 
 
-def test_a_curve_ends_with_the_version_that_the_guard_keeps_and_knows_what_was_discarded(tmp_path: Path) -> None:
+def test_a_curve_ends_with_the_version_the_guard_keeps_and_knows_what_was_discarded(tmp_path: Path) -> None:
     """The run trained 6 steps, went back to 3 and from 5 to 2, and was ended at 7 with version 4."""
     for kind, version, back_to in (("rollback", 6, 3), ("resumed", 6, 3), ("rollback", 5, 2), ("stop", 7, 4)):
         add_guard_event(tmp_path, GuardEvent(kind=kind, version=version, back_to=back_to))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from async_rl.driver.dry_run import dry_run
 from async_rl.driver.memory import GIB
 from async_rl.errors import ConfigError
 from benchmarks.model_loading import QWEN2_5, save_headers
+from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.documents import ROOT
 
@@ -31,6 +32,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         raise ConnectionError
 
     save_headers(Qwen2Config(**QWEN2_5["32B"], max_position_embeddings=32_768), tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", found_none)
     monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: ["a caution of the inputs"])

@@ -19,12 +19,12 @@ from async_rl.config import (
 )
 from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import examine_nodes
+from async_rl.driver.dry_run import dry_run
 from async_rl.driver.placement import Reservation, explain, ray_bundles, reserve, resolve_placement
 from async_rl.driver.resources import Host, HostDemand, assign, host_demands
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
-from async_rl.pipeline import dry_run
 from buffer.protocol.keys import new_keys
 from tests.kit.models import save_tiny_model
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on

@@ -34,10 +34,11 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.config.loading import load_config
+from async_rl.driver.dry_run import dry_run
 from async_rl.driver.preflight import _check_loading, check_inputs
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
-from async_rl.pipeline import dry_run, run
+from async_rl.pipeline import run
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 from tests.kit.configs import make_config

@@ -40,6 +40,14 @@ def test_the_table_of_the_audit_has_a_row_for_each_of_its_findings() -> None:
     assert set(re.findall(r"^\| (\d+\.\d+) \|", AUDIT, re.MULTILINE)) == findings
 
 
+def test_what_only_a_gpu_can_show_is_on_the_page_by_the_number_of_its_finding() -> None:
+    last_cells = re.findall(r"^\| (\d+\.\d+) \|.*\| ([^|]*)\|$", AUDIT, re.MULTILINE)
+    assert len(last_cells) == 30
+    bullets = re.findall(r"^- (?:.+\n)(?:  .+\n)*", PAGE.partition("\n## What was never run\n")[2], re.MULTILINE)
+    named = [number for bullet in bullets for number in re.findall(r"\((\d+\.\d+)\)", bullet)]
+    assert sorted(named) == sorted({number for number, cell in last_cells if cell.strip()})
+
+
 def test_the_tests_that_the_table_of_the_audit_names_are_there() -> None:
     named = set(re.findall(r"`(tests/[a-z0-9_/]+\.py)(?:::(\w+))?`", AUDIT))
     assert len({file for file, _ in named}) > 25

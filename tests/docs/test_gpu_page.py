@@ -45,7 +45,7 @@ def test_each_row_of_the_audit_says_what_was_what_is_now_and_how_that_is_known()
     assert {len(row) for row in rows} == {6}
     assert [row[0] for row in rows if not all(row[:5])] == []
     without_a_test = [row[:2] for row in rows if "`tests/" not in row[4]]
-    assert without_a_test == [["3.5", "Servers of a 7B on a node of their own"]]  # which is a choice, and nothing to test
+    assert without_a_test == [["3.5", "Servers of a 7B on a node of their own"]]  # a choice
 
 
 def test_what_only_a_gpu_can_show_is_on_the_page_by_the_number_of_its_finding() -> None:

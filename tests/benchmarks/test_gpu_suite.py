@@ -83,7 +83,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"],
 open({str(tmp_path / 'pid')!r}, "w").write(str(child.pid))
 time.sleep({0 if dies_first else 100})
 """
-    suite = Suite([step("leaves", code, minutes=1.0 if dies_first else 0.06)], tmp_path, minutes=5)
+    suite = Suite([step("leaves", code, minutes=1.0 if dies_first else 0.03)], tmp_path, minutes=5)
     suite.run()
     assert states(suite) == {"leaves": "done" if dies_first else "timeout"}
     pid = int((tmp_path / "pid").read_text())

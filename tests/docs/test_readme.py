@@ -14,6 +14,7 @@ from rollout_server.episodes.episode import EPISODE_METRICS
 from rollout_server.question import Question
 from tests.kit.configuration_page import PAGE, page
 from tests.kit.documents import DOCUMENTS, FILES, ROOT, blocks, run
+from tests.kit.models import save_tiny_model
 
 GUIDE = DOCUMENTS["docs/guide.md"]
 
@@ -138,16 +139,27 @@ def commands(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like a checkout and takes what the commands write."""
-    folder = tmp_path_factory.mktemp("checkout")
+def save_checkout(folder: Path) -> Path:
+    """Make a folder that looks like a checkout and takes what the commands write."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name not in ("runs", "data"):
             (folder / entry.name).symlink_to(entry)
     for name in ("train", "test"):
         line = '{"question": "1 + 1?", "answer": "It is two.\\n#### 2"}\n'
         (folder / f"{name}.jsonl").write_text(line)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
+def checkout_with_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an untrained model in the place of the one that `async-rl sft configs/quickstart.yaml` makes."""
+    folder = save_checkout(tmp_path_factory.mktemp("checkout"))
+    save_tiny_model("tiny-qwen2", folder / "runs" / "quickstart-sft" / "model", seed=0)
     return folder
 
 
@@ -158,10 +170,8 @@ def test_every_command_in_the_documents_is_covered_and_no_other_is_listed() -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", QUICK)
-def test_a_quick_command_runs(command: str, checkout: Path) -> None:
-    if "configs/quickstart.yaml" in command and not (checkout / "runs").exists():
-        run("async-rl sft configs/quickstart.yaml sft.steps=1", checkout, timeout_s=120)
-    run(command, checkout, timeout_s=240)
+def test_a_quick_command_runs(command: str, checkout_with_model: Path) -> None:
+    run(command, checkout_with_model, timeout_s=240)
 
 
 @pytest.mark.nightly

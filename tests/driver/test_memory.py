@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from async_rl.driver.dry_run import dry_run
 from async_rl.driver.memory import GIB, MemoryPlan
 from async_rl.errors import ConfigError
 from benchmarks.model_loading import QWEN2_5, save_headers
-from learner.memory import checkpointing_choice
+from learner.memory import checkpointing_choice, rank_memory
+from learner.memory.activations import PassMemory, measure_pass
 from learner.memory.checkpointing_choice import with_checkpointing
 from learner.memory.rank_memory import RankMemory
 from learner.memory.room import host_bytes, is_surely_small
@@ -33,6 +36,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("headers")
     save_headers(Qwen2Config(**QWEN2_5["0.5B"] | {"num_hidden_layers": 4}), folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_pass_is_measured_once() -> Iterator[None]:
+    """Many plans have the same passes: the tests of this file measure each of them one time."""
+    measured: dict[str, PassMemory] = {}
+
+    @functools.wraps(measure_pass)
+    def remembered(config: Any, *args: Any, **settings: Any) -> PassMemory:
+        key = f"{config._attn_implementation} {config.to_json_string()} {args} {sorted(settings.items())}"
+        if key not in measured:
+            measured[key] = measure_pass(config, *args, **settings)
+        return measured[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_memory, "measure_pass", remembered)
+        yield
 
 
 def plan(folder: Path, gpus: int = 1, gpu_bytes: int = H100_BYTES, **sections: Any) -> MemoryPlan:

@@ -22,6 +22,7 @@ from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.engines.own_gpu import OWN_GPU, placed, transports
 from tests.kit.engines.replies import request_for
 from tests.kit.engines.tags import check_tags
 from tests.kit.learner.served_batches import OPEN, Note, behaviour_logprobs, generated, learner_logprobs
@@ -30,25 +31,6 @@ from tests.kit.models import load_model
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3
 """Low, so that answers rarely end early."""
-
-
-OWN_GPU = pytest.mark.parametrize("own_gpu", [False, True])
-"""Whether the server has a GPU of its own, the second one: NCCL refuses two ranks on one."""
-
-
-def transports(device: torch.device, own_gpu: bool) -> list[tuple[str, bool]]:
-    """(name, whether learner and server take turns)"""
-    if own_gpu:
-        return [("nccl", False)]
-    further = [("gloo", False)] if device.type == "cpu" else []
-    return [("cuda_ipc", False), ("cuda_ipc", True), ("disk", False), *further]
-
-
-def placed(config: Config, own_gpu: bool) -> Config:
-    if own_gpu and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    server_args = config.rollout.server_args | ({"base-gpu-id": 1} if own_gpu else {})
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server_args=server_args))
 
 
 def change(updater: Updater) -> None:

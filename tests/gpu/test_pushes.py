@@ -19,6 +19,7 @@ from learner.updater import Updater
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.noted_pushes import expected_sums
+from tests.kit.engines.own_gpu import broadcasting, placed
 from tests.kit.learner.served_batches import OPEN, Note, behaviour_logprobs, generated, learner_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -38,26 +39,16 @@ def change(updater: Updater, share: float) -> None:
                 local += 0.1 * spread * torch.randn_like(local) * (torch.rand_like(local) < share)
 
 
-def transport_of(device: torch.device, form: str) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    if torch.cuda.device_count() > 1:
-        return "nccl"
-    if form == "staging":
-        pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
-    return "disk"
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_server_holds_the_learners_weights_after_each_push(
     config: Config, device: torch.device, one_rank: None, note: Note, tmp_path: Path, form: str
 ) -> None:
     """A server adds adapters on another device than the learner, so that its bits may differ from the learner's."""
-    transport = transport_of(device, form)
-    own_gpu = {"base-gpu-id": 1} if transport == "nccl" else {}
+    transport = broadcasting(device, or_disk=form != "staging")
+    config = placed(config, own_gpu=transport == "nccl")
     config = changed(
         config, model={"dtype": "bfloat16", "lora": LoraConfig(rank=4 * (form == "adapter"))},
-        rollout={"server_args": config.rollout.server_args | own_gpu}, placement=PlacementConfig(),
+        placement=PlacementConfig(),
         # in place the prompts, which are the same each time, would be answered from their KV of the version before
         weight_sync=WeightSyncConfig(transport=transport, on_update="retract", bucket_bytes=2**20, **FORMS[form]),
     )  # fmt: skip

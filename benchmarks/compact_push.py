@@ -1,6 +1,6 @@
 """Measures the bytes and the time of compact pushes (weight_sync.lora adapter, weight_sync.delta) beside whole ones.
 
-    python -m benchmarks.compact_push --size 0.1b --transports gloo,disk --rounds 5
+    python -m benchmarks.compact_push --transports gloo,disk --rounds 5
 
 Weights are random and in bfloat16. Before each sparse push a share of the values moves by one unit in the last place,
 0.4, 0.54, 1.7 and 3.5 % by default: what an AdamW step at learning rates of 1e-6 and 1e-5 changes of SmolLM2-135M. The
@@ -131,7 +131,7 @@ def table(rows: list[dict[str, Any]], gbit: float) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="0.1b", choices=list(SIZES), help="of the random model")
+    parser.add_argument("--size", default="135m", choices=list(SIZES), help="of the random model")
     parser.add_argument("--transports", default="gloo,disk")
     parser.add_argument("--changed", default="0.4,0.54,1.7,3.5", help="shares of changed values, in percent")
     parser.add_argument("--gbit", type=float, default=1.0, help="between two sites, for the last column")

@@ -23,13 +23,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
         "num_attention_heads": 12, "num_key_value_heads": 4,
     },
+    "135m": {
+        "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3,
+    },
     "1b": {
         "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20,
         "num_attention_heads": 32, "num_key_value_heads": 8,
     },
 }
 """Qwen2 configurations by size. The output head of 3m has the same share of the work as in a real 0.5 B model. Every
-engine has kernels for the heads of 1m, and few of its answers end before the limit: one token of 4096 ends them.
+engine has kernels for the heads of 1m, and few of its answers end before the limit: one token of 4096 ends them. 135m
+has the shape of SmolLM2-135M.
 """
 
 

@@ -4,8 +4,10 @@
 
 Pushes with each value of weight_sync.staging take turns on one server, which a few requests keep busy. The pause is the
 time in which the server samples nothing; the push is the time from the first gather until it samples with the new
-weights. The table has the medians over the rounds after the first, and the tokens per second that were sampled from the
-begin of a push to its end, and without any push. On GPUs learner and server need one each (nccl), on a CPU it is gloo.
+weights. The table has the medians over the rounds after the first. Its tokens per second are those of replies that came
+to their end during all these pushes, over the time that the pushes took, and the same without any push. Replies have
+different lengths, so that they don't end together. On GPUs learner and server need one each (nccl); on a CPU it is
+gloo.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,11 @@ from rollout_server.engines.base import Engine, GenerationRequest, open_engine
 RESULTS = Path(__file__).parent / "results" / "staged_push"
 MB = 2**20
 PROMPT_TOKENS, REPLY_TOKENS = 64, 16
-CALM_S = 10.0
-"""The time for which tokens are counted without a push."""
+"""The tokens of a prompt, and the least of a reply; the most are one less than twice as many."""
+STRIDE = 7
+"""Replies that follow one another have lengths that differ by so much, modulo REPLY_TOKENS."""
+WARM_S, CALM_S = 10.0, 20.0
+"""The times before tokens are counted, and for which they are counted without a push."""
 
 
 class SteadyRequests:
@@ -60,13 +66,15 @@ class SteadyRequests:
         while True:
             group_id += len(self.tasks)
             (reply,) = await self._engine.generate(GenerationRequest(
-                group_id=group_id, prompt=prompt, start_version=0, seed=group_id, n=1, max_tokens=REPLY_TOKENS,
-                temperature=1.0,
+                group_id=group_id, prompt=prompt, start_version=0, seed=group_id, n=1, temperature=1.0,
+                max_tokens=REPLY_TOKENS + group_id * STRIDE % REPLY_TOKENS,
             ))  # fmt: skip
             self._sampled.append((time.monotonic(), len(reply.tokens)))
 
-    def tokens_per_s(self, begin_s: float, end_s: float) -> float:
-        return sum(count for at_s, count in self._sampled if begin_s <= at_s < end_s) / (end_s - begin_s)
+    def tokens_per_s(self, spans: Sequence[tuple[float, float]]) -> float:
+        """Return the tokens of replies that were complete in these times, (begin, end), over their sum."""
+        tokens = sum(count for at_s, count in self._sampled if any(begin <= at_s < end for begin, end in spans))
+        return tokens / sum(end - begin for begin, end in spans)
 
 
 async def measure(base: Config, engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -77,12 +85,14 @@ async def measure(base: Config, engine: Engine, arguments: argparse.Namespace) -
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     transport = "nccl" if device.type == "cuda" else "gloo"
     load = SteadyRequests(engine, arguments.requests)
+    await asyncio.sleep(WARM_S)
     begin_s = time.monotonic()
     await asyncio.sleep(CALM_S)
-    calm = load.tokens_per_s(begin_s, time.monotonic())
+    calm = load.tokens_per_s([(begin_s, time.monotonic())])
     rows: list[dict[str, Any]] = [{"staging": "no push", "tokens_per_s": calm}]
     versions = iter(range(1, 10_000))
-    reports: dict[str, list[tuple[PushReport, float]]] = {staging: [] for staging in arguments.staging.split(",")}
+    reports: dict[str, list[PushReport]] = {staging: [] for staging in arguments.staging.split(",")}
+    spans: dict[str, list[tuple[float, float]]] = {staging: [] for staging in reports}
     for _ in range(arguments.rounds + 1):
         for staging, found in reports.items():
             sync = WeightSyncConfig(
@@ -92,17 +102,17 @@ async def measure(base: Config, engine: Engine, arguments: argparse.Namespace) -
             publisher = open_publisher(dataclasses.replace(base, weight_sync=sync), [engine.url], 0, device)
             await asyncio.to_thread(publisher.connect)
             begin_s = time.monotonic()
-            report = await asyncio.to_thread(publisher.push, tensors.items(), next(versions))
-            found.append((report, load.tokens_per_s(begin_s, time.monotonic())))
+            found.append(await asyncio.to_thread(publisher.push, tensors.items(), next(versions)))
+            spans[staging].append((begin_s, time.monotonic()))
             await asyncio.to_thread(publisher.close)
     for task in load.tasks:
         task.cancel()
     for staging, found in reports.items():
         rows.append({
-            "staging": staging, "megabytes": found[0][0].num_bytes / MB,
-            "pause_ms": 1e3 * statistics.median(report.pause_s for report, _ in found[1:]),
-            "push_ms": 1e3 * statistics.median(report.seconds for report, _ in found[1:]),
-            "tokens_per_s": statistics.median(rate for _, rate in found[1:]),
+            "staging": staging, "megabytes": found[0].num_bytes / MB,
+            "pause_ms": 1e3 * statistics.median(report.pause_s for report in found[1:]),
+            "push_ms": 1e3 * statistics.median(report.seconds for report in found[1:]),
+            "tokens_per_s": load.tokens_per_s(spans[staging][1:]),
         })  # fmt: skip
     return rows
 
@@ -141,7 +151,7 @@ def main() -> None:
         save_random_model(arguments.size, Path(folder))
         base = Config(
             model=ModelConfig(path=folder), run=RunConfig(dir=folder), task=TaskConfig(name="reasoning_gym/chain_sum"),
-            rollout=RolloutConfig(engine=arguments.engine, mem_fraction=0.3, max_response_tokens=REPLY_TOKENS),
+            rollout=RolloutConfig(engine=arguments.engine, mem_fraction=0.3, max_response_tokens=2 * REPLY_TOKENS),
         )  # fmt: skip
         with own_keys(base, Path(folder) / "keys") as base:
             rows = asyncio.run(run(base, arguments))

@@ -50,7 +50,7 @@ from benchmarks.weight_receiver import ReceiverProcess, end
 from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import open_engine
 
-RESULTS = Path(__file__).parent / "results" / "weight_sync"
+RESULTS = Path(__file__).parent / "results" / "weight_push"
 WAIT_S = 120.0
 """The time limit for the two processes of the plain broadcast to wait for each other."""
 MB = 2**20

@@ -1,0 +1,41 @@
+"""The figures of weight pushes that documents quote are those of the committed results."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kit.documents import DOCUMENTS, results_of
+
+
+def text_of(name: str) -> str:
+    """The document as one line."""
+    return " ".join(DOCUMENTS[name].split())
+
+
+def test_the_quoted_rate_of_a_push_is_the_measured_one() -> None:
+    found = results_of("weight_push")
+    rows = {(row["transport"], row["megabytes"]): row for row in found["rows"]}
+    large, small = rows["gloo", 1024], rows["gloo", 1]
+    assert (
+        f"over gloo, at {found['machine']['commit']}: {large['gb_per_s']:.1f} GB/s, {large['of_plain']:.2f} of a plain "
+        f"broadcast of the same bytes, generation paused for {large['pause_of_plain']:.2f} of its time. At 1 MB the "
+        f"HTTP calls around it decide: it pauses for {small['pause_ms']:.0f} ms"
+    ) in text_of("docs/results.md")
+
+
+def test_the_quoted_pauses_of_staged_pushes_are_the_measured_ones() -> None:
+    guide, gpu = map(text_of, ("docs/guide.md", "docs/gpu.md"))
+    pauses, times = [], []
+    for name in ("staged_push", "staged_push_vllm"):
+        rows = {row["staging"]: row for row in results_of(name)["rows"]}
+        assert rows["none"]["megabytes"] * 2**20 == pytest.approx(0.5e9, rel=0.1)
+        pauses.append([f"{rows[staging]['pause_ms']:.0f}" for staging in ("none", "device", "host")])
+        times += [rows[staging]["push_ms"] / rows["none"]["push_ms"] for staging in ("device", "host")]
+    sglang, vllm = pauses
+    assert (
+        "SGLang stands still for {} ms without staging, {} ms with `device` and {} ms with `host`".format(*sglang)
+    ) in guide
+    assert "vLLM for {}, {} and {} ms".format(*vllm) in guide
+    assert f"a staged push takes {min(times):.1f} to {max(times):.1f} times as long as one without" in guide
+    assert "{} ms without staging and {} ms with `device` of SGLang, ".format(*sglang) in gpu
+    assert "{} and {} ms of vLLM".format(*vllm) in gpu

@@ -276,6 +276,11 @@ class AlgorithmConfig:
             f"recompute or interpolate with algorithm.advantage {self.advantage}",
             "These advantages carry the ratio to the behaviour policy already.",
         )
+        check(
+            not entry.aggregations or self.aggregation in entry.aggregations, "algorithm.aggregation",
+            self.aggregation, f"{' or '.join(entry.aggregations)} with algorithm.advantage {self.advantage}",
+            "The advantage assumes that each token weighs the same.",
+        )
 
     def _check_loss(self) -> None:
         entry, one_ratio = self.loss_entry, self.loss_entry.needs_row_advantage

@@ -14,9 +14,10 @@ Code = str | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """A rule that computes advantages from rewards. One of the four functions is set. k: rows padded to T tokens.
+    """A rule that computes advantages from rewards. One of the five functions is set. k: rows padded to T tokens.
 
     of_group: rewards [G] of one group -> advantages [G], the same for each token of a row.
+    of_group_and_lengths: (rewards [G], trained tokens [G] of each answer) -> advantages [G].
     of_group_and_baseline: (rewards [G], reward of a greedy answer) -> advantages [G]; the worker samples that answer.
     of_tokens: (token rewards [k, T], values [k, T], log ratios proximal - behaviour [k, T], mask [k, T], gamma, lam)
         -> (advantages [k, T], value targets [k, T]); a critic is trained.
@@ -24,6 +25,7 @@ class Advantage:
     """
 
     of_group: Code | None = None
+    of_group_and_lengths: Code | None = None
     of_group_and_baseline: Code | None = None
     of_tokens: Code | None = None
     of_returns: Code | None = None
@@ -40,6 +42,8 @@ class Advantage:
     reads_ratios: bool = True
     """`of_tokens` reads the log ratios. If it does not, the critic may be trained before the policy's pass, so that the
     activations of the two are not in memory at the same time."""
+    aggregations: tuple[str, ...] = ()
+    """The only values of algorithm.aggregation that the rule fits; empty: all."""
     has_traces: bool = False
     """A reward reaches earlier tokens by the product of lam * min(1, rho), which the metric `vtrace/reach` reports."""
 
@@ -52,7 +56,8 @@ class Advantage:
         return self.of_group_and_baseline is not None
 
     def load(self) -> Callable[..., Any]:
-        code = self.of_group or self.of_group_and_baseline or self.of_tokens or self.of_returns
+        of_group = self.of_group or self.of_group_and_lengths or self.of_group_and_baseline
+        code = of_group or self.of_tokens or self.of_returns
         assert code is not None
         return implementation(code, "algorithm.advantage")
 
@@ -100,6 +105,9 @@ ADVANTAGES: dict[str, Advantage] = {
     "dr_grpo": Advantage(of_group=f"{_ADVANTAGES}:dr_grpo", compares_group=True),
     "rloo": Advantage(of_group=f"{_ADVANTAGES}:rloo", compares_group=True),
     "maxrl": Advantage(of_group=f"{_ADVANTAGES}:maxrl", compares_group=True),
+    "opo": Advantage(
+        of_group_and_lengths=f"{_ADVANTAGES}:opo", compares_group=True, aggregations=("token_mean", "constant")
+    ),
     "remax": Advantage(of_group_and_baseline=f"{_ADVANTAGES}:remax"),
     "reinforce_pp": Advantage(of_returns=f"{_ADVANTAGES}:returns_to_go", discounts=True, whitens=True),
     "reinforce_pp_baseline": Advantage(of_group=f"{_ADVANTAGES}:dr_grpo", compares_group=True, whitens=True),

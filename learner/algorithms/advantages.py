@@ -45,6 +45,18 @@ def maxrl(rewards: Tensor) -> Tensor:
     return (rewards - mean) / mean if mean > 0 else torch.zeros_like(rewards)
 
 
+def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = x_i - sum_j(L_j x_j) / sum_j(L_j), L_j the trained tokens of answer j. [G], [G] -> [G], sum(L) > 0.
+
+    The baseline b with the least variance of the gradient, sum_j |g_j|^2 x_j / sum_j |g_j|^2 with g_j the gradient of
+    log pi(answer j), if |g_j|^2 grows as L_j: the gradients of single tokens are about as long and not aligned. It
+    minimises sum_j L_j (x_j - b)^2, and the advantages of all tokens of a group add up to zero.
+
+    Source: Hao et al. 2025 (OPO), arXiv 2505.23585.
+    """
+    return rewards - (lengths * rewards).sum() / lengths.sum()
+
+
 def remax(rewards: Tensor, greedy_reward: float) -> Tensor:
     """A_i = x_i - x_greedy, the reward of the greedy answer to the same prompt. [G] -> [G].
 

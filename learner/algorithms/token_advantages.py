@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from async_rl.config import Config
 from async_rl.types import Batch, FloatArray
 from learner.algorithms.advantages import returns_to_go, whiten
-from learner.episodes import reward_at_tokens
+from learner.episodes import reward_at_tokens, rows_by_episode
 from learner.packing.microbatches import ResponseTokens
 
 
@@ -39,9 +39,14 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     else:
         of_groups = []
         for group in batch.groups:
-            of_episodes = torch.tensor(group.episode_rewards, dtype=torch.float64)
-            baseline = (group.baseline_reward,) if entry.needs_greedy_baseline else ()
-            of_groups.append(function(of_episodes, *baseline).repeat_interleave(torch.tensor(group.episode_rows)))
+            inputs: list[Tensor | float | None] = [torch.tensor(group.episode_rewards, dtype=torch.float64)]
+            if entry.of_group_and_lengths:
+                tokens = [int(row.mask.sum()) for row in group.rows]
+                lengths = [sum(tokens[index] for index in indices) for indices in rows_by_episode(group)]
+                inputs.append(torch.tensor(lengths, dtype=torch.float64))
+            elif entry.needs_greedy_baseline:
+                inputs.append(group.baseline_reward)
+            of_groups.append(function(*inputs).repeat_interleave(torch.tensor(group.episode_rows)))
         advantages = torch.cat(of_groups)[:, None] * mask
     if (entry.whitens or algorithm.whiten) and not whitens_at_start(config):
         advantages = whiten(advantages, mask)

@@ -12,7 +12,7 @@ from async_rl.errors import ConfigError
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_pp_baseline"])
 def test_one_answer_a_prompt_is_refused_with_the_advantages_that_need_no_group(advantage: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(QUICKSTART, ["rollout.group_size=1", f"algorithm.advantage={advantage}"])

@@ -85,6 +85,12 @@ def test_rewards_are_compared_between_episodes_whatever_their_rows(advantage: st
     assert plain.tolist() == pytest.approx([0, 0, -of_first, -of_first])
 
 
+def test_the_length_of_an_episode_is_that_of_all_its_rows() -> None:
+    """The rewards 1.75 and 0.25 of 5 and 2 sampled tokens have the baseline (8.75 + 0.5) / 7."""
+    ((first, second, plain),) = batch_advantages(config_of(advantage="opo"), hand_batch())
+    assert [first[1], second[2], plain[3]] == pytest.approx([1.75 - 9.25 / 7, 1.75 - 9.25 / 7, 0.25 - 9.25 / 7])
+
+
 def test_a_greedy_baseline_is_taken_off_each_episode_once(tmp_path: Path) -> None:
     batch = hand_batch()
     group = dataclasses.replace(batch.groups[0], baseline_reward=0.5)
@@ -142,7 +148,7 @@ def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
         assert gradient.tolist() == pytest.approx(expected.tolist())
 
 
-@given(st.integers(0, 999), st.sampled_from(["grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]))
+@given(st.integers(0, 999), st.sampled_from(["grpo", "rloo", "maxrl", "opo", "reinforce_pp", "reinforce_pp_baseline"]))
 def test_splitting_an_episode_into_rows_keeps_the_advantages_of_its_tokens(seed: int, advantage: str) -> None:
     config = config_of(advantage=advantage)
     found = []

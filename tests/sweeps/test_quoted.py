@@ -125,9 +125,84 @@ def test_the_documents_say_what_pairs_of_equal_seeds_say_of_the_worst_steps() ->
     assert f"maximum there, {more[0]:.2f} and {more[1]:.1f} times as many" in page
 
 
+def test_the_tails_of_depths_and_bounds_are_those_of_the_sweeps() -> None:
+    page = text_of("docs/staleness.md")
+    most = 0.0
+    for rate, sweep in (("1.4e-3", "sweep_agent_hard"), ("7e-4", "sweep_agent_hard_7e-4")):
+        rows, cells = by_staleness(sweep), []
+        for depth, bound in (("1.25/8", "1"), ("2/8", "2")):
+            variance = [rows[name].estimate("is_variance_p95") for name in (depth, bound)]
+            cells.append(" / ".join(each.text("{:.2g}") for each in variance))
+            for pair in (variance, [rows[name].estimate("kl_p95") for name in (depth, bound)]):
+                most = max(most, (pair[0].mean - pair[1].mean) / np.hypot(pair[0].error, pair[1].error))
+        assert f"| {rate}, variance of the weights, 95th percentile | {cells[0]} | {cells[1]} |" in page
+    assert most < 2  # within the errors
+
+
+def test_where_old_tokens_make_the_largest_kl_is_what_the_committed_steps_say() -> None:
+    """The columns: run, depth/bound, step, staleness, KL, share of it from old tokens, share of tokens, KL without."""
+    page = text_of("docs/staleness.md")
+    many, few = [], []
+    for sweep in ("sweep_agent_hard", "sweep_agent_hard_7e-4"):
+        for line in (RESULTS / sweep / "kl_spikes.md").read_text().splitlines():
+            cells = line.strip("| ").split(" | ")
+            if len(cells) == 8 and cells[1] in ("1.25/8", "2/8") and cells[2].isdigit():
+                kl, of_kl, of_tokens, without = (float(cell.rstrip("%")) for cell in cells[4:])
+                (many if of_tokens > 22 else few).append((sweep, cells[1], kl, of_kl, without))
+    failing = [step for step in many if step[3] > 50]
+    steps = len(many) + len(few)
+    assert f"{len(many)} of these {steps} steps, all at the higher rate, and in {len(failing)} of them" in page
+    assert {sweep for sweep, *_ in many} == {"sweep_agent_hard"}
+    shares, largest, without = ([step[i] for step in failing] for i in (3, 2, 4))
+    text = f"have {min(shares):.0f} to {max(shares):.0f} % of the KL; without them it would be"
+    text += f" {min(without):.2f} to {max(without):.2f} in place of {min(largest):.2f} to {max(largest):.2f}"
+    assert text in page
+    others = sorted((of_kl, kl) for _, _, kl, of_kl, _ in few)
+    assert f"the other {len(few)} steps they have at most {others[-2][0]:.0f} % of it, but for one" in page
+    assert others[-1][1] < 0.06
+    rows = by_staleness("sweep_agent_hard")
+    speeds = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
+    made = {name: int(sum(run.evals[-1][0] for run in rows[name].runs)) for name in ("1.25/8", "2/8")}
+    lost = {name: sum(step[1] == name for step in failing) for name in made}
+    assert " and ".join(f"{lost[name]} of {made[name]}" for name in made) + ", taught nothing" in page
+    full = [speeds["1.25/8"] / speeds["1"], speeds["2/8"] / speeds["2"]]
+    left = [ratio * (1 - lost[name] / made[name]) for ratio, name in zip(full, made, strict=True)]
+    text = "make {:.2f} times as many steps as bound 1, and depth 2 {:.2f} times as many as bound 2, in place of"
+    assert f"{text.format(*left)} {full[0]:.2f} and {full[1]:.2f}" in page
+    rewards = [rows[name].estimate("reward_less_lag").text("{:.3f}") for name in ("1.25/8", "1", "2/8", "2")]
+    assert "is {} at 1.25 and {} at bound 1, {} at 2 and {} at bound 2".format(*rewards) in page
+
+
+def test_where_durations_change_the_documents_say_that_auto_is_behind() -> None:
+    results, rows = text_of("docs/results.md"), by_staleness("sweep_agent_drift")
+    less, end = ({name: row.values[key] for name, row in rows.items()} for key in ("reward_less_lag", "accuracy_end"))
+    kept = [i for i, reward in enumerate(less["auto/8"]) if reward > 0.1]
+    assert len(kept) == 2
+    auto, ends = ([values["auto/8"][i] for i in kept] for values in (less, end))
+    ranges = [f"({min(less[name]):.3f} to {max(less[name]):.3f})" for name in ("2", "1")]
+    text = f"they have {auto[0]:.3f} and {auto[1]:.3f}, below every run of bound 2 {ranges[0]} and above every run of"
+    assert f"{text} bound 1 {ranges[1]}" in results
+    assert max(auto) < min(less["2"]) and min(auto) > max(less["1"])
+    two, one = (rows[name].estimate("accuracy_end").text("{:.3f}") for name in ("2", "1"))
+    text = f"at the end, {ends[0]:.3f} and {ends[1]:.3f}, are below bound 2 with {two} and bound 1 with {one}, of"
+    assert f"{text} which no run has less than {min(end['1']):.3f}" in results
+    assert max(ends) < min(end["1"]) < min(end["2"])
+
+
 def test_the_start_of_auto_is_explained_by_the_table_of_short_runs() -> None:
     table = (ROOT / "tests" / "results" / "simulated_depths.md").read_text().partition("Short runs")[2]
     mean = next(line for line in table.splitlines() if line.startswith("| mean |"))
     one, best, more = mean.strip("| ").split(" | ")[-3:]
     text = f"learns {best} times as fast as the best of four constant depths if it begins with {AUTO_START:g}"
     assert f"{text}, {one} times with 1 and {more} times with 1.5" in text_of("docs/staleness.md")
+    without_cost = table.partition("With exponent 0:")[2].splitlines()
+    names = next(line for line in without_cost if line.startswith("| world |")).strip("| ").split(" | ")
+    losses = []
+    for line in without_cost:
+        cells = line.strip("| ").split(" | ")
+        if len(cells) == len(names) and cells[0] not in ("world", "mean") and "---" not in line:
+            values = dict(zip(names, cells, strict=True))
+            losses.append((1 - float(values["auto 1.25"]) / float(values["depth 1.5"]), values))
+    loss, values = max(losses, key=lambda each: each[0])
+    text = f"up to {100 * loss:.1f} % to a constant depth of 1.5 ({values['auto 1.25']} against {values['depth 1.5']}"
+    assert text in text_of("docs/staleness.md")

@@ -9,6 +9,7 @@ import re
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -114,6 +115,46 @@ def test_a_move_of_the_slots_is_in_the_journal_once_and_holds_after_a_crash(tmp_
     moves = select(config, "SELECT version, slots, reason FROM moves")
     assert [(version, slots) for version, slots, _ in moves] == [(0, start - 1)]
     assert moves[0][2].startswith("the KL is high")
+
+
+class _DiesAtCommit:
+    """A database whose process dies when it commits a transaction that has a move in it."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._has_move = False
+
+    def executemany(self, query: str, rows: Any) -> Any:
+        self._has_move |= "moves" in query and bool(rows)
+        return self._database.executemany(query, rows)
+
+    def execute(self, query: str, *values: Any) -> Any:
+        if query == "COMMIT" and self._has_move:
+            raise AsyncRLError("killed before the commit")
+        return self._database.execute(query, *values)
+
+    def close(self) -> None:
+        self._database.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_move_that_a_crash_kept_from_its_commit_is_made_when_it_is_repeated(tmp_path: Path) -> None:
+    config = journalled(tmp_path)
+    with serving_until_a_crash(config) as server:
+        ask(server.address, [pack_request("served", 1, version=0, slots=-1, reason="")])
+        start = int(server.counters()["buffer/slots"])
+        moved = pack_request("served", 2, version=0, slots=start - 1, reason="the KL is high")
+        assert server._journal
+        server._journal._db = cast(Any, _DiesAtCommit(server._journal._db))
+        with pytest.raises(AssertionError, match="no answer"):
+            ask(server.address, [moved], wait_s=0.5)
+    assert select(config, "SELECT * FROM moves") == []
+    with serving(same_port(config, server)) as server:
+        assert server.counters()["buffer/slots"] == start
+        ask(server.address, [moved])
+        assert server.counters()["buffer/slots"] == start - 1
+        assert len(with_worker(server.address, lambda worker: worker.admit(99))) == start - 1
+    assert select(config, "SELECT version, slots, reason FROM moves") == [(0, start - 1, "the KL is high")]
 
 
 def trained(config: Config, steps: int = 12) -> list[Batch]:

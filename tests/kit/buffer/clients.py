@@ -128,12 +128,12 @@ def run_pipeline(
     return batches
 
 
-def ask(address: str, frames: list[bytes]) -> dict[str, Any]:
+def ask(address: str, frames: list[bytes], wait_s: float = 5.0) -> dict[str, Any]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         socket.send_multipart(frames)
-        assert socket.poll(5000), "no answer"
+        assert socket.poll(round(1000 * wait_s)), "no answer"
         reply: dict[str, Any] = msgpack.unpackb(socket.recv_multipart()[0])
         return reply
 

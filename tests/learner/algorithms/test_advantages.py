@@ -14,6 +14,7 @@ from learner.algorithms.advantages import (
     gae,
     grpo,
     maxrl,
+    opo,
     remax,
     returns_to_go,
     rloo,
@@ -70,6 +71,27 @@ def test_reinforce_pp_with_baseline_matches_the_reference_vectors(vectors: dict[
 def test_a_group_of_equal_rewards_has_no_advantage(estimator: Any) -> None:
     assert estimator(torch.tensor([0.5, 0.5, 0.5])).tolist() == [0.0, 0.0, 0.0]
     assert estimator(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_length_weighted_baseline_by_hand() -> None:
+    """b = (1 * 1 + 3 * 0 + 4 * 0.5) / 8 = 0.375. With equal lengths it is the mean; no length, no say."""
+    rewards = double([1.0, 0.0, 0.5])
+    close(opo(rewards, double([1, 3, 4])), [0.625, -0.375, 0.125])
+    close(opo(rewards, double([7, 7, 7])), dr_grpo(rewards).tolist())
+    close(opo(rewards, double([5, 0, 5])), [0.25, -0.75, -0.25])
+    assert opo(double([0.5, 0.5]), double([3, 400])).tolist() == [0.0, 0.0]
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(1, 32_000)), min_size=2, max_size=16))
+def test_the_length_weighted_baseline_has_the_least_variance_of_all(rows: list[tuple[float, int]]) -> None:
+    """With one gradient a token, as long as the others and not aligned, the variance goes with sum_i L_i A_i^2."""
+    rewards, lengths = double([reward for reward, _ in rows]), double([length for _, length in rows])
+    advantages = opo(rewards, lengths)
+    assert abs(float((lengths * advantages).sum())) <= 1e-9 * float(lengths.sum()) * 10
+    least = float((lengths * advantages**2).sum())
+    for baseline in (0.0, float(rewards.mean()), *rewards.tolist()):
+        assert float((lengths * (rewards - baseline) ** 2).sum()) >= least * (1 - 1e-9) - 1e-9
+    close(opo(2 * rewards + 1, lengths), (2 * advantages).tolist(), atol=1e-7)
 
 
 @given(REWARDS)

@@ -59,6 +59,11 @@ def test_a_preset_trains(preset: str, steps: int, tiny_model_path: Path, one_ran
     assert metrics["by_staleness/0/tokens"] + metrics["by_staleness/1/tokens"] > 0
 
 
+def test_the_length_weighted_baseline_trains_with_steps_by_ess(tiny_model_path: Path, one_rank: None) -> None:
+    config = learner_config(tiny_model_path, algorithm=algorithm_of("advantage=opo"), learner={"lr_by_ess": "token"})
+    assert 0 < trained(config)["policy/lr_scale"] <= 1
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 @pytest.mark.parametrize("kind", ["k1_reward", "k2_loss", "k3_loss"])
 def test_the_divergence_from_the_reference_is_zero_at_first_and_then_grows(

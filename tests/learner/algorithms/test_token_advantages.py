@@ -34,7 +34,9 @@ def advantages_of(batch: Batch, tmp_path: Path, **algorithm: Any) -> list[list[n
     return batch_advantages(learner_config(tmp_path / "none", algorithm=AlgorithmConfig(**algorithm)), batch)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_pp", "reinforce_pp_baseline"]
+)
 def test_only_assistant_tokens_of_a_multi_turn_rollout_get_an_advantage(advantage: str, tmp_path: Path) -> None:
     ((good, bad),) = advantages_of(multi_turn_batch(), tmp_path, advantage=advantage)
     assert (good > 0).tolist() == TURNS and (bad < 0).tolist() == TURNS

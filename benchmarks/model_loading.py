@@ -1,7 +1,6 @@
 """Measures the memory that a learner rank needs while it loads a model: its shards, and what it reads at a time.
 
-    python -m benchmarks.model_loading                                   # both tables, about five minutes
-    python -m benchmarks.model_loading --out benchmarks/results/model_loading.md
+    python -m benchmarks.model_loading --out benchmarks/results/model_loading    # both tables, about five minutes
 
 counted    models of 7B, 32B and 72B parameters at 8 and 64 ranks: the loader runs as rank 0 with meta tensors, whose
            bytes are counted while they live. Nothing is allocated, and the weight files have headers only
@@ -19,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from async_rl.config import LearnerConfig, ModelConfig
+from async_rl.sweeps.machine import machine_text
+from async_rl.sweeps.tables import write_page
 from learner.memory.live_bytes import LiveBytes
 from learner.models import loading
 from learner.models.policy import Policy, open_policy, shard
@@ -152,17 +153,13 @@ def fake_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
         _clear_sharding_prop_cache()  # it holds this rank's meshes
 
 
-def counted_table(sizes: list[str]) -> list[str]:
-    lines = ["| model | ranks | float32 weights | a block | largest tensor | shards of a rank | peak of a rank |",
-             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+def counted(sizes: list[str]) -> list[dict[str, Any]]:
+    found = []
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             save_headers(Qwen2Config(**QWEN2_5[size]), Path(folder))
-            for ranks in (8, 64):
-                found = count(Path(folder), ranks)
-                values = (found.whole, found.block, found.largest, found.shards, found.peak)
-                lines.append(f"| {size} | {ranks} | " + " | ".join(f"{value / GIB:.2f}" for value in values) + " |")
-    return lines
+            found += [{"model": size, "ranks": ranks, **asdict(count(Path(folder), ranks))} for ranks in (8, 64)]
+    return found
 
 
 # ------------------------------------------------------------------------------------------ measured on this machine
@@ -193,47 +190,60 @@ def status_bytes(key: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
-def measured_table(size: str, ranks_tried: tuple[int, ...] = (1, 2, 4)) -> list[str]:
+def measured(size: str, ranks_tried: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:
+    """Return the bytes of the float32 weights, of the largest tensor, and those that each rank took either way."""
     with tempfile.TemporaryDirectory() as root:
         folder = f"{root}/model"
         lm: nn.Module = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_5[size]), dtype=torch.bfloat16)
-        num_bytes = 4 * sum(parameter.numel() for parameter in lm.parameters())
-        largest = 4 * max(parameter.numel() for parameter in lm.parameters())
+        counts = [4 * parameter.numel() for parameter in lm.parameters()]
         lm.save_pretrained(folder)  # type: ignore[operator]
         del lm
-        lines = [f"{num_bytes / GIB:.2f} GiB of float32 weights, the largest tensor {largest / GIB:.2f} GiB.", "",
-                 "| ranks | shards | peak, whole model first | peak | left | all ranks, whole first | all ranks |",
-                 "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+        found = []
         for ranks in ranks_tried:
-            peaks = {}
+            ways: dict[str, Any] = {"ranks": ranks}
             for way in ("whole", "shards"):
                 store = f"{root}/{way}-{ranks}"
                 mp.start_processes(load_as_rank, (ranks, store, folder, way), nprocs=ranks, start_method="spawn")
-                peaks[way] = [json.loads(Path(f"{store}.{rank}").read_text()) for rank in range(ranks)]
-            most = {way: max(peak for peak, _ in found) for way, found in peaks.items()}
-            total = {way: sum(peak for peak, _ in found) for way, found in peaks.items()}
-            left = max(left for _, left in peaks["shards"])
-            values = (num_bytes / ranks, most["whole"], most["shards"], left, total["whole"], total["shards"])
-            lines.append(f"| {ranks} | " + " | ".join(f"{value / GIB:.2f}" for value in values) + " |")
-    return lines
+                ways[way] = [json.loads(Path(f"{store}.{rank}").read_text()) for rank in range(ranks)]
+            found.append(ways)
+    return {"model": size, "weights": sum(counts), "largest": max(counts), "loads": found}
+
+
+def page(of_shapes: list[dict[str, Any]], of_ranks: dict[str, Any], header: str) -> str:
+    lines = [
+        "# The memory of a load", "", header, "", "All sizes in GiB. Counted with meta tensors, Qwen2.5's shapes, as "
+        "rank 0:", "",
+        "| model | ranks | float32 weights | a block | largest tensor | shards of a rank | peak of a rank |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    for each in of_shapes:
+        values = [each[name] / GIB for name in ("whole", "block", "largest", "shards", "peak")]
+        lines.append(f"| {each['model']} | {each['ranks']} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
+    lines += [
+        "", f"Measured with Qwen2.5-{of_ranks['model']}'s shapes, {of_ranks['weights'] / GIB:.2f} GiB of float32 "
+        f"weights, the largest tensor {of_ranks['largest'] / GIB:.2f} GiB: the most memory of a process above what it "
+        "held before the load.", "",
+        "| ranks | shards | peak, whole model first | peak | left | all ranks, whole first | all ranks |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    for load in of_ranks["loads"]:
+        whole, shards = ([peak for peak, _ in load[way]] for way in ("whole", "shards"))
+        left = max(left for _, left in load["shards"])
+        values = [of_ranks["weights"] / load["ranks"], max(whole), max(shards), left, sum(whole), sum(shards)]
+        lines.append(f"| {load['ranks']} | " + " | ".join(f"{value / GIB:.2f}" for value in values) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["7B", "32B", "72B"], choices=QWEN2_5)
     parser.add_argument("--measured", default="0.5B", choices=QWEN2_5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/model_loading"))
     args = parser.parse_args()
-    lines = [
-        f"`python -m benchmarks.model_loading {' '.join(sys.argv[1:])}`. All sizes in GiB.", "",
-        "Counted with meta tensors, Qwen2.5's shapes, as rank 0:", "", *counted_table(args.sizes), "",
-        "Measured, the most memory of a process above what it held before the load:", "",
-        *measured_table(args.measured),
-    ]  # fmt: skip
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    header = f"`python -m benchmarks.model_loading {' '.join(sys.argv[1:])}`, {machine_text()}."
+    of_shapes, of_ranks = counted(args.sizes), measured(args.measured)
+    numbers = {"header": header, "counted": of_shapes, "measured": of_ranks}
+    write_page(args.out, page(of_shapes, of_ranks, header), numbers)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import load_tokenizer
-from rollout_server.engines.base import SampledReply
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang.engine import extend_reply
 from rollout_server.engines.stop_texts import StopTexts
+from rollout_server.episodes.episode import Episode
+from rollout_server.scored_player import ScoredPlayer
+from rollout_server.tasks.base import open_task
 from tests.kit.configs import changed, server_config, with_keys
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for, with_engine
-from tests.kit.engines.servers import SGLangServer
+from tests.kit.engines.servers import Server, SGLangServer
+from tests.kit.engines.vllm import vllm
 from tests.kit.models import load_model
 
 
@@ -103,6 +107,44 @@ def test_sglang_ends_a_reply_there(model_folder: Path, tmp_path: Path) -> None:
         server.close()
     assert check_ends(model_folder, stop, replies) == {"text", "other"}
     assert largest_error(load_model(model_folder), [request], [replies]) < TOLERANCE
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("server", [vllm()], indirect=True)
+def test_vllm_samples_on_and_the_worker_ends_the_reply_there(
+    server: Server, served: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, folder = ("1", "ab"), Path(server.config.model.path)
+    request = request_for(3, n=64, max_tokens=30)
+    config, tokenizer = with_stop(changed(server.config, run={"dir": tmp_path}), *stop), load_tokenizer(folder)
+    generate_whole, whole = server.engine.generate, []
+
+    async def generate_and_record(asked: GenerationRequest) -> list[SampledReply]:
+        whole.extend(await generate_whole(asked))
+        return whole
+
+    monkeypatch.setattr(server.engine, "generate", generate_and_record)
+
+    async def play() -> list[Episode]:
+        player = ScoredPlayer(config, 0, server.engine, open_task(config, tokenizer), (), tokenizer)
+        try:
+            return await player.play(request)
+        finally:
+            await player.aclose()
+
+    rows = [episode.rows[0] for episode in server.run(play())]
+    ended = [
+        SampledReply(
+            tokens=row.tokens[row.mask], logprobs=row.logprobs[row.mask], versions=row.versions[row.mask],
+            finish_reason=row.finish_reason,
+        )
+        for row in rows
+    ]
+    assert check_ends(folder, stop, ended) == {"text", "other"}
+    assert largest_error(served, [request], [ended]) < TOLERANCE
+    for a, b in zip(whole, ended, strict=True):
+        assert a.tokens.tolist()[: len(b.tokens)] == b.tokens.tolist()
+    assert sum(len(a.tokens) > len(b.tokens) for a, b in zip(whole, ended, strict=True)) > 5
 
 
 def test_sglangs_own_matches_are_ends_and_its_errors_are_not() -> None:

@@ -14,11 +14,33 @@ FOUR_RISING = RISING | FOUR
 SORTED: Over = {"rule": "sorted", "letters": 5}
 
 
+def fault(after: int, kind: str, value: float) -> Over:
+    """Return the settings of a fault of FaultyAdamW, an argument of it, after so many optimizer steps."""
+    params = f"{{after: {after}, {kind}: {value}}}"
+    return {"learner.optimizer": "benchmarks.collapsing_runs:FaultyAdamW", "learner.optimizer_params": params}
+
+
 def raised(after: int, factor: float) -> Over:
     """Return the settings of a learning rate that is raised by a factor after so many optimizer steps."""
-    params = f"{{after: {after}, factor: {factor}}}"
-    return {"learner.optimizer": "benchmarks.collapsing_runs:RaisedAdamW", "learner.optimizer_params": params}
+    return fault(after, "factor", factor)
 
+
+def growing(after: int, growth: float) -> Over:
+    """Return the settings of a learning rate that grows by a factor with each optimizer step after so many."""
+    return fault(after, "growth", growth)
+
+
+def gradient(after: int, scale: float) -> Over:
+    """Return the settings of advantages with the wrong sign or scale after so many optimizer steps."""
+    return fault(after, "gradient", scale)
+
+
+TWO: Over = {"algorithm.epochs": 2}
+PARTS: Over = {"algorithm.minibatches": 4}
+CISPO: Over = {"algorithm.preset": "cispo"}
+RLOO: Over = {"algorithm.preset": "rloo"}
+OTHER_BETAS: Over = {"learner.betas": "[0.9, 0.95]"}
+ADAPTERS: Over = {"model.lora.rank": 4}
 
 TUNING = (
     WordsRun("rising to 4e-3", 0, 4e-3, steps=150, over=RISING),
@@ -59,15 +81,6 @@ TUNING = (
     WordsRun("gspo, 3e-4", 28, 3e-4, over={"algorithm.preset": "gspo"}),
     WordsRun("adapters, 3e-3", 29, 3e-3, over={"model.lora.rank": 8}),
     WordsRun("KL penalty, 3e-4", 30, 3e-4, over={"algorithm.kl.kind": "k2_loss", "algorithm.kl.coef": 0.01}),
-)
-TWO: Over = {"algorithm.epochs": 2}
-PARTS: Over = {"algorithm.minibatches": 4}
-CISPO: Over = {"algorithm.preset": "cispo"}
-RLOO: Over = {"algorithm.preset": "rloo"}
-OTHER_BETAS: Over = {"learner.betas": "[0.9, 0.95]"}
-ADAPTERS: Over = {"model.lora.rank": 4}
-
-JUDGED = (
     WordsRun("two epochs, raised by 8", 100, 4e-4, steps=75, over=TWO | raised(100, 8)),
     WordsRun("two epochs, raised by 12", 101, 4e-4, steps=70, over=TWO | raised(100, 12)),
     WordsRun("gspo, raised by 12", 102, 4e-4, steps=85, over={"algorithm.preset": "gspo"} | raised(65, 12)),
@@ -94,3 +107,53 @@ JUDGED = (
     WordsRun("adapters, two epochs, 2e-3", 130, 2e-3, steps=60, over=ADAPTERS | TWO),
     WordsRun("dppo_tv, 3e-4", 131, 3e-4, over={"algorithm.preset": "dppo_tv"}),
 )  # fmt: skip
+NO_CLIP: Over = {
+    "algorithm.clip.low": 1.0, "algorithm.clip.high": ".inf", "algorithm.params.dual": 0.0, "learner.grad_clip": 1000.0,
+}  # fmt: skip
+EIGHT: Over = {"algorithm.epochs": 8}
+THREE: Over = {"algorithm.epochs": 3}
+
+
+def bonus(coef: float) -> Over:
+    return {"algorithm.entropy_coef": coef}
+
+
+JUDGED = (
+    WordsRun("three epochs, raised by 9", 200, 3e-4, steps=65, over=THREE | raised(120, 9)),
+    WordsRun("stale, raised by 15", 201, 4e-4, 3, steps=75, over=raised(55, 15)),
+    WordsRun("dppo_tv, two epochs, raised by 10", 202, 4e-4, steps=65,
+             over=TWO | {"algorithm.preset": "dppo_tv"} | raised(90, 10)),
+    WordsRun("growing by 5%", 203, 4e-4, steps=100, over=growing(40, 1.05)),
+    WordsRun("stale, growing by 8%", 204, 4e-4, 2, steps=90, over=growing(45, 1.08)),
+    WordsRun("sorted, two epochs, growing by 3%", 205, 3e-4, steps=80, over=TWO | growing(70, 1.03), **SORTED),
+    WordsRun("cispo, growing by 15%", 206, 4e-4, steps=75, over=CISPO | growing(50, 1.15)),
+    WordsRun("five letters, two epochs, growing by 6%", 207, 3e-4, letters=5, steps=70,
+             over=TWO | growing(70, 1.06)),
+    WordsRun("no clip, eight epochs", 208, 5e-4, steps=60, over=EIGHT | NO_CLIP),
+    WordsRun("no clip, eight epochs, growing by 1%", 209, 3e-4, steps=60, over=EIGHT | NO_CLIP | growing(160, 1.01)),
+    WordsRun("stale, no clip, four epochs", 210, 7e-4, 2, steps=60, over=FOUR | NO_CLIP),
+    WordsRun("stale by 12, no correction, two epochs", 211, 4e-4, 12, steps=80, over=TWO | NO_CORRECTION),
+    WordsRun("stale by 6, no correction, growing by 5%", 212, 3e-4, 6, steps=90,
+             over=NO_CORRECTION | growing(45, 1.05)),
+    WordsRun("wrong sign", 213, 3e-4, steps=70, over=gradient(50, -1)),
+    WordsRun("stale, wrong sign", 214, 3e-4, 4, steps=75, over=gradient(50, -1)),
+    WordsRun("sorted, two epochs, wrong sign", 215, 2e-4, steps=65, over=TWO | gradient(100, -1), **SORTED),
+    WordsRun("rloo, advantages times 60", 216, 4e-4, steps=75, over=RLOO | gradient(55, 60)),
+    WordsRun("two epochs, advantages times 100", 217, 3e-4, steps=70, over=TWO | gradient(90, 100)),
+    WordsRun("entropy bonus of 0.25", 218, 4e-4, steps=100, over=bonus(0.25)),
+    WordsRun("two epochs, entropy bonus of 0.4", 219, 4e-4, steps=80, over=TWO | bonus(0.4)),
+    WordsRun("three epochs, 2e-4", 220, 2e-4, steps=60, over=THREE),
+    WordsRun("stale, 4e-4", 221, 4e-4, 3),
+    WordsRun("reinforce_pp_baseline, 3e-4", 222, 3e-4, over={"algorithm.preset": "reinforce_pp_baseline"}),
+    WordsRun("dr_grpo, 3e-4", 223, 3e-4, over={"algorithm.preset": "dr_grpo"}),
+    WordsRun("maxrl, 2e-4", 224, 2e-4, over={"algorithm.advantage": "maxrl"}),
+    WordsRun("stale, icepop, 2e-4", 225, 2e-4, 5, over={"algorithm.preset": "icepop"}),
+    WordsRun("stale, m2po, two epochs, 2e-4", 226, 2e-4, 2, steps=60, over=TWO | {"algorithm.preset": "m2po"}),
+    WordsRun("entropy bonus of 0.02, 3e-4", 227, 3e-4, over=bonus(0.02)),
+    WordsRun("warm-up and cosine, 4e-4", 228, 4e-4,
+             over={"learner.warmup_steps": 10, "learner.decay_fraction": 1.0, "learner.decay": "cosine"}),
+    WordsRun("five letters, two epochs, 2e-4", 229, 2e-4, letters=5, steps=60, over=TWO),
+    WordsRun("sorted and stale, 3e-4", 230, 3e-4, 1, **SORTED),
+    WordsRun("two minibatches, 3e-4", 231, 3e-4, steps=60, over={"algorithm.minibatches": 2}),
+)  # fmt: skip
+"""Their settings were written down, and committed, before any of them was made."""

@@ -60,21 +60,35 @@ class Words(Task):
         return float(response == question.ground_truth)
 
 
-class RaisedAdamW(torch.optim.AdamW):
-    """AdamW whose learning rate is raised by a factor after so many steps: a mistake after a sound beginning.
+class FaultyAdamW(torch.optim.AdamW):
+    """AdamW with a fault that begins after so many optimizer steps: a mistake after a sound beginning.
 
     A run has it by learner.optimizer, and its arguments by learner.optimizer_params.
+
+    Args:
+        factor: what the learning rate is multiplied by.
+        growth: by what it is multiplied again with each further step.
+        gradient: what the gradient is multiplied by, after it was clipped: that of advantages with the wrong sign (-1)
+            or scale.
     """
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, after: int = 0, factor: float = 1.0) -> None:
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float = 0.0, after: int = 0, factor: float = 1.0,
+        growth: float = 1.0, gradient: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__(params, lr=lr, weight_decay=weight_decay)
-        self._done, self._after, self._factor = 0, after, factor
+        self._done, self._after = 0, after
+        self._factor, self._growth, self._gradient = factor, growth, gradient
 
     def step(self, closure: Any = None) -> Any:
         self._done += 1
-        if self._done > self._after:
+        late = self._done - self._after
+        if late > 0:
             for group in self.param_groups:  # the learner sets it anew for each step
-                group["lr"] *= self._factor
+                group["lr"] *= self._factor * self._growth**late
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self._gradient)
         return super().step(closure)
 
 

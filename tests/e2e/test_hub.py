@@ -57,7 +57,8 @@ def command(hub: HubServer, tmp_path: Path) -> Iterator[Callable[..., str]]:
 
     def run(*words: str) -> str:
         log = tmp_path / f"command-{len(commands)}.log"
-        commands.append(MarkedCommand(list(words), log, environment=hub.environment(tmp_path / "cache")))
+        environment = {**hub.environment(tmp_path / "cache"), "HF_TOKEN": hub.TOKEN}
+        commands.append(MarkedCommand(list(words), log, environment=environment))
         assert commands[-1].wait(LIMIT_S) == 0, commands[-1].text()[-3000:]
         return commands[-1].text()
 
@@ -74,7 +75,14 @@ def test_a_run_resumes_from_the_commits_it_began_with_and_without_the_hub(
     hub: HubServer, config_file: Path, tmp_path: Path, command: Callable[..., str]
 ) -> None:
     two = ["placement.learner.ranks=2", "placement.rollout.servers=2", "reference.path=" + MODEL]
-    command("train", str(config_file), "checkpoint.every_steps=2", "algorithm.kl.kind=k2_loss", *two)
+    uploads = "checkpoint.push_to_hub=me/trained"
+    said = command("train", str(config_file), "checkpoint.every_steps=2", "algorithm.kl.kind=k2_loss", uploads, *two)
+    assert f"{tmp_path / 'runs' / 'named' / 'model'} is on the hub as me/trained" in said
+    trained = hub.models["me/trained"]
+    assert trained.is_private and trained.commits[trained.branches["main"]] == {
+        str(file.relative_to(model)): file.read_bytes()
+        for model in [tmp_path / "runs" / "named" / "model"] for file in model.rglob("*") if file.is_file()
+    }
     assert hub.downloads and set(hub.downloads.values()) == {1}  # by any of the processes
     run_dir, commit = tmp_path / "runs" / "named", hub.models[MODEL].branches["main"]
     assert settings(run_dir)["model"]["path"] == settings(run_dir)["reference"]["path"] == f"hf://{MODEL}@{commit}"
@@ -82,7 +90,7 @@ def test_a_run_resumes_from_the_commits_it_began_with_and_without_the_hub(
 
     hub.models[MODEL].commit({"config.json": b"another model"})
     hub.close()
-    command("train", "--resume", str(run_dir), "run.steps=3")
+    command("train", "--resume", str(run_dir), "run.steps=3", "checkpoint.push_to_hub=")
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
     command("export", str(run_dir), str(tmp_path / "exported"))
     assert (tmp_path / "exported" / "tokenizer.json").is_file() and load_model(tmp_path / "exported")

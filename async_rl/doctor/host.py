@@ -33,6 +33,7 @@ from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
 from async_rl.storage.hub_data import data_files
 from async_rl.storage.hub_names import hub_repos
 from rollout_server.sandbox.protection import find_protection
+from rollout_server.sandbox.subprocesses import bubblewrap_problem
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
@@ -282,7 +283,9 @@ def _sandbox() -> Check:
         found = find_protection()
     except ConfigError as error:
         return Check("sandbox", "warn", str(error), mend)
-    return Check("sandbox", "ok" if found.is_enough else "warn", str(found), mend)
+    problem = bubblewrap_problem()
+    others = f"no bubblewrap for other languages: {problem}" if problem else "bubblewrap for other languages"
+    return Check("sandbox", "ok" if found.is_enough else "warn", f"{found}; {others}", mend)
 
 
 def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:

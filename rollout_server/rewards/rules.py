@@ -10,7 +10,7 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.code.cases import read_cases
+from rollout_server.rewards.code.cases import first_cheatable, read_cases
 from rollout_server.rewards.math_checker import MathChecker
 
 Rule = Callable[[Question, str], float]
@@ -79,17 +79,22 @@ def rule_for_source(source: str) -> str:
     )
 
 
-def check_reference(rule: str, answer: Any, where: str) -> None:
-    """Raise ConfigError if `rule` can't read the right answer: no text or number for a number, no tests for code."""
+def check_reference(rule: str, answer: Any, where: str) -> str:
+    """Raise ConfigError if `rule` can't read the right answer: no text or number for a number, no tests for code.
+
+    Returns:
+        The place of the first test for code that a dishonest answer can pass; "" if there is none.
+    """
     if rule == "code":
         try:
-            read_cases(answer)
+            return first_cheatable(read_cases(answer))
         except (ValueError, TypeError, SyntaxError) as error:
             raise ConfigError(f"{where}: reward_model.ground_truth must hold the tests of a program: {error}") from None
     if rule in NUMBER_RULES and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
         raise ConfigError(
             f"{where}: reward_model.ground_truth must be text or a number for the rule {rule}, got {str(answer)[:120]}"
         )
+    return ""
 
 
 def _number(text: str) -> Decimal | None:

@@ -81,6 +81,12 @@ class Bubblewrap:
         """Do nothing: each program ends with its run."""
 
 
+def bubblewrap_problem() -> str:
+    """Return why bubblewrap can't contain programs of other languages here; "" if it can."""
+    bwrap = shutil.which("bwrap")
+    return _problem(bwrap, "sh") if bwrap else "it is not installed (apt-get install bubblewrap)"
+
+
 @cache
 def _problem(bwrap: str, command: str) -> str:
     """Return why bubblewrap can't run a command here; "" if it can."""

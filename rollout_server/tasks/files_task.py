@@ -17,6 +17,8 @@ from async_rl.errors import ConfigError
 from async_rl.storage.row_files import Rows, files_of, rows_of
 from async_rl.types import Prompt
 from rollout_server.question import Question
+from rollout_server.rewards.code.cases import CHEATABLE, HOW_TO_BE_HONEST
+from rollout_server.rewards.code.checker import refuses_cheatable
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.columns import MEDIA, find_columns, gsm8k_question, is_of_gsm8k, make_question
@@ -109,19 +111,23 @@ class FilesTask(Task):
     def _read(self, data: DataConfig, key: str) -> tuple[list[tuple[int, Question]], int]:
         """Return ((row, question) of each row of a source whose prompt is short enough, the number of its rows)."""
         questions: list[tuple[int, Question]] = []
+        cheatable: list[str] = []
         num_rows = 0
         for file in files_of(data.path, key):
             for question in self._questions(file, data, num_rows):
                 where = f"{data.path}, row {num_rows}"
-                for rule in self.rules_of(question):
-                    check_reference(rule, question.ground_truth, where)
+                rules = self.rules_of(question)
+                tests = {check_reference(rule, question.ground_truth, where) for rule in rules} - {""}
                 if self.is_short_enough(question):
                     questions.append((num_rows, question))
+                    cheatable += [f"row {num_rows}, {test}" for test in tests]
                 num_rows += 1
         if not questions:
             limit = self._config.max_prompt_tokens
             reason = f", all longer than task.max_prompt_tokens = {limit}" if num_rows else ""
             raise ConfigError(f"{data.path} must have a row that can be used, got {num_rows} rows{reason}")
+        if cheatable:
+            self._tell_cheatable(f"{data.path}: {len(cheatable)} of {len(questions)} questions", cheatable[0])
         return questions, num_rows
 
     def _questions(self, file: Path, data: DataConfig, first: int) -> list[Question]:
@@ -140,6 +146,13 @@ class FilesTask(Task):
             self.cautions.append(f"{file} has {columns.about}. Name other columns in task.columns.")
         rows = zip(found.rows, places, strict=True)
         return [make_question(row, columns, data.short_name, where) for row, where in rows]
+
+    def _tell_cheatable(self, questions: str, first: str) -> None:
+        """Refuse questions with a test that a dishonest answer can pass, or add a caution, as the reward code says."""
+        told = f"{questions} have a test that {CHEATABLE}; the first is {first}"
+        if refuses_cheatable(self._config):
+            raise ConfigError(f"{told}. {HOW_TO_BE_HONEST}")
+        self.cautions.append(f"{told}. Their share in a step is reward/<name>/cheatable.")
 
     def _tell_repeated(self) -> None:
         """Add cautions for prompts that are there more than once, and for held-out prompts that are trained on."""

@@ -98,7 +98,7 @@ ELSEWHERE = {
     "python -m benchmarks.engines configs/quickstart.yaml --rounds 3 --seconds 20 learner.prompts_per_step=16":
         "benchmarks/results, by hand",
     "python -m benchmarks.over_optimisation --seeds 10 --out benchmarks/results/over_optimisation":
-        "benchmarks/results, by hand",
+        "tests/benchmarks/test_over_optimisation.py, without the training",
     "python -m benchmarks.reward_accuracy --seeds 5 --out benchmarks/results/reward_accuracy":
         "benchmarks/results, by hand",
     "async-rl guard runs/my-run": "tests/e2e/test_guard.py",

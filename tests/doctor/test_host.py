@@ -39,6 +39,7 @@ def config(tmp_path: Path) -> Config:
 def contained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs can be contained, which is not tried."""
     monkeypatch.setattr(doctor, "find_protection", lambda: Protection(7, True, True))
+    monkeypatch.setattr(doctor, "bubblewrap_problem", lambda: "")
 
 
 @pytest.fixture
@@ -198,16 +199,19 @@ def test_the_table_shows_each_check_at_once_and_at_last_how_to_mend_the_bad_ones
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "words"),
+    ("found", "problem", "state", "words"),
     [
-        (Protection(7, True, True), "ok", "seccomp, Landlock ABI 7, limits, "),
-        (Protection(3, True, False, "unshare: no"), "ok", "no namespaces (unshare: no)"),
-        (Protection(0, True, True), "warn", "none: the kernel has no Landlock"),
+        (Protection(7, True, True), "", "ok", "seccomp, Landlock ABI 7, limits, "),
+        (Protection(7, True, True), "", "ok", "namespaces; bubblewrap for other languages"),
+        (Protection(3, True, False, "unshare: no"), "no uids", "ok", "no namespaces (unshare: no); no bubblewrap for "
+                                                                     "other languages: no uids"),
+        (Protection(0, True, True), "", "warn", "none: the kernel has no Landlock; bubblewrap for"),
     ],
 )  # fmt: skip
 def test_the_sandbox_is_told_with_what_holds(
-    monkeypatch: pytest.MonkeyPatch, found: Protection, state: str, words: str
+    monkeypatch: pytest.MonkeyPatch, found: Protection, problem: str, state: str, words: str
 ) -> None:
     monkeypatch.setattr(doctor, "find_protection", lambda: found)
+    monkeypatch.setattr(doctor, "bubblewrap_problem", lambda: problem)
     check = doctor._sandbox()
     assert check.state == state and words in check.found and "user namespaces" in check.mend

@@ -5,7 +5,7 @@
     {assert_case: [code, ...]}                                    asserts, each appended to the answer
 
 The program of a case never holds what is expected. Its result comes out as text, or as values in JSON, and is compared
-outside of it. Only an assert that can't be taken apart runs inside; it is counted as cheatable.
+outside of it. Only an assert that can't be taken apart runs inside; it is cheatable: refused, or counted if allowed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from rollout_server.rewards.code.asserts import KEEP, take_apart
 from rollout_server.rewards.code.values import ENCODE, decode, is_equal_output, without_tuples
 
 _SCHEMAS = "{inputs, outputs}, {fn_name, inputs, outputs} or {assert_case}"
+CHEATABLE = "runs beside the answer, so that a dishonest answer can pass it"
+"""The fault of a cheatable test."""
+HOW_TO_BE_HONEST = (
+    "Compare what the answer's function returns with a literal (assert f(2) == 3), leave such questions out, or set "
+    "cheatable: count in the params of the reward code, to run these tests all the same"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,11 @@ def read_cases(ground_truth: Any) -> list[Case]:
     return [
         Case(stdin=_lines(each), expected=_lines(output)) for each, output in zip(inputs, outputs, strict=True)
     ]
+
+
+def first_cheatable(cases: Sequence[Case]) -> str:
+    """Return the place of the first cheatable test in the ground truth; "" if there is none."""
+    return next((f"assert_case[{number}]" for number, case in enumerate(cases) if case.is_cheatable), "")
 
 
 def _call_case(name: str, given: Any, output: Any) -> Case:

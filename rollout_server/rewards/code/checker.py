@@ -12,17 +12,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from async_rl.config import Config
+from async_rl.config import Config, TaskConfig
 from async_rl.config.check import check
+from async_rl.config.params import read_params
 from async_rl.config.section import PathText, section
 from async_rl.cores import usable_cores
 from rollout_server.question import Question
 from rollout_server.rewards.code.asserts import IMPORTS
-from rollout_server.rewards.code.cases import Case, read_cases
+from rollout_server.rewards.code.cases import CHEATABLE, HOW_TO_BE_HONEST, Case, first_cheatable, read_cases
 from rollout_server.rewards.contract import Reward, RewardResult
 from rollout_server.sandbox.pool import Ended, RunLimits, SandboxDiedError, SandboxPool
 from rollout_server.sandbox.protection import check_protection, find_protection
@@ -42,6 +43,8 @@ class CodeSettings:
     """The reward is the share of the first `max_cases` tests that pass. Otherwise 1 if all tests pass, else 0."""
     max_cases: PositiveInt = 10
     """With `partial`: the tests that are run."""
+    cheatable: Literal["refuse", "count"] = "refuse"
+    """Tests that run beside the answer, which a dishonest answer can pass: refuse them, or run and count them."""
     timeout_s: PositiveFloat = 6.0
     """How long one run of a program may take."""
     answer_s: PositiveFloat = 20.0
@@ -86,6 +89,8 @@ class CodeChecker:
         settings, cases = self.settings, read_cases(question.ground_truth)
         if settings.command and any(case.suffix for case in cases):
             raise ValueError("a test of a function or an assert is Python; task.rewards.params.command must be empty")
+        if settings.cheatable == "refuse" and (test := first_cheatable(cases)):
+            raise ValueError(f"the test {test} of a question {CHEATABLE}. {HOW_TO_BE_HONEST}")
         program = find_program(response, settings)
         if program is None:
             return RewardResult(0.0, {"no_code": 1.0, "passed": 0.0, "late": 0.0, "cheatable": 0.0})
@@ -161,6 +166,15 @@ def open_runner(sandbox: str, settings: CodeSettings) -> Runner:
     needs_namespaces = settings.files or settings.processes > 1
     check_protection(needs_namespaces=needs_namespaces)
     return SandboxPool(has_namespaces=needs_namespaces, python=settings.python, preload=settings.preload)
+
+
+def refuses_cheatable(task: TaskConfig) -> bool:
+    """Return whether a reward `code` of the task refuses tests that a dishonest answer can pass."""
+    settings = [
+        read_params(f"task.rewards[{index}].params", each.params, {"code": CodeSettings})["code"]
+        for index, each in enumerate(task.named_rewards) if each.reward == "code"
+    ]  # fmt: skip
+    return any(each.cheatable == "refuse" for each in settings)
 
 
 def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: str) -> None:

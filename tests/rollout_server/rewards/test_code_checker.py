@@ -70,7 +70,8 @@ def test_a_right_function_passes_and_a_wrong_one_does_not(tests: Any) -> None:
     method = "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n"
     guarded = RIGHT + "if __name__ == '__main__':\n    print(add(*map(int, input().split())))\n"
     wrong, broken = "def add(a, b): return 0", "def add(a, b:"
-    found = scores([RIGHT, "def add(a, b): return a * b + 1", wrong, broken, guarded, method], tests)
+    programs = [RIGHT, "def add(a, b): return a * b + 1", wrong, broken, guarded, method]
+    found = scores(programs, tests, cheatable="count" if tests is INSIDE else "refuse")
     assert found == [1, 0, 0, 0, 1, 1 if tests is CALLS else 0]
 
 
@@ -102,10 +103,18 @@ def test_no_cheat_gets_a_mark_for_what_it_prints() -> None:
 
 @needs_sandbox
 def test_a_check_that_runs_inside_is_counted_as_cheatable_and_not_by_the_exit_code() -> None:
-    found = scored([said(RIGHT), said(CHEATS["_exit 0"]), said(CHEATS["sys.exit at import"])], INSIDE)
-    assert [each.score for each in found] == [1, 0, 0]
-    assert [each.metrics["cheatable"] for each in found] == [1, 1, 1]
-    assert scored([said(CHEATS["always equal"])], INSIDE)[0].score == 1  # therefore the metric
+    programs = [RIGHT, *(CHEATS[name] for name in ("_exit 0", "sys.exit at import", "always equal"))]
+    found = scored(list(map(said, programs)), INSIDE, cheatable="count")
+    assert [each.score for each in found] == [1, 0, 0, 1]  # the last is why such a test is refused by default
+    assert [each.metrics["cheatable"] for each in found] == [1] * 4
+
+
+@needs_sandbox
+def test_a_check_that_runs_inside_is_refused_unless_it_is_counted() -> None:
+    told = r"test assert_case\[0\] of a question runs beside the answer.*assert f\(2\) == 3.*, or set cheatable: count"
+    for tests in (INSIDE, {"assert_case": ["assert add(1, 2) == 3", *INSIDE["assert_case"]]}):
+        with pytest.raises(ValueError, match=told.replace("[0", f"[{len(tests['assert_case']) - 2}")):
+            scored([said(RIGHT)], tests)
 
 
 @needs_sandbox

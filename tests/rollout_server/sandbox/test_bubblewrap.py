@@ -118,6 +118,12 @@ def test_where_namespaces_are_forbidden_it_is_refused(monkeypatch: pytest.Monkey
             Bubblewrap(["bash"])
 
 
+def test_the_doctor_is_told_whether_other_languages_can_be_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert subprocesses.bubblewrap_problem() == ""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert subprocesses.bubblewrap_problem() == "it is not installed (apt-get install bubblewrap)"
+
+
 def test_a_command_that_is_not_there_is_refused_before_any_answer_fails() -> None:
     with pytest.raises(ConfigError, match=r"the command no-such-language is not below /usr"):
         Bubblewrap(["no-such-language"])

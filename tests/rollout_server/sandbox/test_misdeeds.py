@@ -18,7 +18,16 @@ from async_rl.errors import AsyncRLError
 from rollout_server.sandbox import kernel
 from rollout_server.sandbox.fork_server import PROJECT
 from rollout_server.sandbox.pool import Ended, RunLimits, SandboxPool
-from tests.kit.sandbox.hosts import MODES, PYTHON, Mode, exposed_host, pool_of, processes_of_programs, python_with
+from tests.kit.sandbox.hosts import (
+    IS_ROOT,
+    MODES,
+    PYTHON,
+    Mode,
+    exposed_host,
+    pool_of,
+    processes_of_programs,
+    python_with,
+)  # fmt: skip
 from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, SOUND_IN_NAMESPACES, SOUND_WITH_NUMPY, TRY
 
 pytestmark = [
@@ -99,6 +108,19 @@ def test_sound_programs_work(mode: Mode) -> None:
             assert (ended.exit_code, ended.output.strip()) == (0, last), ended
 
     in_pool(mode, work)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="needs root")
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.is_ordinary], ids=lambda mode: mode.name)
+def test_programs_of_root_at_once_have_a_user_each(mode: Mode) -> None:
+    program = "import os, time\nprint(os.getuid(), os.geteuid(), os.getgid())\ntime.sleep(1)"
+
+    async def at_once(pool: SandboxPool) -> None:
+        ended = await asyncio.gather(*(pool.run(program, limits=limits_of(mode)) for _ in range(2)))
+        first, second = (set(map(int, each.output.split())) for each in ended)
+        assert len(first) == len(second) == 1 and first != second and 0 not in first | second
+
+    in_pool(mode, at_once)
 
 
 def is_of_this_version() -> bool:

@@ -98,6 +98,18 @@ def test_parquet_with_columns_that_rows_leave_empty(tmp_path: Path) -> None:
                                                            ["b<sep>x<eos>", "b<sep>y<eos>"]]
 
 
+@pytest.mark.parametrize("row", [
+    {"prompt": [USER], "chosen": [reply("yes")], "rejected": [reply("no")]},
+    {"chosen": [USER, reply("yes")], "rejected": [USER, reply("no")]},
+    {"prompt": [USER], "answers": [[reply("yes")], [reply("no")]], "ranks": [1, 2]},
+])  # fmt: skip
+def test_parquet_with_chat_messages(tmp_path: Path, row: dict[str, Any]) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), tmp_path / "rows.parquet")
+    found = read_comparisons(make_config(), str(tmp_path / "rows.parquet"), "reward_training.path", TOKENIZER)
+    assert [texts(each) for each in found.comparisons] == [["Hi?<sep>yes<eos>", "Hi?<sep>no<eos>"]] * 2
+    assert [each.pairs for each in found.comparisons] == [[(0, 1, 0.0)]] * 2
+
+
 @pytest.mark.parametrize(("row", "message"), [
     ({"chosen": "a"}, "needs the columns chosen and rejected, or prompt and answers; found: chosen"),
     ({"prompt": "a", "chosen": "x", "rejected": 3}, "row 0: rejected must be text or"),

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.config import Config, TaskConfig
+from async_rl.config import Config, RewardConfig, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.rewards.base import open_rewards
@@ -112,6 +112,36 @@ def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix
 def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(written(tmp_path / "rows.jsonl", [row_of(0), row_of(1, **changes)]))
+
+
+def rows_of_programs(*asserts: str) -> list[dict[str, Any]]:
+    return [row_of(i, reward_model={"ground_truth": json.dumps({"assert_case": ["assert f(1) == 2", each]})})
+            for i, each in enumerate(asserts)]  # fmt: skip
+
+
+SOUND, CHEATABLE = "assert f(2) == 3", "assert f(2) == g(3)"
+
+
+def test_tests_of_programs_that_can_be_cheated_are_refused_with_their_rows(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", rows_of_programs(SOUND, CHEATABLE, CHEATABLE))
+    told = (
+        r"rows\.jsonl: 2 of 3 questions have a test that runs beside the answer, .*; the first is row 1, assert_case"
+        r"\[1\]\. Compare .* leave such questions out, or set cheatable: count in the params of the reward code"
+    )
+    both = tuple(RewardConfig(reward=name) for name in ("gsm8k_flexible", "code"))
+    for asked in ({"reward": "code"}, {"rewards": both}):
+        with pytest.raises(ConfigError, match=told):
+            opened(path, **asked)
+    _, task = opened(written(tmp_path / "sound.jsonl", rows_of_programs(SOUND)), reward="code")
+    assert task.cautions == []
+
+
+def test_tests_of_programs_that_can_be_cheated_are_counted_if_the_user_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", rows_of_programs(SOUND, CHEATABLE))
+    _, task = opened(path, rewards=(RewardConfig(reward="code", params={"cheatable": "count"}),))
+    assert task.num_prompts == 2
+    (caution,) = task.cautions
+    assert "1 of 2 questions have a test that runs beside" in caution and "is row 1, assert_case[1]. " in caution
 
 
 def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) -> None:

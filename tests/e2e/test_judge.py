@@ -79,11 +79,16 @@ REAL = {
 """[reward] a prompt, and the form to which SGLang holds the replies of an untrained model: all of them are verdicts."""
 
 
-def judged_by_sglang(reward: str, model_folder: Path) -> list[str]:
-    """Settings of a run on groups of four, whose judge is an untrained model on an SGLang server of the run."""
+def judged_by_sglang(reward: str, model_folder: Path, **changes: Any) -> list[str]:
+    """Settings of a run on groups of four, whose judge is an untrained model on an SGLang server of the run.
+
+    Args:
+        changes: other parameters of the reward.
+    """
     prompt, form = REAL[reward]
     params = {
         "prompt": prompt, "max_tokens": 40, "temperature": 1.0, "structured": False, "body": {"regex": form},
+        **changes,
     }  # fmt: skip
     return [
         f"task.rewards={json.dumps([{'reward': reward, 'params': params}])}", f"judge.path={model_folder}",
@@ -149,3 +154,22 @@ def test_a_judge_on_a_server_of_the_run_compares_and_ranks_the_answers_of_a_grou
     assert found["prompt_tokens"] > found["completion_tokens"] > 10 * found["requests"]
     assert found["disagreed"] > 0, "an untrained model contradicts itself"
     assert [found.get(name, 0) for name in ("no_verdict", "unreadable", "unanswered", "failed")] == [0, 0, 0, 0]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_judge_on_a_server_of_the_run_is_held_to_the_json_schema_of_verdicts(
+    smoke_yaml: Path, tmp_path: Path, start: Callable[..., MarkedCommand], model_folder: Path
+) -> None:
+    """The schema leaves the length of the reason open, so that a reply may be cut off before its score."""
+    command = start(
+        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=structured", "run.steps=3",
+        *judged_by_sglang("judge", model_folder, structured=True, body={}, max_tokens=600),
+    )
+    assert command.wait(700) == 0, command.text()[-3000:]
+    found = counted([record for record in logged(tmp_path / "structured") if "reward/mean" in record], "judge")
+    unreadable, requests = found.get("unreadable", 0), found["requests"] - found.get("retries", 0)
+    assert requests >= 3 * 12
+    # Without the schema an untrained model writes no JSON at all.
+    assert unreadable < requests / 2, f"{unreadable:.0f} of {requests:.0f} replies have no verdict"
+    assert [found.get(name, 0) for name in ("unanswered", "failed")] == [0, 0]

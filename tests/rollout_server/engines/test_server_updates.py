@@ -50,6 +50,8 @@ WAYS = [
     ),
     *(vllm(on_update, "gloo", False, "none") for on_update in UPDATE_POLICIES),
     vllm("in_place", "disk", False, "none"),
+    vllm("in_place", "cuda_ipc", False, "none"),
+    vllm("retract", "cuda_ipc", False, "none"),
     vllm("in_place", "gloo", False, "host"),
     vllm("retract", "gloo", False, "device"),
     vllm("abort", "gloo", False, "device"),
@@ -75,7 +77,8 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
     server.let_replies_go_on(monkeypatch)  # some models would end all of them before the second push
     first = push(config, url)
-    n = 64 if (server.config.rollout.engine, transport) == ("vllm", "disk") else 16  # more of them take longer
+    slow_push = server.config.rollout.engine == "vllm" and transport in ("disk", "cuda_ipc")
+    n = 64 if slow_push else 16  # more of them take longer
     request = request_for(6, n=n, max_tokens=900, temperature=TEMPERATURE, group_id=first)  # with KV of its own
     # Both updates are made and the connection is open before the replies begin, which are soon at their end.
     publisher, updates = connected(config, url), [new_version(config), new_version(config)]

@@ -1,9 +1,10 @@
-"""Runs whose depth moves again and again, as with staleness.depth auto: buffers die, groups are late or used again."""
+"""Runs whose depth moves again and again, as with staleness.depth auto, while processes die or groups are late."""
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from async_rl.config.loading import load_config
 from async_rl.depth.controller import DepthController
 from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.pipeline import run
-from async_rl.storage.checkpoints import checkpoint_folder
+from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints
+from benchmarks.marked_command import MarkedCommand, wait_until
 from buffer.journal.journal import FILE_NAME
 from buffer.stored_group import DROP_REASONS
 from tests.kit.depth.random_moves import move_at_random
@@ -27,11 +29,15 @@ START = 9
 """The slots of depth 1.25, with which runs begin."""
 
 
-def configured(smoke_yaml: Path, folder: Path, *more: str) -> Config:
-    return load_config(smoke_yaml, [
+def options(folder: Path, *more: str) -> list[str]:
+    return [
         f"run.dir={folder}", "run.name=moves", f"run.steps={STEPS}", "rollout.engine=hf", "eval.size=0",
         f"staleness.max={BOUND}", "staleness.depth=auto", "timeouts.wire_s=10", "checkpoint.every_steps=8", *more,
-    ])  # fmt: skip
+    ]  # fmt: skip
+
+
+def configured(smoke_yaml: Path, folder: Path, *more: str) -> Config:
+    return load_config(smoke_yaml, options(folder, *more))
 
 
 def read(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
@@ -84,6 +90,38 @@ def test_a_resume_goes_on_with_the_slots_and_the_moves_of_its_checkpoint(
     assert read(config.run_dir, "SELECT * FROM moves") == before
     again = [record for record in logged(config.run_dir) if record["step"] > 8 and "buffer/slots" in record][-3:]
     assert {record["buffer/slots"] for record in again} == {max(before)[1]}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", [5, 7])
+@pytest.mark.parametrize("victim", ["learner", "driver"])
+def test_no_move_is_half_made_where_learner_or_driver_die_while_one_is_pending(
+    smoke_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str, version: int
+) -> None:
+    """They are killed when the move was just sent to the learner, after step `version`, and the run is resumed."""
+    asked = options(tmp_path, "checkpoint.every_steps=2")
+    program = (sys.executable, "-m", "tests.kit.depth.killed_at_a_move", victim, str(version), str(smoke_yaml))
+    command = MarkedCommand(asked, tmp_path / "killed.log", program)
+    try:
+        assert command.wait(400) != 0
+        wait_until(lambda: not command.processes(), 90, "every process of the run to end")
+    finally:
+        command.kill()
+    run_dir = tmp_path / "moves"
+    checkpoint = max(list_checkpoints(run_dir))
+    assert checkpoint >= version - 3
+    before = read(run_dir, f"SELECT * FROM moves WHERE version <= {checkpoint}")
+    move_at_random(monkeypatch.setattr)
+    config = load_config(smoke_yaml, [*asked, f"run.resume={run_dir}"])
+    counters = run(config)["buffer"]
+    assert read(run_dir, f"SELECT * FROM moves WHERE version <= {checkpoint}") == before
+    assert [record["step"] for record in logged(run_dir) if "buffer/slots" in record][-1] == STEPS
+    dropped = sum(counters[f"buffer/dropped_{reason}"] for reason in DROP_REASONS)
+    assert counters["buffer/trained"] == SIZE * STEPS and counters["buffer/unaccounted"] == 0
+    assert counters["buffer/admitted"] == counters["buffer/trained"] + dropped
+    assert read(run_dir, "SELECT MAX(staleness) FROM trained")[0][0] <= BOUND
+    check_slots(run_dir)
 
 
 @pytest.mark.nightly

@@ -2,6 +2,10 @@
 
     python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,buffer,learner,driver ...
 
+The committed rows are of configs/quickstart.yaml with rollout.engine=sglang for the kind server, hf for the others,
+placement.rollout.servers=2, placement.learner.ranks=2, eval.size=0; other pushes than whole ones also with
+weight_sync.bucket_bytes=65536, so that a push has many buckets.
+
 kind     killed process                                           expected outcome
 server   the process of SGLang or vLLM that holds the model       the run goes on, and the server is restarted
 worker   a rollout process, with its engine                       the run goes on, and the process is restarted
@@ -12,8 +16,8 @@ learner  a learner rank                                           the run ends w
 driver   `async-rl train` itself                                  every process ends
 
 Settings after the kinds are those of any run: with weight_sync.staging=device, weight_sync.delta=true and
-model.dtype=bfloat16, or weight_sync.lora=adapter and model.lora.rank=4 other pushes are disturbed. Each engine and each
-way to push has rows of its own.
+model.dtype=bfloat16 (with learner.lr=1e-5), or weight_sync.lora=adapter and model.lora.rank=4 other pushes are
+disturbed. Each engine and each way to push has rows of its own.
 
 All processes but `silent` are killed by SIGKILL. Every run has checkpoint.every_steps=2. Checked are the exit code,
 that every admitted group is accounted for, that no token was older than the bound, and that no process is left (but for
@@ -40,7 +44,7 @@ from typing import Any
 
 from async_rl.config import WeightSyncConfig
 from async_rl.config.loading import load_config
-from async_rl.sweeps.machine import describe_machine, machine_text
+from async_rl.sweeps.machine import describe_machine
 from async_rl.sweeps.tables import Table, write_page
 from benchmarks.marked_command import MarkedCommand, wait_until
 
@@ -197,7 +201,7 @@ def push_of(sync: WeightSyncConfig) -> str:
 def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
     header = (
         "killed", "engine", "push", "servers, ranks", "runs", "outcome", "recovered after, s", "ended after, s",
-        "counts add up", "bound kept", "orphans",
+        "counts add up", "bound kept", "orphans", "load",
     )  # fmt: skip
     lines = []
     setups = dict.fromkeys((o["engine"], o["push"]) for o in outcomes)
@@ -212,7 +216,7 @@ def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
                 _range([o["recovered_s"] for o in rows]),
                 _range([o["ended_s"] for o in rows]) if kind in FATAL else "-",
                 sum(o["counts_add_up"] for o in rows), sum(o["staleness_max"] <= o["bound"] for o in rows),
-                sum(o["orphans"] for o in rows),
+                sum(o["orphans"] for o in rows), _range([o["load"] for o in rows]),
             ]  # fmt: skip
             lines.append([str(cell) for cell in cells])
     return Table(header, lines)
@@ -220,6 +224,22 @@ def outcome_table(outcomes: Sequence[dict[str, Any]]) -> Table:
 
 def _range(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def report(outcomes: Sequence[dict[str, Any]]) -> str:
+    """Return the page of all outcomes: of this call of the program, and those that its file had before."""
+    machine, commits = describe_machine(), dict.fromkeys(o["commit"] for o in outcomes)
+    return f"""SIGKILL (silent: SIGSTOP) to one process of a run at a random moment.
+The last rows: {machine["processor"]}, {machine["system"]}, {machine["cores"]} cores; commits {", ".join(commits)}.
+
+{outcome_table(outcomes).markdown()}
+Seconds are median (least to most). A server or worker has recovered when it serves the learner's current version again,
+a buffer when the second batch after its return is trained on; learner and driver: from `--resume` to the next step.
+Ended: no process is left. Load: the machine's load average after the run, other programs' included.
+
+```
+{__doc__}```
+"""
 
 
 def main() -> None:
@@ -243,10 +263,7 @@ def main() -> None:
             "placement": f"{config.placement.rollout.servers}, {config.placement.learner.ranks}",
             "commit": describe_machine()["commit"],
         })  # fmt: skip
-        loads = [o["load"] for o in outcomes]
-        page = f"{machine_text()}, load average {min(loads):.0f} to {max(loads):.0f}. Seconds: median (least to most)."
-        page += f"\n\n{outcome_table(outcomes).markdown()}\n```\n{__doc__}```\n"
-        write_page(arguments.out, page, {"machine": describe_machine(), "outcomes": outcomes})
+        write_page(arguments.out, report(outcomes), {"machine": describe_machine(), "outcomes": outcomes})
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ def test_the_table_has_a_row_for_each_kind_with_what_went_wrong_in_it() -> None:
         outcome("learner", 1, 18.0, push="changes, disk"),
     ]
     assert outcome_table(outcomes).markdown().splitlines()[2:] == [
-        "| worker | hf | whole | 1, 2 | 3 | went on: 2 of 3 | 11.0 (9.0 to 30.0) | - | 2 | 2 | 2 |",
+        "| worker | hf | whole | 1, 2 | 3 | went on: 2 of 3 | 11.0 (9.0 to 30.0) | - | 2 | 2 | 2 "
+        "| 2.0 (2.0 to 2.0) |",
         "| learner | hf | whole | 1, 2 | 2 | one error, then resumed: 1 of 2 | 21.0 (20.0 to 22.0) | 3.0 (3.0 to 3.0) "
-        "| 2 | 2 | 0 |",
+        "| 2 | 2 | 0 | 2.0 (2.0 to 2.0) |",
         "| learner | hf | changes, disk | 1, 2 | 1 | one error, then resumed: 1 of 1 | 18.0 (18.0 to 18.0) "
-        "| 3.0 (3.0 to 3.0) | 1 | 1 | 0 |",
+        "| 3.0 (3.0 to 3.0) | 1 | 1 | 0 | 2.0 (2.0 to 2.0) |",
     ]
 
 

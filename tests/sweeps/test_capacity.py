@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from async_rl.cli import main
@@ -7,6 +11,7 @@ from async_rl.sweeps import capacity
 from async_rl.sweeps.capacity import ModelSpeed, loads
 from rollout_server import eval_worker
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODEL = ModelSpeed("1B", "a GPU", tokens_per_s=8000.0)
 
 
@@ -25,6 +30,27 @@ def test_each_part_is_used_by_what_passes_through_it(monkeypatch: pytest.MonkeyP
     assert many["driver, one core"].used == pytest.approx(200 * 1e-3)  # more workers report less often
     assert found["each rollout worker"].used == pytest.approx(2 * (2e-3 + 8e-3))
     assert found["network of the buffer's node"].used == pytest.approx(2 * 80_000 * 13 * 8 / 1e9)
+
+
+def test_the_costs_are_those_that_were_measured() -> None:
+    """By group: batches of 1,024 groups of short answers. By token: from 100 to 32,000 tokens an answer, 4 a group."""
+    cells = {
+        (cell["workers"], cell["groups"], cell["tokens"]): cell
+        for cell in json.loads((RESULTS / "scale.json").read_text())["cells"]
+    }
+    short, long, many = cells[8, 256, 100], cells[8, 256, 32_000], cells[64, 1024, 500]
+    for part, per_group_s, per_token_s in (
+        ("buffer_us", capacity.BUFFER_S_PER_GROUP, capacity.BUFFER_S_PER_TOKEN),
+        ("workers_us", capacity.WORKER_S_PER_GROUP, capacity.WORKER_S_PER_TOKEN),
+    ):
+        assert round(cells[8, 1024, 100][part], -2) == pytest.approx(1e6 * per_group_s)
+        per_token_us = (long[part] - short[part]) / (4 * (32_000 - 100))
+        assert round(per_token_us, 2) == pytest.approx(1e6 * per_token_s)
+    log_ms = 1e-3 * many["driver_us"] * many["groups_per_s"] / (64 * capacity.REPORTS_PER_S)
+    page = " ".join((RESULTS / "scale.md").read_text().split())
+    said = re.search(r"A report takes ([\d.]+) ms of the driver here, and ([\d.]+) ms more in Ray's stream", page)
+    assert said and float(said[1]) == pytest.approx(round(log_ms, 2))
+    assert float(said[1]) + float(said[2]) == pytest.approx(1e3 * capacity.DRIVER_S_PER_REPORT)
 
 
 def test_the_figures_of_reports_are_those_of_the_worker() -> None:

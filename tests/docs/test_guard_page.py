@@ -33,6 +33,11 @@ def test_the_page_quotes_what_the_guard_decides_on_the_recorded_runs() -> None:
         found = verdicts(runs, CONFIG, has_gold)
         numbers = f"{found.good} of {len(found.kept)} | {found.mean_kept:.2f} | {found.false_alarms} of {found.sound}"
         assert f"| {words} | {numbers} |" in PAGE
+    tuning = (ROOT / "benchmarks" / "results" / "guard_tuning.md").read_text()
+    shares = re.findall(r"(\d+ of \d+) over-optimised runs keep .*; (\d+) false alarms in (\d+ sound runs)\.", tuning)
+    (with_gold, few, sound), (without, more, _) = shares
+    said = f"there {with_gold} keep 0.9 with gold labels, and {without} without, with {few} and {more} false alarms in"
+    assert f"{said} {sound}" in " ".join(PAGE.split())
     over = [run for run in runs if run.is_over_optimised]
     assert f"end at {sum(run.kept(run.versions[-1]) for run in over) / len(over):.2f} of their gain" in PAGE
     rows = {row[0]: row for row in signal_table(runs, CONFIG).rows}

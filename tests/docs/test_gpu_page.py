@@ -40,6 +40,14 @@ def test_the_table_of_the_audit_has_a_row_for_each_of_its_findings() -> None:
     assert set(re.findall(r"^\| (\d+\.\d+) \|", AUDIT, re.MULTILINE)) == findings
 
 
+def test_each_row_of_the_audit_says_what_was_what_is_now_and_how_that_is_known() -> None:
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| \d.*$", AUDIT, re.MULTILINE)]
+    assert {len(row) for row in rows} == {6}
+    assert [row[0] for row in rows if not all(row[:5])] == []
+    without_a_test = [row[:2] for row in rows if "`tests/" not in row[4]]
+    assert without_a_test == [["3.5", "Servers of a 7B on a node of their own"]]  # a choice
+
+
 def test_what_only_a_gpu_can_show_is_on_the_page_by_the_number_of_its_finding() -> None:
     last_cells = re.findall(r"^\| (\d+\.\d+) \|.*\| ([^|]*)\|$", AUDIT, re.MULTILINE)
     assert len(last_cells) == 30

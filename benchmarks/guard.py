@@ -98,15 +98,15 @@ def findings(records: Iterable[Record], config: GuardConfig, has_gold: bool) -> 
     return found
 
 
-def first_trouble(records: Iterable[Record], config: GuardConfig, has_gold: bool) -> Finding | None:
-    """Return the first trouble that the guard finds in the records."""
-    return next((each for each in findings(records, config, has_gold) if each.is_trouble), None)
+def first_trouble(found: Iterable[Finding]) -> Finding | None:
+    """Return the first trouble among findings of one run."""
+    return next((each for each in found if each.is_trouble), None)
 
 
-def signal_versions(records: Sequence[Record], config: GuardConfig) -> dict[str, int]:
+def signal_versions(findings: Iterable[Finding]) -> dict[str, int]:
     """Return the version at which each signal is first beyond its limit, by name, in order."""
     first = dict[str, int]()
-    for found in findings(records, config, has_gold=True):
+    for found in findings:
         first |= {name: found.version for name in found.beyond if name not in first}
     return first
 
@@ -135,7 +135,7 @@ class Verdicts:
 def verdicts(runs: Sequence[RecordedRun], config: GuardConfig, has_gold: bool) -> Verdicts:
     kept, false = list[float](), 0
     for run in runs:
-        found = first_trouble(run.records, config, has_gold)
+        found = first_trouble(findings(run.records, config, has_gold))
         if run.is_over_optimised:
             kept.append(run.kept(max(0, found.back_to) if found else run.versions[-1]))
         else:
@@ -165,11 +165,11 @@ def run_table(runs: Sequence[RecordedRun], config: GuardConfig) -> Table:
         peak = max(range(len(run.gold)), key=run.gold.__getitem__)
         row = [run.setting.name + ("" if run.is_over_optimised else " (sound)"), str(run.setting.seed)]
         row += [f"{run.gold[0]:.2f}", f"{run.gold[peak]:.2f}", str(run.versions[peak]), f"{run.gold[-1]:.2f}"]
-        for has_gold in (True, False):
-            found = first_trouble(run.records, config, has_gold)
+        with_gold, without = (findings(run.records, config, has_gold) for has_gold in (True, False))
+        for found in map(first_trouble, (with_gold, without)):
             back = max(0, found.back_to) if found else run.versions[-1]
             row += [str(found.version) if found else "-", str(back) if found else "-", f"{run.kept(back):.2f}"]
-        fired = signal_versions(run.records, config)
+        fired = signal_versions(with_gold)
         rows.append([*row, ", ".join(f"{name} {version}" for name, version in fired.items()) or "-"])
     return Table(header, rows, "Runs")
 
@@ -179,16 +179,18 @@ def signal_table(runs: Sequence[RecordedRun], config: GuardConfig) -> Table:
     header = ("signal", "limit", "furthest in sound runs", "where gold has fallen by a tenth", "fires in sound runs",
               "in over-optimised ones", "median steps after that fall")  # fmt: skip
     over, sound = ([run for run in runs if run.is_over_optimised is kind] for kind in (True, False))
+    found = {id(run): findings(run.records, config, has_gold=True) for run in runs}
+    first = {key: signal_versions(of_run) for key, of_run in found.items()}
     rows = []
     for name, signal in SIGNALS.items():
         furthest = min if signal.is_floor else max
-        values = {id(run): [(each.version, each.values[name]) for each in findings(run.records, config, has_gold=True)
-                            if name in each.values] for run in runs}  # fmt: skip
+        values = {key: [(each.version, each.values[name]) for each in of_run if name in each.values]
+                  for key, of_run in found.items()}  # fmt: skip
         extremes = [furthest(value for _, value in values[id(run)]) for run in sound if values[id(run)]]
         falls = [
             [value for version, value in values[id(run)] if version <= run.falls_at][-1:] for run in over
         ]  # fmt: skip
-        fired = {id(run): signal_versions(run.records, config).get(name) for run in runs}
+        fired = {key: versions.get(name) for key, versions in first.items()}
         late = [version - run.falls_at for run in over if (version := fired[id(run)]) is not None]
         rows.append([
             name, f"{signal.limit(config):g}", _spread(sorted(extremes, reverse=signal.is_floor)[-3:]),

@@ -77,12 +77,13 @@ def test_a_run_that_loses_its_gain_is_told_from_one_that_does_not() -> None:
 
 def test_the_guard_goes_back_by_gold_rewards_or_by_two_kinds_of_signals() -> None:
     # 2.33 is 4.6 standard errors of 192 labels below 2.67, which is that of versions 8, 12 and 16
-    found = first_trouble(FALLS.records, CONFIG, has_gold=True)
+    with_gold = findings(FALLS.records, CONFIG, has_gold=True)
+    found = first_trouble(with_gold)
     assert found and (found.version, found.back_to, found.beyond) == (20, 12, ("gold_fall",))
-    found = first_trouble(FALLS.records, CONFIG, has_gold=False)
+    found = first_trouble(findings(FALLS.records, CONFIG, has_gold=False))
     assert found and (found.version, found.back_to) == (16, 4)
-    assert signal_versions(FALLS.records, CONFIG) == {"kl": 16, "kl_per_token": 16, "proxy": 16, "gold_fall": 20}
-    assert first_trouble(STAYS.records, CONFIG, has_gold=True) is None
+    assert signal_versions(with_gold) == {"kl": 16, "kl_per_token": 16, "proxy": 16, "gold_fall": 20}
+    assert first_trouble(findings(STAYS.records, CONFIG, has_gold=True)) is None
 
 
 def test_what_is_kept_and_false_alarms_are_counted() -> None:

@@ -32,8 +32,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.interpolate import PchipInterpolator
-from scipy.optimize import isotonic_regression
 
 from async_rl.sweeps.statistics import estimate
 
@@ -74,6 +72,9 @@ class SynchronousCurve:
     """acc0: the held-out accuracy of synchronous training after a number of steps, from one or more seeds."""
 
     def __init__(self, runs: Sequence[Evaluations]) -> None:
+        from scipy.interpolate import PchipInterpolator  # here, as these imports take a second and few commands need it
+        from scipy.optimize import isotonic_regression
+
         versions, means, weights = _averaged(runs)
         values = isotonic_regression(means, weights=weights).x
         self._scale, self.end = float(versions[1]), float(versions[-1])

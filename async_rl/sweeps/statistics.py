@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 CONFIDENCE = 0.95
 
@@ -37,6 +36,8 @@ def p_value(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the two-sided p-value of mean(a) = mean(b) by Welch's t test, or nan if a or b has fewer than 2 values."""
     if min(len(a), len(b)) < 2:
         return math.nan
+    from scipy import stats  # here, as its import takes a second and few commands need it
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns of equal values, but its result is right
         return float(stats.ttest_ind(a, b, equal_var=False).pvalue)
@@ -55,6 +56,8 @@ def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tupl
     total = math.fsum(variances)
     if total == 0:
         return difference, math.nan
+    from scipy import stats
+
     df = total**2 / math.fsum(v**2 / (len(side) - 1) for v, side in zip(variances, sides, strict=True))
     return difference, float(2 * stats.t.sf(abs(difference) / math.sqrt(total), df))
 
@@ -93,6 +96,8 @@ def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float
         return -math.inf, math.inf
     t = 0.0
     if top.error or bottom.error:
+        from scipy import stats
+
         scaled = [value * top.mean / bottom.mean for value in b]
         t = float(stats.t.ppf((1 + CONFIDENCE) / 2, stats.ttest_ind(a, scaled, equal_var=False).df))
     square = bottom.mean**2 - (t * bottom.error) ** 2

@@ -39,3 +39,17 @@ def test_the_quoted_pauses_of_staged_pushes_are_the_measured_ones() -> None:
     assert f"a staged push takes {min(times):.1f} to {max(times):.1f} times as long as one without" in guide
     assert "{} ms without staging and {} ms with `device` of SGLang, ".format(*sglang) in gpu
     assert "{} and {} ms of vLLM".format(*vllm) in gpu
+
+
+def test_the_quoted_shares_and_sizes_of_sparse_pushes_are_the_measured_ones() -> None:
+    rows = results_of("changed_shares")["rows"]
+    low, high = ([row for row in rows if row["lr"] == lr] for lr in (1e-6, 1e-5))
+    shares = [[100 * share for row in each for share in row["changed"]] for each in (low, high)]
+    largest = [max(number for row in each for number in row["bytes"]) for each in (low, high)]
+    whole, guide = rows[0]["whole_bytes"][0], text_of("docs/guide.md")
+    assert f"{min(shares[0]):.2f} to {max(shares[0]):.2f} % at a learning rate of 1e-6" in guide
+    assert f"and {min(shares[1]):.1f} to {max(shares[1]):.1f} % at 1e-5" in guide
+    sizes = [number / 2**20 for number in (*largest, whole)]
+    assert "at most {:.1f} and {:.1f} MB in place of {:.0f}".format(*sizes) in guide
+    seconds = [number * 8 / 1e9 for number in (*largest, whole)]
+    assert "these bytes take {:.2f} and {:.2f} s in place of {:.1f}".format(*seconds) in guide

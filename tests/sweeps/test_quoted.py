@@ -142,7 +142,8 @@ def test_the_tails_of_depths_and_bounds_are_those_of_the_sweeps() -> None:
 def test_where_old_tokens_make_the_largest_kl_is_what_the_committed_steps_say() -> None:
     """The columns: run, depth/bound, step, staleness, KL, share of it from old tokens, share of tokens, KL without."""
     page = text_of("docs/staleness.md")
-    many, few = [], []
+    many: list[tuple[str, str, float, float, float]] = []
+    few: list[tuple[str, str, float, float, float]] = []
     for sweep in ("sweep_agent_hard", "sweep_agent_hard_7e-4"):
         for line in (RESULTS / sweep / "kl_spikes.md").read_text().splitlines():
             cells = line.strip("| ").split(" | ")
@@ -197,7 +198,7 @@ def test_the_start_of_auto_is_explained_by_the_table_of_short_runs() -> None:
     assert f"{text}, {one} times with 1 and {more} times with 1.5" in text_of("docs/staleness.md")
     without_cost = table.partition("With exponent 0:")[2].splitlines()
     names = next(line for line in without_cost if line.startswith("| world |")).strip("| ").split(" | ")
-    losses = []
+    losses: list[tuple[float, dict[str, str]]] = []
     for line in without_cost:
         cells = line.strip("| ").split(" | ")
         if len(cells) == len(names) and cells[0] not in ("world", "mean") and "---" not in line:

@@ -5,13 +5,19 @@
 
 `runs` makes the runs of collapsing_runs.py and writes the metrics that alarms read into tuning.json and judged.json.
 `judge` replays them, with the present limits, and writes a page beside them. The limits were chosen with the tuning
-runs; the judged ones have other settings and other seeds. That of `jump` was chosen with both, so no run has judged it.
+runs alone; the settings of the judged ones were written down before any of these was made.
 
-Which runs collapse is told by the reward of the answers that each version gives, the median of the five steps around
-each: those that end with less than half of what they had gained, which must be 0.2 or more. A run that had gained less
-and ends with less than half of the reward of its start only fell; one that was below half and recovered is not sound
-either. A collapse is noticed if the first alarm comes no later than the step from which on half is lost, and not before
-the reward was at its best.
+Which runs collapse is told by the true reward, which is that of the answers of each version: those that end with less
+than half of what they had gained, which must be 0.2 or more. A run that had gained less and ends with less than half of
+the reward of its start only fell; one that was below half and recovered is not sound either.
+
+Half is lost at a step, exactly: the record of step t is written once version t is made, and its true reward is that of
+version t - 1, the newest that has given answers by then. That series is smoothed by the median of the five steps
+around each, which keeps the step of a fall that lasts. Half is lost at the first step after the best one whose smoothed
+reward is below the middle of start and best. An alarm is before that if it stands in the record of an earlier step:
+then no answer of a version that has lost half was scored. It comes at the same step if it stands in the very record
+that shows the loss first. Only the former is noticed; both are counted. An alarm that comes more than a window before
+the best reward is a false one: it would have ended the run before its gain.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -37,7 +44,7 @@ from async_rl.guard.collapse import KEYS
 from async_rl.guard.collapse_watch import CollapseFinding, CollapseWatch
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table, write_page
-from benchmarks.collapse_settings import JUDGED, TUNING
+from benchmarks.collapse_settings import JUDGED, TUNING, mechanism
 from benchmarks.collapsing_runs import Record, WordsRun, supervised, train
 
 KEPT = (*KEYS, "staleness/mean", "true/reward")
@@ -115,10 +122,14 @@ def findings(record: WordsRecord, config: AlarmsConfig) -> Iterator[CollapseFind
             yield found
 
 
-def is_noticed(record: WordsRecord, config: AlarmsConfig) -> bool:
-    """Return whether the first alarm comes before half of the gain is lost, and not before the best reward."""
+def timing(record: WordsRecord, config: AlarmsConfig) -> str:
+    """Return when the first alarm comes, counted from the step at which half is lost; `too early`: before the gain."""
     first, lost = next(findings(record, config), None), record.half_lost
-    return first is not None and lost is not None and record.best - config.window_steps <= first.version <= lost
+    if first is None or lost is None:
+        return "never" if first is None else "-"
+    if first.version < record.best - config.window_steps:
+        return "too early"
+    return "before" if first.version < lost else "at the same step" if first.version == lost else "late"
 
 
 def first_steps(record: WordsRecord, config: AlarmsConfig) -> dict[str, int]:
@@ -138,8 +149,10 @@ def verdict(records: Sequence[WordsRecord], config: AlarmsConfig) -> dict[str, f
     sound = [record for record in records if record.kind == "sound"]
     fell = [record for record in records if record.kind == "fell"]
     kept = [record.kept(found.back_to) for record in collapses if (found := next(findings(record, config), None))]
+    timings = Counter(timing(record, config) for record in collapses)
     return {
-        "collapses": len(collapses), "noticed": sum(is_noticed(record, config) for record in collapses),
+        "collapses": len(collapses), "noticed": timings["before"], "at the same step": timings["at the same step"],
+        "late": timings["late"], "too early": timings["too early"],
         "sound": len(sound), "false": sum(any(findings(record, config)) for record in sound),
         "fell": len(fell), "fell, with an alarm": sum(any(findings(record, config)) for record in fell),
         "recovered": len(records) - len(collapses) - len(sound) - len(fell),
@@ -147,17 +160,26 @@ def verdict(records: Sequence[WordsRecord], config: AlarmsConfig) -> dict[str, f
     }  # fmt: skip
 
 
+def mechanism_table(records: Sequence[WordsRecord], config: AlarmsConfig) -> Table:
+    """Return, for each mechanism, how many of its runs collapsed, and when the first alarm came."""
+    rows = []
+    for name in dict.fromkeys(mechanism(str(record.setting["name"])) for record in records):
+        found = verdict([each for each in records if mechanism(str(each.setting["name"])) == name], config)
+        if found["collapses"]:
+            keys = ("collapses", "noticed", "at the same step", "late", "too early")
+            rows.append([name, *(str(int(found[key])) for key in keys)])
+    return Table(("collapse by", "runs", "before half is lost", "at the same step", "late", "too early"), rows)
+
+
 def run_table(records: Sequence[WordsRecord], config: AlarmsConfig) -> Table:
     header = ("run", "kind", "seed", "lr", "staleness", "reward at the start", "at its best", "at step", "at the end",
-              "half lost at", "alarms and their first steps", "noticed", "kept by stop")  # fmt: skip
+              "half lost at", "alarms and their first steps", "first alarm", "kept by stop")  # fmt: skip
     rows = []
     for record in records:
         setting, rewards, first = record.setting, record.rewards, next(findings(record, config), None)
         fired = ", ".join(f"{name} {step}" for name, step in first_steps(record, config).items()) or "-"
-        lost, noticed = record.half_lost, "yes" if is_noticed(record, config) else "no"
-        if record.kind == "fell":
-            noticed = "no" if first is None else "in time" if first.version <= (lost or 0) else "late"
-        elif record.kind != "collapsed":
+        lost, noticed = record.half_lost, timing(record, config)
+        if record.kind not in ("collapsed", "fell"):
             noticed = "-" if first is None else "false" if record.kind == "sound" else "dip"
         rows.append([
             setting["name"], record.kind, str(setting["seed"]), f"{setting['lr']:g}", str(setting["staleness"]),
@@ -171,11 +193,12 @@ def run_table(records: Sequence[WordsRecord], config: AlarmsConfig) -> Table:
 def summary(records: Sequence[WordsRecord], config: AlarmsConfig) -> str:
     found = {key: value if key == "kept" else int(value) for key, value in verdict(records, config).items()}
     return (
-        f"{found['noticed']} of {found['collapses']} collapses are noticed before half of the gain is lost; "
-        f"{found['false']} of {found['sound']} sound runs have an alarm. Of the other runs, {found['recovered']} have "
-        f"recovered, and {found['fell']} fell before they had gained {GAIN:g}, {found['fell, with an alarm']} of them "
-        f"with an alarm. In a collapse, the version to which alarms.action stop goes back has {found['kept']:.2f} of "
-        "the gain in the mean."
+        f"{found['noticed']} of {found['collapses']} collapses are noticed before half of the gain is lost, "
+        f"{found['at the same step']} at the same step, {found['late']} later; {found['too early']} have a false alarm "
+        f"before their gain, and that is the first. {found['false']} of {found['sound']} sound runs have an alarm. "
+        f"Of the other runs, {found['recovered']} have recovered, and {found['fell']} fell before they had gained "
+        f"{GAIN:g}, {found['fell, with an alarm']} of them with an alarm. In a collapse, the version to which "
+        f"alarms.action stop goes back has {found['kept']:.2f} of the gain in the mean."
     )
 
 
@@ -231,10 +254,13 @@ def judge(folder: Path) -> None:
     config = AlarmsConfig()
     page = f"# Collapses\n\n`python -m benchmarks.collapse {' '.join(sys.argv[1:])}`, {machine_text()}.\n\n"
     numbers = {}
-    titles = {"judged": "Judged runs, seen before jump was chosen", "tuning": "Runs with which the limits were chosen"}
+    titles = {"judged": "Judged runs", "tuning": "Runs with which the limits were chosen"}
     for name, words in titles.items():
+        if not (folder / f"{name}.json").is_file():
+            continue
         records = read_records(folder / f"{name}.json")
-        page += f"## {words}\n\n{summary(records, config)}\n\n{run_table(records, config).markdown()}\n"
+        page += f"## {words}\n\n{summary(records, config)}\n\n"
+        page += f"{mechanism_table(records, config).markdown()}\n{run_table(records, config).markdown()}\n"
         numbers[name] = verdict(records, config)
     write_page(folder / "alarms", page, numbers)
 

@@ -157,3 +157,12 @@ JUDGED = (
     WordsRun("two minibatches, 3e-4", 231, 3e-4, steps=60, over={"algorithm.minibatches": 2}),
 )  # fmt: skip
 """Their settings were written down, and committed, before any of them was made."""
+
+MECHANISMS = (
+    "no clip", "no correction", "raised", "growing", "rising", "wrong sign", "advantages times", "entropy bonus",
+)  # fmt: skip
+
+
+def mechanism(name: str) -> str:
+    """Return what makes a run of this name collapse: the first of MECHANISMS in it, or `a constant rate`."""
+    return next((words for words in MECHANISMS if words in name), "a constant rate")

@@ -17,6 +17,8 @@ from learner.optimizer_choice import check_sharded, open_optimizer
 from learner.weight_average import WeightAverage
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+SAMPLE = 1 << 20
+"""At about so many weights of a rank it is seen how far an update has moved them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Optimizer:
         self._max_skipped = config.max_skipped_steps
         self._steps = 0
         self._skipped_in_a_row = 0
+        self._begun = torch.empty(0)
         self.average = WeightAverage(module, config.ema_decay) if averages and config.ema_decay else None
 
     def step(self, loss: Tensor, decay: float = 1.0) -> OptimizerStep:
@@ -147,6 +150,22 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm([shard for shard in weights if shard.numel()], math.inf)
         return norm.to(self._device)  # of empty or of offloaded shards it is in CPU memory
 
+    def begin(self) -> None:
+        """Begin an update, of one or more steps: `moved` tells how far it has gone."""
+        self._begun = self._sampled()
+
+    def moved(self) -> Tensor:
+        """Return the sum of squares by which some weights of this rank have moved since `begin`, and their number. [2]
+        """
+        change = (self._sampled() - self._begun).to(self._device).double()
+        return torch.stack([change.square().sum(), torch.full_like(change.sum(), change.numel())])
+
+    def _sampled(self) -> Tensor:
+        """Return a copy of some of the weights in this rank's shards, evenly spread."""
+        shards = [_local(p.detach()).reshape(-1) for p in self._parameters]
+        stride = max(1, sum(shard.numel() for shard in shards) // SAMPLE)
+        return torch.cat([shard[::stride] for shard in shards])
+
     def counts(self) -> dict[str, int]:
         """Return the counts that a checkpoint keeps: {"steps": taken, "skipped_in_a_row": skipped without a break}."""
         return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
@@ -182,8 +201,7 @@ class Optimizer:
                 continue
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            for group in inner.param_groups:
-                group["lr"] = 0.0
+            _set_lr(inner, 0.0)
             inner.step()
         self.drop()
 
@@ -196,8 +214,7 @@ class Optimizer:
 
     def _step_part(self, inner: torch.optim.Optimizer, lr: float) -> None:
         """Take a step with the parameters of one optimizer, whose moments are on their device meanwhile."""
-        for group in inner.param_groups:
-            group["lr"] = lr
+        _set_lr(inner, lr)
         if not self._offloads:
             inner.step()
             return
@@ -212,6 +229,14 @@ class Optimizer:
         for moment, tensor in kept.items():
             tensor.copy_(state[moment])
         state |= kept
+
+
+def _set_lr(inner: torch.optim.Optimizer, lr: float) -> None:
+    for group in inner.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's compiled steps hold it
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def _zeros_on_cpu(parameter: Tensor) -> Tensor:

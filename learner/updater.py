@@ -120,6 +120,8 @@ class Updater:
         minibatches = self.objective.prepare(minibatches)  # what depends on all tokens of the batch
 
         sums = MetricAccumulator(copies=self.config.learner.sequence_parallel)
+        for optimizer in self.optimizers.values():
+            optimizer.begin()
         steps: dict[str, list[OptimizerStep]] = {name: [] for name in self.optimizers}
         decay = lr_decay(batch.version, self.config)
         trains_policy = self.critic is None or batch.version >= self.config.critic.warmup_steps
@@ -146,15 +148,10 @@ class Updater:
                 steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
             elif self.critic is None:
                 break
-        for name, optimizer in self.optimizers.items():
-            optimizer.drop()  # gradients that no step has used
-            sums.add(**{f"{name}_weights": optimizer.largest_weight()})
-
-        totals = sums.reduce()
-        self._check_weights(totals)
+        totals = self._totals(sums)
         metrics += [*batch_metrics(batch), *token_metrics(totals), *ptx_metrics(totals)]
         metrics += self.objective.finish(totals, batch)
-        metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken)]
+        metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken, totals)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))
         return metrics + self._limit_metrics(scale, is_skipped, is_stopped)
@@ -170,7 +167,12 @@ class Updater:
             metrics.append(Metric("policy/early_stops", float(is_stopped), "sum"))
         return metrics
 
-    def _check_weights(self, totals: Totals) -> None:
+    def _totals(self, sums: MetricAccumulator) -> Totals:
+        """Return the sums of all ranks, once the optimizers have ended the update and their weights are finite."""
+        for name, optimizer in self.optimizers.items():
+            optimizer.drop()  # gradients that no step has used
+            sums.add(**{f"{name}_weights": optimizer.largest_weight(), f"{name}_moved": optimizer.moved()})
+        totals = sums.reduce()
         for name, optimizer in self.optimizers.items():
             if not np.isfinite(totals[f"{name}_weights"]):
                 tensor = non_finite(optimizer.module) or "a tensor of another rank"
@@ -179,6 +181,7 @@ class Updater:
                     f"{name}: weights are not finite after the optimizer's steps: {tensor} holds NaN or infinity. "
                     f"Lower {lr}, and resume from the newest checkpoint"
                 )
+        return totals
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the policy has its average weights, if learner.ema_decay is set. Collective."""
@@ -318,16 +321,19 @@ class Updater:
         return logprobs
 
 
-def _step_metrics(network: str, steps: Sequence[OptimizerStep]) -> list[Metric]:
+def _step_metrics(network: str, steps: Sequence[OptimizerStep], totals: Totals) -> list[Metric]:
     """Return the metrics of the optimizer steps that `network` took on one batch; [] without steps.
 
-    They are the last learning rate, the number of skipped steps, and the mean loss and gradient norm of the others.
+    They are the last learning rate, the number of skipped steps, the mean loss and gradient norm of the others, and how
+    far all of them have moved a weight, as a root mean square.
     """
     if not steps:
         return []
     done = [step for step in steps if not step.skipped]
+    squares, count = totals[f"{network}_moved"]
     metrics = [
         Metric(f"{network}/lr", steps[-1].lr, "last"),
+        Metric(f"{network}/weight_change", float(np.sqrt(squares / count))),
         Metric(f"{network}/skipped_steps", float(len(steps) - len(done)), "sum"),
     ]
     if done:

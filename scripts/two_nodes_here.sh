@@ -6,6 +6,7 @@
 #
 # The first host offers the Ray resource `learner`, the second `rollout` (placement.learner.resource, ...).
 # ASYNC_RL_NOT_SHARED=DIR: the second host has an empty folder of its own in place of DIR, as without a shared disk.
+# What `ray start` starts has ASYNC_RL_HOST, the address of its host; the command has it not.
 # ASYNC_RL_LINK_STATS=FILE: writes the bytes that crossed the cable, in either direction, to FILE.
 set -euo pipefail
 
@@ -51,7 +52,7 @@ cpus=${ASYNC_RL_CPUS:-8}
 start_ray() { # host, address of it, Ray's own arguments...
     local host=$1 address=$2
     shift 2
-    setsid ip netns exec "$host" "${own_disk[@]}" ray start --block --node-ip-address="$address" --num-cpus="$cpus" \
+    setsid ip netns exec "$host" env ASYNC_RL_HOST="$address" "${own_disk[@]}" ray start --block --node-ip-address="$address" --num-cpus="$cpus" \
         --object-store-memory=134217728 --disable-usage-stats "$@" > "$ray/$address.log" 2>&1 &
 }
 started() { # address of a host

@@ -32,7 +32,8 @@ class RunAlarms:
         self._ended_by = finding
         version = checkpoint_before(self._config.run_dir, finding.back_to)
         if version is None:
-            model = "the model of its last step, as there is no checkpoint yet (checkpoint.every_steps)"
+            first = "; the one before the fall is that of model.path" if finding.back_to == 0 else ""
+            model = f"the model of its last step, as there is no checkpoint yet (checkpoint.every_steps){first}"
         else:
             model = f"the model of version {version}"
             self._log.kept_checkpoints.add(version)

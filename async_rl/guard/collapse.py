@@ -20,7 +20,8 @@ from async_rl.config.alarms import AlarmsConfig
 Values = Mapping[str, float]
 KEYS = (
     "reward/mean", "reward/std", "response/truncated_fraction", "response/repeated_fraction", "policy/entropy",
-    "policy/grad_norm", "offpolicy/kl_behaviour_proximal_k3", "offpolicy/kl_proximal_learner_k3",
+    "policy/grad_norm", "policy/weight_change", "offpolicy/kl_behaviour_proximal_k3",
+    "offpolicy/kl_proximal_learner_k3",
 )  # fmt: skip
 LOST = 0.1
 """A policy has lost reward if the window's has fallen by more than this share: then a small entropy or gradient is no
@@ -68,6 +69,11 @@ COLLAPSE_SIGNALS = {
             "jump", "entropy and KL have jumped from {start:.2g} to {now:.2g} nats a token in a step",
             "A step went too far, and what was learned may be lost with it. Lower learner.lr, or bound the steps by "
             "algorithm.early_stop_kl, algorithm.skip_batch_kl or learner.grad_clip",
+        ),
+        CollapseSignal(
+            "stride", "a step has moved the weights {value:.2g} times as far as those before",
+            "What was learned may be lost with it. Lower learner.lr, or look for what has changed: the learning rate, "
+            "or the scale of rewards and advantages",
         ),
         CollapseSignal(
             "cut", "{now:.0%} of the answers are cut off, {start:.0%} at the start",
@@ -153,6 +159,12 @@ def jump(newest: Values, before: Values) -> SignalValue | None:
     return SignalValue((now - mean) / max(mean, FEWEST_NATS), mean, now)
 
 
+def stride(newest: Values, before: Values) -> SignalValue | None:
+    """Return how many times as far the newest step has moved the weights as those of the window before in the mean."""
+    now, mean = newest.get("policy/weight_change"), before.get("policy/weight_change", 0.0)
+    return SignalValue(now / mean, mean, now) if now is not None and mean > 0 else None
+
+
 def collapse_signals(
     window: Sequence[Values], before: Values, start: Values, best: float, right_above: float
 ) -> dict[str, SignalValue]:
@@ -173,9 +185,10 @@ def collapse_signals(
         found["reward"] = SignalValue(fall, first, newest, best)
         fall, _ = reward_fall([now["reward/mean"]], first, std, best)  # of the window as a whole
         spread = now.get("reward/std", 0.0) / std if std > 0 else 0.0
-        moved = jump(mean_over(window[-1:]), before)
-        if moved:
-            found["jump"] = moved if best - first > LEARNED * std else replace(moved, value=0.0)
+        newest_step = mean_over(window[-1:])
+        for name, moved in (("jump", jump(newest_step, before)), ("stride", stride(newest_step, before))):
+            if moved:
+                found[name] = moved if best - first > LEARNED * std else replace(moved, value=0.0)
     for name, key in (("cut", "response/truncated_fraction"), ("repeated", "response/repeated_fraction")):
         if key in now and key in start:
             found[name] = SignalValue(now[key] - start[key], start[key], now[key])

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from async_rl.config.alarms import AlarmsConfig
-from benchmarks.collapse import KEPT, WordsRecord, first_steps, is_noticed, read_records, verdict, write_records
+from benchmarks.collapse import KEPT, WordsRecord, first_steps, read_records, timing, verdict, write_records
+from benchmarks.collapse_settings import JUDGED, TUNING, mechanism
 from benchmarks.collapsing_runs import WordsRun, train
 from tests.kit.documents import DOCUMENTS
 from tests.kit.models import save_tiny_model
@@ -63,11 +64,14 @@ def test_a_collapse_is_noticed_by_an_alarm_before_half_of_the_gain_is_lost() -> 
     assert [first_steps(record, config) for record in (early, in_time, late)] == [
         {"reward": 2}, {"reward": 16}, {"reward": 21}
     ]
-    assert is_noticed(in_time, config)
+    assert [timing(record, config) for record in (early, in_time, late)] == ["too early", "at the same step", "late"]
     sooner = record_of(true, [*true[:14], 0.4, *true[15:]])
-    assert [is_noticed(record, config) for record in (early, sooner, late)] == [False, True, False]
-    found = verdict([early, sooner, late, record_of([0.5] * 9), record_of([0.5, 0.5, 0.2] + [0.5] * 9)], config)
-    assert (found["collapses"], found["noticed"], found["sound"], found["false"]) == (3, 1, 2, 1)
+    assert timing(sooner, config) == "before"
+    assert [timing(record_of(reward), config) for reward in ([0.5] * 9, true[:15])] == ["never", "never"]
+    sound = [record_of([0.5] * 9), record_of([0.5, 0.5, 0.2] + [0.5] * 9)]
+    found = verdict([early, sooner, in_time, late, *sound], config)
+    keys = ("collapses", "noticed", "at the same step", "late", "too early", "sound", "false")
+    assert [found[key] for key in keys] == [4, 1, 1, 1, 1, 2, 1]
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -93,20 +97,22 @@ def test_a_run_in_one_process_has_the_metrics_and_the_staleness(tmp_path: Path) 
 def test_the_quoted_figures_are_those_of_the_committed_records() -> None:
     numbers = json.loads((RESULTS / "alarms.json").read_text())
     page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
-    for name in ("judged", "tuning"):
-        found = verdict(read_records(RESULTS / f"{name}.json"), AlarmsConfig())
-        assert numbers[name] == pytest.approx(found)
-    judged, tuning = numbers["judged"], numbers["tuning"]
-    assert quoted(page, r"- (\d+) of (\d+) collapses .*?; (\d+) of (\d+) sound runs") == [
-        judged[key] for key in ("noticed", "collapses", "false", "sound")
+    for name, found in numbers.items():
+        assert found == pytest.approx(verdict(read_records(RESULTS / f"{name}.json"), AlarmsConfig()))
+    tuning = numbers["tuning"]
+    pattern = r"Of (\d+) collapses (\d+) are .*? (\d+) at the same step and (\d+) later; (\d+) of (\d+) sound"
+    assert quoted(page, pattern) == [
+        tuning[key] for key in ("collapses", "noticed", "at the same step", "late", "false", "sound")
     ]
-    assert quoted(page, r"were chosen: (\d+) of (\d+) in time, and one false alarm in (\d+) sound") == [
-        tuning[key] for key in ("noticed", "collapses", "sound")
-    ]
-    assert tuning["false"] == 1
-    assert quoted(page, r"stop` goes back has ([\d.]+) of") == [pytest.approx(judged["kept"], abs=0.005)]
-    runs = [len(read_records(RESULTS / f"{name}.json")) for name in ("tuning", "judged")]
-    assert quoted(page, r"with (\d+) runs, but for that of `jump`; (\d+) others") == runs
+    assert quoted(page, r"stop` goes back has ([\d.]+) of") == [pytest.approx(tuning["kept"], abs=0.005)]
+    assert quoted(page, r"chosen with (\d+) runs") == [len(read_records(RESULTS / "tuning.json"))]
+    assert quoted(page, r"settings of (\d+) are written down") == [len(JUDGED)]
+
+
+def test_no_two_runs_have_a_seed_and_the_judged_ones_collapse_in_several_ways() -> None:
+    assert len({run.seed for run in (*TUNING, *JUDGED)}) == len(TUNING) + len(JUDGED)
+    assert len({mechanism(run.name) for run in JUDGED}) >= 7
+    assert [mechanism(name) for name in ("no clip, growing by 1%", "3e-4")] == ["no clip", "a constant rate"]
 
 
 def quoted(page: str, pattern: str) -> list[float]:
@@ -117,26 +123,23 @@ def quoted(page: str, pattern: str) -> list[float]:
 
 def test_the_quoted_steps_of_the_alarms_are_those_of_the_committed_records() -> None:
     page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
-    records = [each for each in read_records(RESULTS / "judged.json") if each.kind == "collapsed"]
+    collapses = [each for each in read_records(RESULTS / "tuning.json") if each.kind == "collapsed"]
     config, without = AlarmsConfig(), AlarmsConfig(jump_limit=math.inf)
     late: dict[int, set[int]] = {}
-    for record in records:
-        first = first_steps(record, without)
-        assert next(iter(first)) == "reward" and record.half_lost is not None
-        late.setdefault(record.setting["staleness"], set()).add(first["reward"] - record.half_lost)
+    for record in collapses:
+        if mechanism(record.setting["name"]) == "raised" and record.half_lost is not None:
+            steps = first_steps(record, without)["reward"] - record.half_lost
+            late.setdefault(record.setting["staleness"], set()).add(steps)
     assert late == {0: {0, 1}, 2: {3}, 4: {4}, 8: {8}}
-    assert "At staleness 2, 4 and 8 it is 3, 4 and 8 steps late" in page and "that alarm is 0 or 1 step late" in page
-    noticed = [sum(is_noticed(record, without) for record in records), len(records)]
-    assert quoted(page, r"`reward` alone, (\d+) of the (\d+) are") == noticed
-    firsts = [next(iter(first_steps(record, config))) for record in records]
-    assert quoted(page, r"`jump` comes first in (\d+) of the") == [firsts.count("jump")]
-    gaps = [first["gradient"] - first["reward"] for record in records if (first := first_steps(record, config))]
+    assert "is 0 or 1 step late where" in page and "At staleness 2 to 8 it is up to 8 steps late" in page
+    firsts = [first_steps(record, config) for record in collapses]
+    gaps = [first["gradient"] - first["reward"] for first in firsts if "gradient" in first]
     assert quoted(page, r"`gradient` follows (\d+) to (\d+) steps") == [min(gaps), max(gaps)]
 
 
 def test_the_quoted_rewards_and_entropies_are_those_of_the_committed_records() -> None:
     page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
-    records = [record for name in ("tuning", "judged") for record in read_records(RESULTS / f"{name}.json")]
+    records = read_records(RESULTS / "tuning.json")
 
     def named(*names: str) -> list[WordsRecord]:
         return [record for record in records if record.setting["name"] in names]
@@ -173,5 +176,5 @@ def test_the_quoted_rewards_and_entropies_are_those_of_the_committed_records() -
     assert quoted(page, r"rises to ([\d.]+) half-way, and the reward ends at ([\d.]+)\.") == [
         round(entropies([large], len(large.records) // 2)[0], 1), *ends([large])
     ]
-    lost = entropies([each for each in read_records(RESULTS / "judged.json") if each.kind == "collapsed"], -1)
+    lost = entropies([each for each in records if each.kind == "collapsed"], -1)
     assert quoted(page, r"it ends between ([\d.]+) and ([\d.]+)\.") == [round(min(lost), 1), round(max(lost), 1)]

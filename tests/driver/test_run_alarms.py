@@ -124,7 +124,10 @@ def test_a_stop_before_the_first_checkpoint_says_so(tmp_path: Path, monkeypatch:
     for version, reward in enumerate((0.9, 0.1), 1):
         run.step(version, reward, has_checkpoint=False)
     assert run.learner.stops == 1
-    assert "the model of its last step, as there is no checkpoint yet" in run.log.end_reason
+    assert (
+        "the model of its last step, as there is no checkpoint yet (checkpoint.every_steps); the one before the fall "
+        "is that of model.path: the mean reward has fallen"
+    ) in run.log.end_reason
     run.checkpoint(2)  # the learner writes one when it stops
     written: list[int] = []
     monkeypatch.setattr("async_rl.driver.run_alarms.write_model_of", lambda folder, version, s: written.append(version))

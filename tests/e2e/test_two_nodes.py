@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.kit.runs import logged
@@ -42,18 +45,22 @@ def train_on_two_hosts(smoke_yaml: Path, tmp_path: Path, *overrides: str, not_sh
     return run_on_two_hosts(tmp_path, str(smoke_yaml), *names, "staleness.max=1", *overrides, not_shared=not_shared)
 
 
-def run_on_two_hosts(tmp_path: Path, *arguments: str, not_shared: Path | None = None) -> str:
+def run_on_two_hosts(
+    tmp_path: Path, *arguments: str, not_shared: Path | None = None, command_has: tuple[str, ...] = (),
+    python_path: Path = ROOT,
+) -> str:  # fmt: skip
     if reason := why_not():
         pytest.skip(reason)
     # Other tests of this process have set loopback, which is not for two hosts.
     inherited = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
     environment = inherited | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{python_path}",
         "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
         **({"ASYNC_RL_NOT_SHARED": str(not_shared)} if not_shared else {}),
     }
     done = subprocess.run(
-        ["bash", str(SCRIPT), sys.executable, "-m", "async_rl.cli", "train", *arguments],
+        ["bash", str(SCRIPT), "env", *command_has, sys.executable, "-m", "async_rl.cli", "train", *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -117,3 +124,47 @@ def test_a_learner_of_two_hosts_that_each_hold_a_copy_trains(smoke_yaml: Path, t
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
     assert summary["steps"] == 4
     assert summary["buffer"]["buffer/unaccounted"] == 0
+
+
+NOTE_VARIABLES = """
+import os
+from pathlib import Path
+
+found = " ".join(os.environ.get(name, "-") for name in ("ASYNC_RL_HOST", "OF_THE_COMMAND"))
+Path(__file__).with_name(str(os.getpid())).write_text(found)
+"""
+"""A sitecustomize.py, which each Python process runs at its start: Ray's overwrite what the system tells of them later.
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_actors_have_the_variables_of_the_ray_start_of_their_host_alone(smoke_yaml: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "sitecustomize.py").write_text(NOTE_VARIABLES)
+    seen: set[tuple[str, str]] = set()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, FileNotFoundError):
+                    title = " ".join(process.cmdline())
+                    if role := re.match(r"ray::(\w+)Actor|.*async_rl\.cli train", title):
+                        seen.add((role[1] or "driver", (notes / str(process.pid)).read_text()))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        run_on_two_hosts(
+            tmp_path, str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", "rollout.engine=hf",
+            "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+            command_has=("OF_THE_COMMAND=yes",), python_path=notes,
+        )
+    finally:
+        done.set()
+        watcher.join(10)
+    assert seen == {
+        ("driver", "- yes"), ("Buffer", "10.77.0.1 -"), ("Learner", "10.77.0.1 -"), ("Rollout", "10.77.0.2 -")
+    }

@@ -6,6 +6,7 @@ import email
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,7 @@ run: {name: letters, steps: 3}
 model: {path: runs/quickstart-sft/model}
 task:
   path: data/train.jsonl
-  eval_path: data/test.jsonl
+  eval_path: [data/test.jsonl, data/long.jsonl]
   columns: {prompt: ask, reference: want}
   rewards:
     - {reward: "my_rewards:right"}
@@ -103,9 +104,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stranger's folder: data, two rewards, a program, and modules with the names of our packages."""
     folder = tmp_path_factory.mktemp("stranger")
     rng = random.Random(0)
-    for name, count in (("train", 60), ("test", 16)):
+    for name, count, letters in (("train", 60, "abcdefgh"), ("test", 16, "ijklmnop"), ("long", 16, "qrstuvwx")):
         (folder / "data").mkdir(exist_ok=True)
-        words = ["".join(rng.choices("abcdefgh" if name == "train" else "ijklmnop", k=5)) for _ in range(count)]
+        words = ["".join(rng.choices(letters, k=6 if name == "long" else 5)) for _ in range(count)]
         rows = [json.dumps({"ask": f"Spell backward: {word}", "want": word[::-1], "id": 7}) for word in words]
         (folder / "data" / f"{name}.jsonl").write_text("\n".join(rows))
     for name in ("buffer", "learner"):
@@ -150,7 +151,7 @@ def test_the_wheel_holds_all_that_it_needs_and_says_what_it_is(wheel: Path) -> N
 def test_a_stranger_trains_from_the_command_line_and_from_python(programs: Path, project: Path) -> None:
     run(programs, project, "async-rl", "init")
     run(programs, project, "async-rl", "sft", "quickstart.yaml")
-    run(programs, project, "async-rl", "train", "letters.yaml")
+    console = run(programs, project, "async-rl", "train", "letters.yaml").stdout
     evaluated = run(programs, project, "async-rl", "eval", "runs/letters/model", "eval.temperature=0.6")
     accuracy = dict(line.split() for line in evaluated.stdout.splitlines())["eval/accuracy"]
 
@@ -160,6 +161,11 @@ def test_a_stranger_trains_from_the_command_line_and_from_python(programs: Path,
         parts = step["reward/right"] + 0.5 * step["reward/begins_right"]
         assert step["reward/mean"] == pytest.approx(parts)
     assert any(step["reward/begins_right"] for step in steps)
+    # each of the two held-out files has its results by its name, on the console and in the summary
+    assert re.search(r"step 0/3  held-out accuracy [\d.]+ \(long [\d.]+, test [\d.]+\)", console), console
+    held_out = json.loads((project / "runs" / "letters" / "summary.json").read_text())["held_out"]
+    for name in ("accuracy on long", "accuracy on test", "reward on long", "reward on test"):
+        assert set(held_out[name]) == {"start", "end"} and f"held-out {name}, end" in console
 
     said = json.loads(run(programs, project, "python", "program.py").stdout.splitlines()[-1])
     assert Path(said["file"]).is_relative_to(programs.parent)

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from async_rl.config.alarms import AlarmsConfig
-from async_rl.guard.collapse import COLLAPSE_SIGNALS, collapse_signals, jump, mean_over, reward_fall, surprise
+from async_rl.guard.collapse import COLLAPSE_SIGNALS, collapse_signals, jump, mean_over, reward_fall, stride, surprise
 from async_rl.guard.collapse_watch import CollapseFinding, CollapseWatch
 
 SOUND = {
     "reward/mean": 0.5, "reward/std": 0.5, "response/truncated_fraction": 0.1, "response/repeated_fraction": 0.0,
-    "policy/entropy": 0.4, "policy/grad_norm": 2.0, "staleness/mean": 1.5,
+    "policy/entropy": 0.4, "policy/grad_norm": 2.0, "policy/weight_change": 1e-4, "staleness/mean": 1.5,
 }  # fmt: skip
 
 
@@ -54,12 +54,14 @@ def test_each_signal_is_computed_from_the_windows_by_hand() -> None:
     now = {
         "reward/mean": 0.5, "reward/std": 0.2, "response/truncated_fraction": 0.75, "response/repeated_fraction": 0.6,
         "policy/entropy": 0.01, "policy/grad_norm": 0.004, "offpolicy/kl_behaviour_proximal_k3": 0.5,
+        "policy/weight_change": 5e-4,
     }  # fmt: skip
-    before = {"policy/entropy": 0.2, "offpolicy/kl_proximal_learner_k3": 0.1}
+    before = {"policy/entropy": 0.2, "offpolicy/kl_proximal_learner_k3": 0.1, "policy/weight_change": 2e-4}
     found = collapse_signals([now], before, SOUND, best=1.1, right_above=1.2)
     values = {name: measured.value for name, measured in found.items()}
     assert values == pytest.approx({
-        "reward": 1.0, "jump": 0.7, "cut": 0.65, "all_cut": 0.75, "repeated": 0.6, "entropy": 0.01, "gradient": 0.002
+        "reward": 1.0, "jump": 0.7, "stride": 2.5, "cut": 0.65, "all_cut": 0.75, "repeated": 0.6, "entropy": 0.01,
+        "gradient": 0.002,
     })  # fmt: skip
     assert set(values) == set(COLLAPSE_SIGNALS)
     only_reward = {"reward/mean": 0.5}
@@ -170,3 +172,16 @@ def test_a_jump_is_an_alarm_only_of_a_run_that_has_learned_something() -> None:
     found = watched({}, {}, better, better, {**better, **moved})[-1]
     assert beyond(found) == ("jump",) and found is not None and found.is_serious
     assert found.text("jump") == "entropy and KL have jumped from 0.4 to 0.7 nats a token in a step"
+
+
+def test_a_stride_is_a_step_that_moves_the_weights_much_further_than_those_before() -> None:
+    better = {"reward/mean": 0.9}
+    far = {**better, "policy/weight_change": 5e-4}
+    assert beyond(watched({}, {}, better, better, far)[-1]) == ("stride",)
+    assert beyond(watched({}, {}, better, better, far, stride_limit=math.inf)[-1]) == ()
+    found = watched({}, {}, better, better, far)[-1]
+    assert found is not None and found.is_serious
+    assert found.text("stride") == "a step has moved the weights 5 times as far as those before"
+    assert beyond(watched({}, {}, {}, {"policy/weight_change": 5e-4})[-1]) == ()  # it has learned nothing
+    assert stride({"policy/weight_change": 1.0}, {}) is None and stride({}, {"policy/weight_change": 1.0}) is None
+    assert stride({"policy/weight_change": 1.0}, {"policy/weight_change": 0.0}) is None

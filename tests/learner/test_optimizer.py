@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,46 @@ def test_another_optimizer_of_torch_moves_the_weights_by_its_own_rule(tiny_model
     metrics = values_of(updater.update(make_batch()))
     moved = torch.cat([(after - before[name]).flatten() for name, after in weights_of(updater).items()])
     assert moved.norm().item() == pytest.approx(0.1 * min(0.5, metrics["policy/grad_norm"]), rel=1e-4)
+
+
+def with_rate_in_a_tensor(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    """An optimizer that keeps its learning rate in a tensor, as torchao's do, and notes that of each step."""
+
+    class Checked(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            rates.append([(group["lr"], float(group["lr"])) for group in self.param_groups])
+            return super().step(closure)
+
+    return Checked(parameters, lr=torch.tensor(lr), foreach=False)
+
+
+rates: list[list[tuple[object, float]]] = []
+
+
+def test_a_learning_rate_in_a_tensor_stays_there(tiny_model_path: Path, one_rank: None) -> None:
+    learner = {"lr": 0.1, "warmup_steps": 2, "optimizer": "tests.learner.test_optimizer:with_rate_in_a_tensor"}
+    updater = Updater(learner_config(tiny_model_path, learner=learner), CPU)
+    rates.clear()
+    for _ in range(3):
+        updater.update(make_batch())
+    assert all(isinstance(tensor, torch.Tensor) for step in rates for tensor, _ in step)
+    assert [step[0][1] for step in rates] == pytest.approx([0.05, 0.1, 0.1])
+
+
+def test_the_weight_change_is_that_of_all_steps_of_an_update(
+    tiny_model_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = learner_config(tiny_model_path, learner={"lr": 1e-3}, algorithm={"epochs": 2})
+    changes = []
+    for sample in (1 << 30, 1000):  # all weights, and some
+        monkeypatch.setattr("learner.optimizer.SAMPLE", sample)
+        updater = Updater(config, CPU)
+        before = weights_of(updater)
+        changes.append(values_of(updater.update(make_batch()))["policy/weight_change"])
+        moved = torch.cat([(after - before[name]).flatten() for name, after in weights_of(updater).items()])
+        whole = moved.square().mean().sqrt().item()
+        assert changes[-1] == pytest.approx(whole, rel=1e-4 if sample > 1000 else 0.2)
+    assert changes[0] != changes[1]
 
 
 def test_an_optimizer_from_outside_trains_matrices_by_a_rule_of_their_own(

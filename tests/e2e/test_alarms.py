@@ -39,7 +39,6 @@ def test_an_alarm_ends_a_run_with_the_model_before_the_fall(
         "task.reward=tests.e2e.test_alarms:falling", "checkpoint.every_steps=1", "checkpoint.keep_last=1",
         "alarms.action=stop", "alarms.window_steps=1", "alarms.cut_limit=.inf", "alarms.repeated_limit=.inf",
         "alarms.entropy_limit=0", "alarms.gradient_limit=0", "alarms.jump_limit=.inf",
-        "alarms.stride_limit=.inf",
     ]))  # fmt: skip
     run_dir = tmp_path / "falls"
     # the best batch, of step 3, was sampled by version 2

@@ -41,13 +41,7 @@ from async_rl.sweeps.tables import Table, write_page
 from async_rl.telemetry.timeline import Span
 from benchmarks.buffer import received, run_buffer
 from buffer.client import LearnerClient
-from learner.models.tiny_model import character_tokenizer
 from rollout_server.engines.base import GenerationRequest, Load, SampledReply
-from rollout_server.rewards.base import NamedReward
-from rollout_server.rewards.contract import Reward
-from rollout_server.scored_player import ScoredPlayer
-from rollout_server.tasks.base import open_task
-from rollout_server.worker import Worker
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 GROUP_SIZE, BOUND, HOSTS = 4, 3, 2
@@ -131,6 +125,14 @@ def configured(cell: ScaleCell, folder: str) -> Config:
 
 def run_workers(config: Config, cell: ScaleCell, indices: Sequence[int], address: str, pipe: Connection) -> None:
     """Run some of the rollout workers, and send their reports through the pipe, until the process is ended."""
+    # Here, because the driver's process would import transformers as well, which it needs no more than a run's.
+    from learner.models.tiny_model import character_tokenizer
+    from rollout_server.rewards.base import NamedReward
+    from rollout_server.rewards.contract import Reward
+    from rollout_server.scored_player import ScoredPlayer
+    from rollout_server.tasks.base import open_task
+    from rollout_server.worker import Worker
+
     tokenizer = character_tokenizer()
     task = open_task(config, tokenizer)
     reward = NamedReward(reward=Reward(function=lambda question, answer: 1.0), timeout_s=config.timeouts.reward_s)

@@ -27,6 +27,8 @@ END_S = 10.0
 
 class Tensors(nn.Module):
     device = torch.device("cpu")
+    _weight_conversions = ()
+    """What transformers notes of a model: pushed tensors have the names and shapes of these."""
 
     def __init__(self, num_tensors: int, num_elements: int) -> None:
         super().__init__()

@@ -3,6 +3,9 @@
 Transformers keeps some weights in another form than model folders do: all experts of a mixture-of-experts layer, for
 example, are one tensor `mlp.experts.gate_up_proj`, while folders have `mlp.experts.0.gate_proj.weight` and so on.
 Servers know the names of folders only; SGLang skips others in silence.
+
+Transformers is imported where it is needed: with these modules that takes seconds, and a process which receives weights
+that nothing converts does without.
 """
 
 from __future__ import annotations
@@ -15,13 +18,6 @@ from itertools import groupby
 from typing import Any
 
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
 from async_rl.errors import ConfigError
 
@@ -36,6 +32,11 @@ def to_checkpoint(lm: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> Itera
     several of the model's. The results may be views of the tensors given.
     """
     loaded_by = getattr(lm, "_weight_conversions", None)  # None: the model was not loaded from a folder
+    if loaded_by is not None and not loaded_by:
+        yield from named_tensors
+        return
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
     joins = loaded_by is None or any(len(c.target_patterns) > 1 for c in loaded_by if isinstance(c, WeightConverter))
     if not joins:
         for name, tensor in named_tensors:
@@ -52,7 +53,12 @@ def _layer_of(name: str) -> str:
 
 def from_checkpoint(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a model folder by the names and in the shapes that `lm`, a transformers model, has."""
-    conversions: list[Any] | None = getattr(lm, "_weight_conversions", None)
+    conversions: Sequence[Any] | None = getattr(lm, "_weight_conversions", None)
+    if conversions is not None and not conversions:
+        return dict(tensors)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
     if conversions is None:
         conversions = get_model_conversion_mapping(lm, add_legacy=False)
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -100,6 +106,8 @@ def sources_of(lm: Any, names: Sequence[str]) -> list[Source]:
 
     Names that are of no use for the model are left out.
     """
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
     conversions: list[Any] = lm._weight_conversions
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     renamings = [c for c in conversions if not isinstance(c, WeightConverter)]

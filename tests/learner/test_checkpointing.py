@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
 from async_rl.config import (
     AlgorithmConfig,
@@ -34,6 +33,7 @@ from learner.eval_schedule import EvalSchedule
 from learner.learner import Learner
 from learner.updater import Updater
 from tests.kit.configs import learner_config
+from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.fakes import FakePublisher, open_learner, pushed_bytes
 from tests.kit.learner.updates import weights_of
@@ -155,8 +155,7 @@ def _train_rank(
 def run_ranks(
     ranks: int, slices: int, store: Path, model: Path, folder: Path, save_at: int, steps: int
 ) -> dict[str, torch.Tensor]:
-    arguments = (ranks, slices, str(store), str(model), str(folder), save_at, steps)
-    mp.start_processes(_train_rank, arguments, nprocs=ranks, start_method="spawn")
+    start_ranks(_train_rank, ranks, ranks, slices, str(store), str(model), str(folder), save_at, steps)
     tensors: dict[str, torch.Tensor] = torch.load(f"{store}.pt", weights_only=True)
     return tensors
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def test_changes_reach_servers_exactly_also_after_one_has_died_and_another_joine
         def killing(weights: Weights) -> Iterator[tuple[str, Tensor]]:
             for number, item in enumerate(weights.items()):
                 if number == len(weights) // 2:
-                    second.process.send_signal(signal.SIGKILL)
+                    second.process.kill()
                 yield item
 
         before, weights = weights, stepped(weights, 2)

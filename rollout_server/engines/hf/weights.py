@@ -10,13 +10,12 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from async_rl.config import NetworkConfig, TimeoutsConfig
 from async_rl.network import authorization
@@ -26,6 +25,9 @@ from async_rl.weights.broadcast import Receiver
 from async_rl.weights.checkpoint_names import from_checkpoint, to_checkpoint
 from async_rl.weights.parcels import Rebuilder, checksum, is_parcel
 from rollout_server.engines.sglang.admin import ERASE, SUMS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MAX_BODY_BYTES = 64 * 2**20
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]

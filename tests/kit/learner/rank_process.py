@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from async_rl.config import (
@@ -30,6 +29,7 @@ from learner.batch_taking import NoBatch, share_taken
 from learner.models.policy import full_parameters, save_policy
 from learner.updater import Updater
 from tests.kit.configs import learner_config
+from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch, make_episode_batch
 
 ALGORITHMS = {
@@ -167,7 +167,5 @@ def measure_roles(model: Path, case: Case) -> dict[str, Any]:
 
 def run_ranks(ranks: int, model: Path, out: Path, cases: list[Case]) -> list[dict[str, Any]]:
     """Results of `rank_main` on each rank."""
-    mp.start_processes(
-        rank_main, (ranks, str(out / "store"), str(model), cases, str(out)), nprocs=ranks, start_method="spawn"
-    )
+    start_ranks(rank_main, ranks, ranks, str(out / "store"), str(model), cases, str(out))
     return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(ranks)]

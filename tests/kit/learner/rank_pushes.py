@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from learner.models.policy import full_parameters
 from learner.pusher import open_pushers
 from learner.updater import Updater
 from tests.kit.configs import learner_config
+from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch
 
 
@@ -53,11 +52,5 @@ def rank_main(rank: int, ranks: int, servers: int, model: str, out: str, urls: l
 
 def run_pushes(ranks: int, servers: int, model: Path, urls: list[str], out: Path) -> list[dict[str, Any]]:
     """Run the ranks, and return for each of them the dictionary that `rank_main` writes."""
-    words = [sys.executable, "-m", "tests.kit.learner.rank_pushes"]
-    started = [Popen([*words, *map(str, (rank, ranks, servers, model, out)), *urls]) for rank in range(ranks)]
-    assert [process.wait(250) for process in started] == [0] * ranks
+    start_ranks(rank_main, ranks, ranks, servers, str(model), str(out), urls)
     return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(ranks)]
-
-
-if __name__ == "__main__":
-    rank_main(*map(int, sys.argv[1:4]), *sys.argv[4:6], sys.argv[6:])

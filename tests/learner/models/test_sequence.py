@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -28,6 +27,7 @@ from transformers import (
 
 from async_rl.errors import ConfigError
 from learner.models.sequence import check_splittable, document_lengths, head_repeats
+from tests.kit.forked import start_ranks
 from tests.kit.learner.split_ranks import HEADS, rank_main, scored, split_policy
 
 SHAPE = {"vocab_size": 7, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -40,7 +40,7 @@ NO_HEADS = {name: size for name, size in SHAPE.items() if name != "num_attention
 ])
 def test_every_kernel_scores_split_rows_as_whole_ones(kernels: tuple[str, ...], tmp_path: Path) -> None:
     cases = [(kernel, exchange) for kernel in kernels for exchange in HEADS]
-    mp.start_processes(rank_main, (2, str(tmp_path / "store"), str(tmp_path), cases), nprocs=2, start_method="spawn")
+    start_ranks(rank_main, 2, 2, str(tmp_path / "store"), str(tmp_path), cases)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         for kernel, exchange in cases:

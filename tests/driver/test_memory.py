@@ -80,7 +80,7 @@ def test_ranks_that_split_rows_have_their_part_of_activations_embeddings_and_log
     whole, split = parts(1), parts(2)
     assert split["activations"] == whole["activations"] // 2
     assert whole["gathered"] - split["gathered"] == pytest.approx(151_936 * 896, rel=0.01)  # half of them in bfloat16
-    assert whole["logits and head"] - split["logits and head"] == 2 * 151_936 * 896  # of 4 bytes; logits fill a chunk
+    assert whole["logits and head"] - split["logits and head"] == 3 * 151_936 * 896  # of 6 bytes; logits fill a chunk
     assert split["optimizer state"] == whole["optimizer state"]
     assert parts(2, "sdpa")["activations"] > parts(1, "sdpa")["activations"] // 2  # each rank has masks of whole rows
 

@@ -294,13 +294,6 @@ def test_a_loss_from_outside_is_checked_by_what_it_declares(tmp_path: Path, over
     assert message in str(caught.value)
 
 
-def test_the_length_weighted_baseline_is_refused_where_answers_weigh_the_same(tmp_path: Path) -> None:
-    load(tmp_path, "algorithm.advantage=opo", "algorithm.aggregation=constant")
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, "algorithm.advantage=opo", "algorithm.aggregation=sequence_mean")
-    assert "must be token_mean or constant with algorithm.advantage opo, got 'sequence_mean'" in str(caught.value)
-
-
 def test_an_advantage_from_outside_is_checked_by_what_it_declares(tmp_path: Path) -> None:
     outside = f"algorithm.advantage={HERE}:ADVANTAGE"
     config = load(tmp_path, outside, "rollout.group_size=1")

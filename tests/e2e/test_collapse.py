@@ -44,7 +44,7 @@ def train(folder: Path, name: str, *settings: str) -> str:
     )
 
 
-def test_a_learning_rate_of_a_tenth_ends_in_order_with_a_sentence_that_it_has_not_learned(folder: Path) -> None:
+def test_a_learning_rate_of_a_tenth_ends_with_a_sentence_that_it_has_not_learned(folder: Path) -> None:
     said = train(folder, "note", "learner.lr=0.1", "run.steps=25")
     summary = json.loads((folder / "note" / "summary.json").read_text())
     assert summary["steps"] == 25 and summary["accuracy_end"] < 0.1 < summary["accuracy_start"]

@@ -1,4 +1,4 @@
-"""One answer to a prompt: advantages that compare the answers to it are refused, with those that don't."""
+"""Settings that an advantage does not fit: one answer to a prompt, or answers that weigh the same."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def test_one_answer_a_prompt_is_refused_with_the_advantages_that_need_no_group(a
 def test_the_advantages_that_are_advised_take_one_answer(advantage: str) -> None:
     config = load_config(QUICKSTART, ["rollout.group_size=1", f"algorithm.advantage={advantage}"])
     assert config.rollout.group_size == 1 and config.algorithm.advantage_entry.needs_critic == (advantage == "gae")
+
+
+def test_the_length_weighted_baseline_is_refused_where_answers_weigh_the_same() -> None:
+    load_config(QUICKSTART, ["algorithm.advantage=opo", "algorithm.aggregation=constant"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, ["algorithm.advantage=opo", "algorithm.aggregation=sequence_mean"])
+    assert "must be token_mean or constant with algorithm.advantage opo, got 'sequence_mean'" in str(caught.value)

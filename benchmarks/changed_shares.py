@@ -66,7 +66,7 @@ async def sample_batches(config: Config, count: int) -> list[Batch]:
             Row(
                 tokens=reply.tokens, logprobs=reply.logprobs, versions=reply.versions,
                 mask=np.ones(len(reply.tokens), np.bool_), finish_reason=reply.finish_reason,
-                reward=task.verify(prompt.question, tokenizer.decode(reply.tokens, skip_special_tokens=True)),
+                reward=task.verify(prompt.question, str(tokenizer.decode(reply.tokens, skip_special_tokens=True))),
             )
             for reply in replies
         )  # fmt: skip
@@ -94,7 +94,7 @@ def save_spread(folder: str, target: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += spread(parameter, generator)
+            parameter.add_(spread(parameter, generator))
     model.save_pretrained(target)
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="writes OUT.md and OUT.json")
     arguments = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(CONFIG, [*SMALL_BATCHES, f"model.path={arguments.model}", f"run.dir={folder}"])
         batches = asyncio.run(sample_batches(config, arguments.steps))

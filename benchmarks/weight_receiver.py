@@ -28,7 +28,7 @@ END_S = 10.0
 class Tensors(nn.Module):
     device = torch.device("cpu")
     _weight_conversions = ()
-    """What transformers notes of a model: pushed tensors have the names and shapes of these."""
+    """As transformers notes it of a model whose tensors have the names and shapes of its folder."""
 
     def __init__(self, num_tensors: int, num_elements: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ QUICK = (
 )
 QUICK_WORLDS = [world for world in WORLDS if world.name in QUICK]
 CHANGING = [world for world in WORLDS if "sensitive late" in world.name or world.name.startswith("switch")]
-"""What staleness costs, the tools, the load or the learner change so that another bound is the best at the end."""
+"""The cost of staleness, the tools, the load or the learner change so that another bound is the best at the end."""
 SEEDS = 4
 SLOW_MACHINE_S = 4 * 3600
 """All worlds with one exponent take 35 minutes of a core; whichever test comes first simulates them."""

@@ -1,4 +1,4 @@
-"""Where a test for GPUs has its server, and how it pushes to it: NCCL refuses two ranks on one GPU."""
+"""The GPU on which a test for GPUs has its server, and the ways it pushes to it: NCCL refuses two ranks on one GPU."""
 
 from __future__ import annotations
 

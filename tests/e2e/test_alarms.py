@@ -31,6 +31,7 @@ def falling(question: Question, response: str) -> float:
     return (LEVELS[step] if step < len(LEVELS) else 0.0) + 0.01 * (len(response) % 2)
 
 
+@pytest.mark.nightly
 def test_an_alarm_ends_a_run_with_the_model_before_the_fall(
     smoke_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

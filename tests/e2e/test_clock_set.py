@@ -24,6 +24,7 @@ time.time = _set_time
 """Runs in every process of the command: time.time() is off by the number in a file, as if the clock was set."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_clock_that_is_set_stops_neither_the_run_nor_its_log(smoke_yaml: Path, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()

@@ -29,6 +29,7 @@ def trained(folder: Path, sft: str, train: str, timeout_s: float) -> list[dict[s
     return logged(folder / "runs" / "code")
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @needs_sandbox
 def test_a_run_scores_programs_in_the_sandbox_and_names_the_reward(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_the_bound_holds_and_no_move_is_half_made_while_buffers_die(
     assert [line.partition(": ")[2] for line in told] == reasons
 
 
+@pytest.mark.nightly
 def test_a_resume_goes_on_with_the_slots_and_the_moves_of_its_checkpoint(
     smoke_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

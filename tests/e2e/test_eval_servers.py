@@ -86,6 +86,7 @@ def test_evaluation_servers_measure_what_async_rl_eval_does_beside_training(
     assert pushed == evaluated.keys() - {0, 6} and not any("time/held_by_eval_s" in record for record in steps)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_and_says_so_when_its_evaluation_server_is_killed(
     smoke_yaml: Path, tmp_path: Path, start: Callable[..., MarkedCommand]

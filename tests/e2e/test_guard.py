@@ -49,6 +49,7 @@ def groups_trained(journal: Path) -> int:
         return int(count)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_back_with_a_higher_kl_coefficient_and_then_stops_at_the_best(
     smoke_yaml: Path, tmp_path: Path
 ) -> None:

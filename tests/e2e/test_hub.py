@@ -71,6 +71,7 @@ def settings(run_dir: Path) -> Any:
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_from_the_commits_it_began_with_and_without_the_hub(
     hub: HubServer, config_file: Path, tmp_path: Path, command: Callable[..., str]
 ) -> None:

@@ -47,6 +47,7 @@ def serving(fake: FakeJudge, port: int = 0) -> Iterator[str]:
         thread.join(30)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_an_outage_of_the_endpoint_costs_waiting_and_no_zeros(
     smoke_yaml: Path, tmp_path: Path, start: Callable[..., MarkedCommand]

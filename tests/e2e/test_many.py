@@ -41,6 +41,7 @@ def trained(model: Path, tmp_path: Path, engine: str, servers: int, ranks: int) 
     return summary
 
 
+@pytest.mark.nightly
 def test_two_servers_and_two_ranks_learn(warm_model: Path, tmp_path: Path) -> None:
     summary = trained(warm_model, tmp_path, "hf", 2, 2)
     assert summary["accuracy_end"] > summary["accuracy_start"] + 0.02

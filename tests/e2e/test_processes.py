@@ -20,6 +20,7 @@ pytestmark = pytest.mark.e2e
 Start = Callable[..., MarkedCommand]
 
 
+@pytest.mark.nightly
 def test_two_runs_of_one_name_share_a_host_and_one_may_crash(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
     """One run has a real SGLang server; the other must not touch its ports and child processes."""
     names = (str(smoke_yaml), f"run.dir={tmp_path}", "run.name=twin")
@@ -45,7 +46,7 @@ def test_the_first_crash_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: P
     assert_a_crash_ends_the_run(command, "BufferActor", "buffer")
 
 
-@pytest.mark.parametrize("insecure", [False, True])
+@pytest.mark.parametrize("insecure", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_strangers_on_the_host_reach_neither_buffer_nor_engine(
     smoke_yaml: Path, tmp_path: Path, start: Start, insecure: bool
 ) -> None:

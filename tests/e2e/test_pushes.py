@@ -30,8 +30,6 @@ FORMS = {
 ROUNDING = {"delta": 2**-8, "adapter": 1e-4, "staging": 1e-4}
 """Allowed mean difference between logprobs of server and learner at one version. In bfloat16 both round their logits,
 which are below 1 in an untrained model: 2^-8 is the distance of two such numbers at most. Measured: 8e-4 and 2e-7."""
-NIGHTLY = ("adapter", "staging")
-"""The forms that CI pushes to the hf engine alone: each run with SGLang takes as long as three with that one."""
 STEPS = 3
 
 
@@ -48,7 +46,7 @@ def nightly(form: str, engine: str) -> Any:
 
 @pytest.mark.parametrize(
     ("form", "engine"),
-    [*((form, "hf") for form in FORMS), ("delta", "sglang"), *(nightly(form, "sglang") for form in NIGHTLY)],
+    [*((form, "hf") for form in FORMS), *(nightly(form, "sglang") for form in FORMS)],
 )
 def test_servers_hold_the_bits_of_each_version_of_a_run(
     smoke_yaml: Path, tmp_path: Path, form: str, engine: str

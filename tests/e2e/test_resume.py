@@ -52,6 +52,7 @@ def options(tmp_path: Path, name: str, steps: int, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_steps_that_a_killed_driver_had_not_logged_are_in_the_log_of_the_resumed_run(
     smoke_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +105,7 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
         run(newest)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_after_ctrl_c_sigterm_and_the_death_of_its_driver(
     smoke_yaml: Path, tmp_path: Path, start: Start
@@ -160,6 +162,7 @@ def assert_every_group_was_trained_once(run_dir: Path, steps: int) -> None:
     assert counters["buffer/unaccounted"] == 0
 
 
+@pytest.mark.nightly
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
     command = start("train", str(smoke_yaml), *options(tmp_path, "twice", 10000))
     wait_until(lambda: len(records(tmp_path / "twice")) > 2, 180, "two steps")

@@ -26,6 +26,7 @@ def stages(
     return logged(folder / "runs" / "rlhf-ppo")
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_each_stage_feeds_the_next(tmp_path: Path) -> None:
     lines = stages(

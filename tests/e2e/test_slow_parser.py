@@ -51,6 +51,7 @@ def parser_url() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.nightly
 def test_a_server_that_reads_no_calls_in_time_is_started_again_and_the_run_goes_on(
     smoke_yaml: Path, tmp_path: Path, parser_url: str
 ) -> None:

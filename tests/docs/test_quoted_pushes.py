@@ -53,3 +53,18 @@ def test_the_quoted_shares_and_sizes_of_sparse_pushes_are_the_measured_ones() ->
     assert "at most {:.1f} and {:.1f} MB in place of {:.0f}".format(*sizes) in guide
     seconds = [number * 8 / 1e9 for number in (*largest, whole)]
     assert "these bytes take {:.2f} and {:.2f} s in place of {:.1f}".format(*seconds) in guide
+
+
+def test_the_quoted_times_and_sizes_of_compact_pushes_are_the_measured_ones() -> None:
+    rows = {(row["transport"], row["form"]): row for row in results_of("compact_push")["rows"]}
+    forms = ["whole", "adapter, rank 16", "delta, 0.39 %", "delta, 4.5 %"]
+    times = [f"{rows[transport, form]['push_ms']:.0f}" for form in forms for transport in ("gloo", "disk")]
+    sizes = [f"{rows['gloo', form]['bytes'] / 2**20:.1f}" for form in forms[1:]]
+    seconds = [f"{rows['gloo', form]['sites_s']:.2f}" for form in forms]
+    whole = rows["gloo", "whole"]["bytes"] / 2**20
+    assert (
+        "a push of all of them takes {} ms over gloo and {} ms by disk, one of adapters {} and {} ms, a sparse one of "
+        "0.39 % of the values {} and {} ms, of 4.5 % {} and {} ms. ".format(*times)
+        + f"Their bytes, {whole:.0f} MB in place of " + "{}, {} and {}, take ".format(*sizes)
+        + "{} s over 1 Gb/s, and {}, {} and {} s (".format(*seconds)
+    ) in text_of("docs/guide.md")

@@ -130,16 +130,20 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         for caution in cautions:
             log.logger.note(f"caution: {caution}")
         from async_rl.driver.actor_group import ActorGroup
+        from async_rl.driver.file_sending import send_files
         from async_rl.driver.supervisor import Supervisor
 
         reservation = reserve(config, signals)
         log.logger.note(f"placed: {reservation}")
         config = resolve_placement(config, reservation)
-        processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config))
+        sent = send_files(config, reservation, signals, log.logger.note)
+        processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config), sent.places)
         supervisor = Supervisor(config, processes, log)
         try:
             one_by_one = servers_per_gpu(reservation.bundles) > 1
             buffer_address, judges = _start(config, processes, log, one_by_one=one_by_one)
+            if sent.lack_weights:
+                _fill_servers(config, processes)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume and not config.placement.eval.servers:  # these do it beside training
                 _evaluate(config, processes, log, "rollout/0", version=0)
@@ -216,6 +220,13 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
     processes.gather({name: each.start.remote(*arguments) for name, each in learners.items()}, limit, "the start")
     log.logger.note(f"all processes are up after {time.monotonic() - began_s:.0f} s")
     return str(address), judge_urls
+
+
+def _fill_servers(config: Config, processes: ActorGroup) -> None:
+    """Have the learner push its weights to all servers: those on hosts without the model were started without any."""
+    learners = {name: each for name, each in processes.actors.items() if name.startswith("learner")}
+    filling: dict[str, Any] = {name: each.fill_servers.remote() for name, each in learners.items()}
+    processes.gather(filling, config.timeouts.limit("startup_s"), "the push of the first weights")
 
 
 def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, version: int) -> None:

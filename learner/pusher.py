@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
+from async_rl.errors import WeightSyncError
 from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher, open_publisher
@@ -79,6 +80,18 @@ class Pusher:
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
                 return report, lost
+
+    def fill(self, version: int) -> None:
+        """Push the policy as `version` to servers that were just started, maybe without weights. Collective.
+
+        Raises:
+            WeightSyncError, WaitTimeoutError: a server refused, did not answer, or died.
+        """
+        self.publisher.connect()
+        _, lost = self.push(version)
+        if lost:
+            names = ", ".join(name for report in lost for name, _ in report.servers)
+            raise WeightSyncError(f"{names} died before the first weights had come: {lost[0].cause}")
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which pushes bring the policy's average weights, if learner.ema_decay is set. Collective.

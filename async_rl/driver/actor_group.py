@@ -22,6 +22,7 @@ from async_rl.driver.entering import Origin
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
+from async_rl.storage.file_copies import Places
 from async_rl.storage.log_tail import log_tail
 from async_rl.telemetry.status import Status, write_status
 
@@ -34,13 +35,15 @@ class ActorGroup:
 
     def __init__(
         self, run_dir: Path, reservation: Reservation, signals: StopSignals,
-        client_keys: Mapping[str, bytes] | None = None,
+        client_keys: Mapping[str, bytes] | None = None, places: Mapping[str, Places] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
         self._reservation = reservation
         self._origin = Origin(os.getcwd(), client_keys or {})
+        self._places = places or {}
+        """[address of a host] its copies of the driver's files."""
 
     def start(
         self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
@@ -56,7 +59,9 @@ class ActorGroup:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
-        self.actors[name] = actor.options(**options).remote(self._origin, *args)
+        places = self._places.get(self._reservation.host_of(name), {})
+        origin = dataclasses.replace(self._origin, places=places)
+        self.actors[name] = actor.options(**options).remote(origin, *args)
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerRepor
 from async_rl.network.ports import open_listener
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
+from async_rl.storage.hub_names import SERVER_DATA
 from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class RolloutActor:
     async def fetch(self) -> None:
         """Download the models and data sets that the config names on the hub, unless this host has them."""
         self._doing, self._since_s = "fetches models and data sets", time.monotonic()
-        await asyncio.to_thread(fetch_all, self._config)
+        await asyncio.to_thread(fetch_all, self._config, ["model.path", *SERVER_DATA])
 
     async def start(self) -> str:
         """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
@@ -111,7 +112,7 @@ class RolloutActor:
 
             torch.set_num_threads(threads_per_process(self._config))
 
-        self._config = located(self._config)
+        self._config = located(self._config, ["model.path"])
         self._tokenizer = load_tokenizer(self._config.model.path)
         self._task = open_task(self._config, self._tokenizer)
         return open_engine(self._config, self._index, self._config.run_dir / "logs")
@@ -220,6 +221,10 @@ class LearnerActor:
         self._learner = Learner(
             located(self._config), self._rank, ranks, *master, buffer_address, engine_urls, listener=self._listener
         )
+
+    def fill_servers(self) -> None:
+        """Push the weights to all servers, of which some have none. Called on all ranks, before `run`."""
+        self._learner.fill_servers()
 
     def run(self) -> Iterator[LearnerReport]:
         yield from (report for report in self._learner.run())  # Ray calls `send`, which not every iterator has

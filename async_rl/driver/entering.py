@@ -16,6 +16,7 @@ from async_rl.cores import limit_spinning
 from async_rl.errors import ConfigError
 from async_rl.network import agree_on_nccl, use_interface
 from async_rl.network.ports import network_of
+from async_rl.storage.file_copies import Places, relocated
 from buffer.protocol.keys import take_client_keys
 
 
@@ -27,10 +28,15 @@ class Origin:
     """The driver's working directory, to which paths of the config are relative."""
     client_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The contents of the files with the client's keys, by name, for hosts that do not share the run's folder."""
+    places: Places = field(default_factory=dict)
+    """The copies of the driver's files that the process's host has, see file_sending.py."""
 
 
 def enter(origin: Origin, config: Config, name: str) -> Config:
-    """Set a new process's working directory, keys, log file and network interface; returns config with its host's.
+    """Set a new process's working directory, keys, log file and network interface.
+
+    Returns:
+        The configuration with the address of the process's host, its ports, and its copies of the driver's files.
 
     Args:
         name: the process's name. Its output, also that of C code, goes to the log file of this name, with - for /.
@@ -56,7 +62,7 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
     if config.placement.num_nodes > 1:
         network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
         config = dataclasses.replace(config, network=network)
-    config = dataclasses.replace(config, network=network_of(config, name))
+    config = relocated(dataclasses.replace(config, network=network_of(config, name)), origin.places)
     take_client_keys(config.network.keys, origin.client_keys)
     use_interface(config.network.host)
     agree_on_nccl()

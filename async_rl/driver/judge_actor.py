@@ -35,11 +35,11 @@ class JudgeActor:
 
     async def fetch(self) -> None:
         """Download the models and data sets that the config names on the hub, unless this host has them."""
-        await asyncio.to_thread(fetch_all, self._config)
+        await asyncio.to_thread(fetch_all, self._config, ["judge.path"])
 
     async def start(self) -> str:
         """Start the server and wait until it answers; returns the base address of its endpoint."""
-        config = located(self._config)
+        config = located(self._config, ["judge.path"])
         log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
         open_chat = config.judge.engine_entry.load_chat()
         self._server = await asyncio.to_thread(open_chat, config, self._name, log_file, self._port)

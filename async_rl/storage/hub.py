@@ -6,7 +6,6 @@ cache or downloads it. The work is huggingface_hub's; its settings are HF_HOME, 
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import sys
 import time
@@ -20,10 +19,11 @@ from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
-from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, find_model, hub_repos
+from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, find_model, hub_repos, with_name
 
 PROGRESS_INTERVAL_S = 10.0
-_MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+"""The files of a model's repository, or of its folder, that are of use; those below it are not."""
 _CLIENT_CLOSED = (RuntimeError, AttributeError)
 """The errors in its other threads when one of huggingface_hub loses the connection, and closes the client of all."""
 _NOT_OF_MODELS = ("*/*", "consolidated*")
@@ -47,7 +47,7 @@ def pinned(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> C
         if repo.is_pinned:
             continue
         earlier = _recorded(config, repo) if config.run.resume and not repo.revision else None
-        config = _changed(config, repo, earlier or repo.at(_commit(repo)))
+        config = with_name(config, repo.key, repo.name, earlier or repo.at(_commit(repo)))
     return config
 
 
@@ -63,7 +63,7 @@ def located(
         ConfigError: a model is not in this host's cache, and can't be downloaded.
     """
     for repo in hub_repos(config, keys):
-        config = _changed(config, repo, str(model_folder(repo, check=check)))
+        config = with_name(config, repo.key, repo.name, str(model_folder(repo, check=check)))
     return config
 
 
@@ -73,7 +73,7 @@ def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[]
     Raises:
         ConfigError: it can't be downloaded, or the repository holds no model that transformers loads from safetensors.
     """
-    folder = fetch(repo, _MODEL_FILES, _NOT_OF_MODELS, cached_only=cached_only, check=check)
+    folder = fetch(repo, MODEL_FILES, _NOT_OF_MODELS, cached_only=cached_only, check=check)
     for needed in ("config.json", "*.safetensors"):
         if not any(folder.glob(needed)):
             raise ConfigError(
@@ -185,17 +185,6 @@ def _recorded(config: Config, repo: HubRepo) -> str | None:
 def _run_config(checkpoint: str) -> Config | None:
     file = run_dir_of(Path(checkpoint)) / "config.yaml"
     return load_config(file) if file.is_file() else None
-
-
-def _changed(config: Config, repo: HubRepo, name: str) -> Config:
-    """Return the configuration with another name for `repo`, which is a setting's value or one of its list."""
-    section, _, key = repo.key.partition(".")
-    value: Any = getattr(getattr(config, section), key)
-    if isinstance(value, tuple):
-        changed: Any = tuple(dataclasses.replace(each, path=name) if each.path == repo.name else each for each in value)
-    else:
-        changed = name
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{key: changed})})
 
 
 @contextmanager

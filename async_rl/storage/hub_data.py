@@ -15,7 +15,7 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.hub import exactly, fetch, model_folder, repo_files, some_of
-from async_rl.storage.hub_names import SCHEME, HubRepo, hub_repos
+from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, hub_repos
 
 SUFFIXES = (".parquet", ".jsonl")
 """The endings of files that a task can read."""
@@ -50,13 +50,13 @@ def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
     return [folder / name for name in wanted]
 
 
-def fetch_all(config: Config) -> None:
-    """Download all models and data sets of the hub that `config` names into this host's cache, unless they are there.
+def fetch_all(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> None:
+    """Download what the settings `keys` name on the hub into this host's cache, unless it is there.
 
     Raises:
         ConfigError: one of them can't be downloaded.
     """
-    for repo in hub_repos(config):
+    for repo in hub_repos(config, keys):
         data_files(repo) if repo.kind == "dataset" else model_folder(repo)
 
 

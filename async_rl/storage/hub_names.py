@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from async_rl.config import Config
 from async_rl.config.task_parts import data_of
@@ -24,6 +25,8 @@ MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path"
 """The keys of the models of a run: each is a folder, or the name of a model on the hub."""
 DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
 """The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
+SERVER_MODELS, SERVER_DATA = ("model.path", "judge.path"), ("task.path", "task.eval_path")
+"""Those of MODEL_KEYS and DATA_KEYS that the processes of servers read; the learner alone reads the others."""
 LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
 """Words with which a path of two begins if it is not the name of a model on the hub."""
 COMPARISON_KEYS = ("reward_training.path", "reward_training.eval_path")
@@ -111,9 +114,30 @@ def find_data(name: str, key: str) -> HubRepo | None:
 
 def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
     """Yield the repositories of the hub that the settings `keys` name; raises ConfigError for a name without form."""
+    for key, name in names_in(config, keys):
+        if repo := (find_data if is_data(key) else find_model)(name, key):
+            yield repo
+
+
+def names_in(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, name) of each model and data set, of the hub or local, that the settings `keys` name."""
     for key in keys:
-        is_data = key in (*DATA_KEYS, *COMPARISON_KEYS)
         value = attrgetter(key)(config)
-        for name in [each.path for each in data_of(value)] if is_data else [value]:
-            if repo := (find_data if is_data else find_model)(name, key):
-                yield repo
+        names = [each.path for each in data_of(value)] if is_data(key) else [value]
+        yield from ((key, name) for name in names if name)
+
+
+def is_data(key: str) -> bool:
+    """Return whether a setting names data sets, and not a model."""
+    return key in (*DATA_KEYS, *COMPARISON_KEYS)
+
+
+def with_name(config: Config, key: str, before: str, after: str) -> Config:
+    """Return the configuration with the name `after` where the setting `key` is, or has in its list, `before`."""
+    section, _, field = key.partition(".")
+    value: Any = getattr(getattr(config, section), field)
+    if isinstance(value, tuple):
+        changed: Any = tuple(dataclasses.replace(each, path=after) if each.path == before else each for each in value)
+    else:
+        changed = after if value == before else value
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: changed})})

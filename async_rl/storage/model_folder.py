@@ -46,7 +46,7 @@ REWARD_MODEL = Maker("async-rl reward-model", "reward_training_config.yaml", "re
 MARKERS = (SFT.marker, REWARD_MODEL.marker)
 _MADE_BY = {"reward_model.path": REWARD_MODEL}
 """[key] the command that makes the model, if it is another one than `async-rl sft`."""
-_TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
+TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
 def check_model_folder(path: str | Path, longest_tokens: int = 0, key: str = "model.path") -> list[str]:
@@ -254,7 +254,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    if not any(file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)):
+    if not any(file for pattern in TOKENIZER_FILES for file in Path(path).glob(pattern)):
         # transformers would return an empty tokenizer of the model's type
         raise ConfigError(
             f"{path} holds no tokenizer. Save the one the model was trained with: "

@@ -44,18 +44,24 @@ def files_of(path: str, key: str) -> list[Path]:
     """
     if repo := find_data(path, key):
         return data_files(repo)
-    found = [Path(path)]
-    if glob.has_magic(path) and not found[0].exists():
-        found = sorted(map(Path, glob.glob(path, recursive=True)))
-        if not found:
-            raise ConfigError(f"{key} {path}: no file has such a name")
-    files = [file for each in found for file in (_files_of_folder(each, key) if each.is_dir() else [each])]
+    files = [file for each in _named(path, key) for file in (_files_of_folder(each, key) if each.is_dir() else [each])]
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{key} must name files, got {file}: there is no such file")
         if file.suffix not in SUFFIXES:
             raise ConfigError(f"{key} must end in .parquet, .jsonl or .arrow, got {file}")
     return files
+
+
+def local_files(path: str, key: str) -> list[Path]:
+    """Return all files from which `files_of` reads a local source, also those that mark a folder of save_to_disk."""
+    folders = [each / STATE for each in _named(path, key) if each.is_dir()]
+    return sorted({*folders, *files_of(path, key)})
+
+
+def is_pattern(path: str) -> bool:
+    """Return whether `path` is a glob, and not the name of a file or folder that exists."""
+    return glob.has_magic(path) and not Path(path).exists()
 
 
 def rows_of(path: Path, choose: Choose) -> Rows:
@@ -106,6 +112,16 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, text
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _named(path: str, key: str) -> list[Path]:
+    """Return the files and folders that a source names; raises ConfigError if a glob, the value of `key`, has none."""
+    if not is_pattern(path):
+        return [Path(path)]
+    found = sorted(map(Path, glob.glob(path, recursive=True)))
+    if not found:
+        raise ConfigError(f"{key} {path}: no file has such a name")
+    return found
 
 
 def _files_of_folder(folder: Path, key: str) -> list[Path]:

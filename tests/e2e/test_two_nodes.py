@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -56,7 +57,7 @@ def run_on_two_hosts(
     environment = inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{python_path}",
-        "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
+        "ASYNC_RL_LINK_STATS": str(tmp_path / "link"), "XDG_CACHE_HOME": str(tmp_path / "cache"),
         **({"ASYNC_RL_NOT_SHARED": str(not_shared)} if not_shared else {}),
     }
     done = subprocess.run(
@@ -72,9 +73,10 @@ def run_on_two_hosts(
 def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     smoke_yaml: Path, tmp_path: Path, engine: str
 ) -> None:
-    """The server's host sees nothing of run.dir, so it has only its model and what the others send."""
+    """The server's host sees neither run.dir nor the model folder, so it has only what the others send."""
+    shutil.copytree(smoke_yaml.parent / "model", tmp_path / "model")
     printed = train_on_two_hosts(
-        smoke_yaml, tmp_path, f"rollout.engine={engine}", "placement.rollout.nodes=1",
+        smoke_yaml, tmp_path, f"rollout.engine={engine}", f"model.path={tmp_path / 'model'}", "placement.rollout.nodes=1",
         "placement.learner.resource=learner", "placement.rollout.resource=rollout", "network.ports=20000-20063",
         not_shared=tmp_path,
     )
@@ -82,6 +84,7 @@ def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     run_dir = tmp_path / "two"
     assert not (run_dir / "keys").exists()  # they were for this run alone
+    assert "10.77.0.2: no files of model.path" in printed and "without weights, which the learner pushes" in printed
     records = logged(run_dir)
     pushed_bytes = sum(record.get("push/bytes", 0) for record in records)
     assert pushed_bytes > 4 * 2**20

@@ -17,19 +17,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.config import Config
-from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
+from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, SENT, Check, examine
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import open_listener
+from async_rl.storage.file_copies import local_names, relocated
 from async_rl.storage.hub import cached_folder
+from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS
 from async_rl.storage.model_folder import load_tokenizer
 
 CONNECT_TIMEOUT_S = 5.0
@@ -108,7 +110,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     probes = {
         address if addresses.count(address) == 1 else f"{address} ({node['NodeID'][:6]})": probe_class.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(os.getcwd(), config)
+        ).remote(os.getcwd(), _with_absolute_paths(config))
         for address, node in zip(addresses, nodes, strict=True)
     }
     marker = Path(config.run.dir) / f".doctor-{uuid.uuid4().hex}"
@@ -117,7 +119,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     try:
         timeout_s = IMPORT_TIMEOUT_S + config.timeouts.silent_s
         reports = call_all({name: probe.examine.remote(marker.name) for name, probe in probes.items()}, timeout_s)
-        yield from compare(reports, unshared=_unshared_nodes(config))
+        yield from compare(reports, unshared=_unshared_nodes(config), served=config.placement.rollout.nodes)
         able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}
         if len(able) > 1:
             yield _ports(able, config.timeouts.silent_s)
@@ -148,12 +150,22 @@ def _unshared_nodes(config: Config) -> int:
     return 0 if transport and transport.writes_files else config.placement.rollout.nodes
 
 
-def compare(reports: Mapping[str, NodeReport | Exception], unshared: int = 0) -> Iterator[Check]:
+def _with_absolute_paths(config: Config) -> Config:
+    """Return the configuration with absolute paths of local files: a host that lacks one must not ask the hub for it.
+    """
+    names = local_names(config, (*MODEL_KEYS, *DATA_KEYS))
+    return relocated(config, {(key, path): os.path.abspath(path) for key, path in names})
+
+
+def compare(
+    reports: Mapping[str, NodeReport | Exception], unshared: int = 0, served: int = 0
+) -> Iterator[Check]:
     """Yield the checks that every node passed its own checks and that versions, model and run.dir are equal on all.
 
     Args:
         reports: [node] the node's report, or an exception if the node could not be examined.
         unshared: the number of nodes that need not share run.dir.
+        served: the number of nodes that may lack the model, or have another one, because the driver sends it to them.
     """
     known = {}
     for name, report in reports.items():
@@ -174,8 +186,13 @@ def compare(reports: Mapping[str, NodeReport | Exception], unshared: int = 0) ->
             yield Check(f"{fact} everywhere", "ok", next(iter(found_on.values()), "no node reports it"))
             continue
         differences = "; ".join(f"{name} has {value}" for name, value in found_on.items())
-        mend = SAME_MODEL if fact in ("tokenizer", "model") else f"install the same on every host: {REINSTALL}"
-        yield Check(f"{fact} everywhere", "broken", differences, mend)
+        if fact not in ("tokenizer", "model"):
+            yield Check(f"{fact} everywhere", "broken", differences, f"install the same on every host: {REINSTALL}")
+            continue
+        usual = max(found_on.values(), key=lambda value: (value != "none", [*found_on.values()].count(value)))
+        num_others = sum(value != usual for value in found_on.values())
+        state: Literal["warn", "broken"] = "warn" if num_others <= served else "broken"
+        yield Check(f"{fact} everywhere", state, differences, SENT if state == "warn" else SAME_MODEL)
     blind = [name for name, report in known.items() if not report.sees_run_dir]
     yield Check(
         "run.dir everywhere", "broken" if len(blind) > unshared else "warn" if blind else "ok",

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,9 +25,10 @@ import psutil
 from async_rl.config import Config
 from async_rl.cores import usable_cores
 from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpus
-from async_rl.driver.preflight import PreflightCheck, input_checks
+from async_rl.driver.preflight import CHECK_OF, PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
+from async_rl.storage.file_copies import find_source, local_names
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
 from async_rl.storage.hub_data import data_files
@@ -41,6 +42,10 @@ IMPORT_TIMEOUT_S = 180
 _WHAT_WIDTH = 25
 """Characters of the first column, which fit the longest name of a check of this machine."""
 
+SENT = (
+    "nothing, if only rollout servers run there: `async-rl train` sends it. A host of learner ranks needs model.path "
+    "and judge.path itself: name these hosts by placement.learner.resource"
+)
 REINSTALL = "make venv (or reinstall with the pip commands of docs/installing.md)"
 
 GPU_TOOLS = (
@@ -270,7 +275,21 @@ def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
             return
         yield Check(repo.key, "ok", repo.name)
     inputs = input_checks(located(config))
-    yield from _examine_inputs([each for each in inputs if is_driver or each.everywhere])
+    if is_driver:
+        yield from _examine_inputs(inputs)
+    else:
+        yield from _examine_inputs([each for each in inputs if each.everywhere], _absent_files(config))
+
+
+def _absent_files(config: Config) -> dict[str, str]:
+    """Return {name of a check: path that it needs} for the files of servers that are not on this host."""
+    absent = {}
+    for key, path in local_names(config, [*CHECK_OF]):
+        try:
+            find_source(key, path)
+        except ConfigError:
+            absent[CHECK_OF[key]] = path
+    return absent
 
 
 def _sandbox() -> Check:
@@ -288,15 +307,21 @@ def _sandbox() -> Check:
     return Check("sandbox", "ok" if found.is_enough else "warn", f"{found}; {others}", mend)
 
 
-def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
+def _examine_inputs(inputs: Sequence[PreflightCheck], absent: Mapping[str, str] | None = None) -> Iterator[Check]:
     """Run the checks that a run makes of its inputs before it starts, and yield the results as checks of the doctor.
 
     A check that needs others is skipped, with a warning, if one of these is not ok.
+
+    Args:
+        absent: [name of a check] the path that it needs, and that this host lacks until the driver sends it.
     """
     passed = set()
     for each in inputs:
         if lacking := [what for what in each.needs if what not in passed]:
             yield Check(each.what, "warn", f"not checked: that needs the {lacking[0]}")
+            continue
+        if absent and each.what in absent:
+            yield Check(each.what, "warn", f"{absent[each.what]} is not on this host", SENT)
             continue
         try:
             cautions = each.run()

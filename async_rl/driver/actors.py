@@ -1,6 +1,6 @@
 """The processes of a run, as Ray actors: buffer, servers and learner ranks. ActorGroup starts and ends them.
 
-Ray carries control only: no trajectory and no weight passes through it.
+Ray carries control only: no trajectory and no push passes through it, but files that a host lacks (file_sending.py).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def send_files(
 
     Raises:
         ConfigError: a host has no room for them, or can't write them.
-        WaitTimeoutError: not all were there after timeouts.work_s.
+        WaitTimeoutError: a host did not answer within timeouts.startup_s, or not all were there after timeouts.work_s.
         ProcessDiedError: a host was lost meanwhile.
     """
     here = ray.util.get_node_ip_address()
@@ -99,7 +99,7 @@ def can_lack_weights(config: Config) -> bool:
 
 
 class _Sender:
-    """The driver's side: a FileReceiver on each host, and the waits for them, within timeouts.work_s in all."""
+    """The driver's side: a FileReceiver on each host, and the waits for them."""
 
     def __init__(
         self, config: Config, signals: StopSignals, note: Callable[[str], None], hosts: Sequence[str]
@@ -109,7 +109,9 @@ class _Sender:
         self._config = config
         self._signals = signals
         self._note = note
-        self._limit = config.timeouts.limit("work_s")
+        self._limit = config.timeouts.limit("startup_s")
+        """The limit since `_since_s` for all waits."""
+        self._is_started = False
         self._since_s = self._told_s = self._noted_s = time.monotonic()
         node_of = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
         remote: Any = ray.remote(FileReceiver)
@@ -124,24 +126,34 @@ class _Sender:
     def send(self, source: FileSource, hosts: Sequence[str]) -> None:
         """Have each of `hosts` hold what `source` names, at its own paths or as a copy."""
         what = f"{source.key} {source.path}"
-        like = self._ask({host: self._receivers[host].likeness.remote(source) for host in hosts}, f"a look at {what}")
+        asked = {host: self._receivers[host].likeness.remote(source) for host in hosts}
+        like = self._ask(asked, f"the comparison of its files with {what}")
+        self._begin_work()
         lacking = [host for host in hosts if like[host] != "same"]
         if not lacking:
             return
         if source.key == "model.path" and can_lack_weights(self._config):
             source, self.lack_weights = source.without_weights(), True
         if others := [host for host in lacking if like[host] == "other"]:
-            self._note(f"{', '.join(others)}: other files than the driver's at {what}; the driver's are used")
-        digests = source.digests(lambda: self._check(f"the driver's own reading of {what}", lacking))
-        places = self._ask({host: self._receivers[host].find.remote(source, digests) for host in lacking}, what)
+            self._note(f"{', '.join(others)} has other files than the driver at {what}; the driver's are used")
+        digests = source.digests(lambda: self._check(f"the digests of {what}", ["the driver's disk"]))
+        asked = {host: self._receivers[host].find.remote(source, digests) for host in lacking}
+        places = self._ask(asked, f"the search for {what}")
         if getting := [host for host in lacking if not places[host]]:
-            without = ", without weights, which the learner pushes" if source.lacks_weights else ""
-            size = f"{len(source.files)} file(s), {_size(source.num_bytes)}{without}"
-            self._note(f"{', '.join(getting)}: no files of {what}; the driver sends them: {size}")
+            without = ", all but the weights, which the learner pushes" if source.lacks_weights else ""
+            content = f"{len(source.files)} file(s), {_size(source.num_bytes)}{without}"
+            self._note(f"{', '.join(getting)} gets {what} from the driver: {content}")
             self._send_pieces(source, getting, what)
-            places |= self._ask({host: self._receivers[host].finish.remote(source) for host in getting}, what)
+            asked = {host: self._receivers[host].finish.remote(source) for host in getting}
+            places |= self._ask(asked, f"the copy of {what}")
         for host in lacking:
             self.places[host][source.key, source.path] = places[host]
+
+    def _begin_work(self) -> None:
+        """From the first answer of all hosts on, timeouts.work_s limits what they do."""
+        if not self._is_started:
+            self._is_started, self._since_s = True, time.monotonic()
+            self._limit = self._config.timeouts.limit("work_s")
 
     def close(self) -> None:
         """End the receivers, which remove what is incomplete."""
@@ -161,12 +173,12 @@ class _Sender:
                     calls[self._receivers[host].write.remote(file.name, offset_bytes, shared)] = host
                 offset_bytes += len(piece)
                 sent_bytes += len(piece)
-                self._answers(calls, what, most=(PIECES_ON_THE_WAY - 1) * len(hosts))
+                self._answers(calls, f"the copy of {what}", most=(PIECES_ON_THE_WAY - 1) * len(hosts))
                 if time.monotonic() - self._noted_s > PROGRESS_INTERVAL_S:
                     self._noted_s = time.monotonic()
                     done = f"{_size(sent_bytes)} of {_size(source.num_bytes)} of {what}"
                     self._note(f"{', '.join(hosts)}: the driver has sent {done}")
-        self._answers(calls, what)
+        self._answers(calls, f"the copy of {what}")
 
     def _ask(self, calls: Mapping[str, ObjectRef], what: str) -> dict[str, Any]:
         """Wait for a call to each host; return {host: result}."""
@@ -189,10 +201,10 @@ class _Sender:
         except RayTaskError as error:
             if isinstance(error.cause, AsyncRLError):
                 raise type(error.cause)(f"{host}: {error.cause}") from None
-            raise AsyncRLError(f"{host} could not take {what}: {type(error.cause).__name__}: {error.cause}") from None
+            raise AsyncRLError(f"{host} could not finish {what}: {type(error.cause).__name__}: {error.cause}") from None
         except RayError as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ProcessDiedError(f"{host} was lost while the driver sent it {what}: {reason}") from None
+            raise ProcessDiedError(f"{host} was lost before it had finished {what}: {reason}") from None
 
     def _check(self, what: str, hosts: Sequence[str]) -> None:
         """Raise KeyboardInterrupt after Ctrl-C, and WaitTimeoutError after the limit; write status.json now and then.
@@ -200,14 +212,14 @@ class _Sender:
         self._signals.check()
         now_s = time.monotonic()
         if now_s - self._since_s > self._limit.seconds:
-            raise WaitTimeoutError(f"the driver waited {self._limit} for {', '.join(hosts)} to have {what}")
+            raise WaitTimeoutError(f"the driver waited {self._limit} for {', '.join(hosts)} to finish {what}")
         if now_s - self._told_s > STATUS_INTERVAL_S:
             self._told_s = now_s
             write_status(self._config.run_dir, [Status(
-                process="driver", host=ray.util.get_node_ip_address(), doing=f"sends {what}",
+                process="driver", host=ray.util.get_node_ip_address(), doing=f"waits for {what}",
                 waits_on=", ".join(hosts), since_s=self._since_s, limit_s=self._limit.seconds,
             )], "running")
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e3:.0f} kB"

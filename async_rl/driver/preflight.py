@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from rollout_server.tasks.base import Task
 
 MODEL, TASK = "model and tokenizer", "task"
+CHECK_OF = {"model.path": MODEL, "judge.path": "judge.path", "task.path": TASK, "task.eval_path": TASK}
+"""[key of a setting that names files for servers] the check that reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     if judge := config.judge.path:
         judges = partial(_check_judge, config)
         checks.append(PreflightCheck("judge.path", judge, judges, everywhere=True))
-    checks.append(PreflightCheck("disk", f"room in {config.run.dir}", lambda: _check_disk(config), everywhere=True))
+    room = f"room in {config.run.dir}"
+    checks.append(PreflightCheck("disk", room, lambda: _check_disk(config), (MODEL,), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         checks.append(PreflightCheck("network.host", host, partial(_check_host, host)))
     if config.network.ports:

@@ -25,13 +25,13 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.hub import MODEL_FILES
 from async_rl.storage.hub_names import find_data, find_model, is_data, names_in, with_name
-from async_rl.storage.model_folder import TOKENIZER_FILES, weight_files
+from async_rl.storage.model_folder import TOKENIZER_FILES, weight_files, weight_shapes
 from async_rl.storage.row_files import is_pattern, local_files
 
 PIECE_BYTES = 8 * 2**20
 """Files are read, sent and written in pieces of so many bytes."""
-AWAITS_PUSH = "weights-come-by-push"
-"""The name of an empty file, which marks the copy of a model folder without its weights."""
+AWAITS_PUSH = "weights-come-by-push.json"
+"""The file that takes the place of the weights in a copy of a model folder without them: {name: shape} of each."""
 WEIGHTS, _WEIGHT_INDEX = ".safetensors", ".safetensors.index.json"
 _HASHING_THREADS = 4
 _PARTIAL = ".partial"
@@ -67,13 +67,18 @@ class FileSource:
     rest: str
     """The name, or the glob, of the files or of their folder below `base`; empty: `base` itself."""
     files: tuple[SourceFile, ...]
-    lacks_weights: bool = False
-    """Whether the weights of a model are left out, because the learner pushes them."""
+    pushed: Mapping[str, Sequence[int]] | None = None
+    """{name: shape} of the weights of a model that are left out, because the learner pushes them."""
 
     def without_weights(self) -> FileSource:
-        """Return what is needed of a model folder to start a server that gets its first weights by a push."""
+        """Return what is needed of this host's model folder to start a server that gets its first weights by a push.
+        """
         kept = tuple(file for file in self.files if not file.name.endswith((WEIGHTS, _WEIGHT_INDEX)))
-        return replace(self, files=kept, lacks_weights=True)
+        return replace(self, files=kept, pushed=weight_shapes(Path(self.base)))
+
+    @property
+    def lacks_weights(self) -> bool:
+        return self.pushed is not None
 
     @property
     def absolute(self) -> str:
@@ -92,7 +97,7 @@ class FileSource:
     def copy_name(self, digests: Sequence[str]) -> str:
         """Return the name of the copy's folder, given the digest of each file."""
         content = [[file.name, digest] for file, digest in zip(self.files, digests, strict=True)]
-        return hashlib.sha256(json.dumps([self.lacks_weights, *content]).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps([self.pushed, *content]).encode()).hexdigest()[:32]
 
     def digests(self, check: Callable[[], None] = lambda: None) -> list[str]:
         """Return the SHA-256 of each file. `check` is called for each piece that was read; what it raises ends this.
@@ -249,7 +254,7 @@ class PartialCopy:
             (self._folder / file.name).parent.mkdir(parents=True, exist_ok=True)
             (self._folder / file.name).touch()
         if source.lacks_weights:
-            (self._folder / AWAITS_PUSH).touch()
+            (self._folder / AWAITS_PUSH).write_text(json.dumps(source.pushed))
 
     def write(self, name: str, offset_bytes: int, piece: bytes) -> None:
         """Append a piece to a file. ValueError: it is no file of the source, or not the next piece of it."""

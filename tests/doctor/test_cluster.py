@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -14,8 +15,10 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from async_rl.cli import main
+from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import NodeReport, Probe, compare
-from async_rl.doctor.host import Check
+from async_rl.doctor.host import SENT, Check, _examine_config
+from async_rl.driver.preflight import MODEL, TASK
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
@@ -63,6 +66,36 @@ def test_as_many_nodes_as_serve_rollouts_need_not_share_the_runs_folder() -> Non
     assert (check.state, check.found) == ("warn", "not the driver's folder on 10.0.0.2")
     assert "placement.learner.resource" in check.mend
     assert "run.dir everywhere" in broken(compare(reports | {"10.0.0.3": apart}, unshared=1))
+
+
+def test_as_many_nodes_as_serve_rollouts_may_lack_the_model_or_have_another() -> None:
+    without = NodeReport(facts=FACTS | {"tokenizer": "", "model": ""})
+    other = NodeReport(facts=FACTS | {"model": "m2"})
+    reports = {"10.0.0.1": without, "10.0.0.2": GOOD, "10.0.0.3": other}
+    found = {check.what: check for check in compare(reports, served=2)}
+    assert found["model everywhere"].state == found["tokenizer everywhere"].state == "warn"
+    assert found["model everywhere"].found == "10.0.0.1 has none; 10.0.0.2 has m1; 10.0.0.3 has m2"
+    assert "`async-rl train` sends it" in found["model everywhere"].mend
+    assert set(broken(compare(reports, served=1))) == {"model everywhere"}
+
+
+def test_on_another_host_only_files_that_are_there_are_checked(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    overrides = ["task.name=", f"task.path={tmp_path}/rows.jsonl", "task.reward=gsm8k", "eval.size=0"]
+
+    def checked() -> dict[str, Check]:
+        config = load_config(config_file, overrides)
+        return {check.what: check for check in _examine_config(config, is_driver=False)}
+
+    assert not broken(checked().values())
+    (tmp_path / "rows.jsonl").unlink()
+    found = checked()
+    assert found[TASK] == Check(TASK, "warn", f"{tmp_path}/rows.jsonl is not on this host", SENT)
+    shutil.rmtree(tmp_path / "model")
+    found = checked()
+    assert not broken(found.values())
+    assert found[MODEL].found == f"{tmp_path}/model is not on this host"
+    assert found["disk"].found == f"not checked: that needs the {MODEL}"
 
 
 def test_a_node_that_cannot_answer_is_named() -> None:

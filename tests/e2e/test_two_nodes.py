@@ -12,15 +12,24 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from pyarrow import parquet
+from transformers import PreTrainedModel
 
+from benchmarks.marked_command import MarkedCommand, wait_until
+from buffer.journal.export import export_trajectories
+from rollout_server.question import Question
+from tests.kit.engines.replies import TOLERANCE, from_scratch
+from tests.kit.models import load_model
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "two_nodes_here.sh"
+ON_TWO_HOSTS, TRAIN = ("bash", str(SCRIPT), "env"), (sys.executable, "-m", "async_rl.cli", "train")
 
 
 def why_not() -> str:
@@ -50,22 +59,27 @@ def run_on_two_hosts(
     tmp_path: Path, *arguments: str, not_shared: Path | None = None, command_has: tuple[str, ...] = (),
     python_path: Path = ROOT,
 ) -> str:  # fmt: skip
+    environment = environment_of_two_hosts(tmp_path, not_shared, python_path)
+    done = subprocess.run(
+        [*ON_TWO_HOSTS, *command_has, *TRAIN, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_path: Path = ROOT) -> dict[str, str]:
+    """The variables of SCRIPT; skips the test where there can't be two hosts."""
     if reason := why_not():
         pytest.skip(reason)
     # Other tests of this process have set loopback, which is not for two hosts.
     inherited = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
-    environment = inherited | {
+    return inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{python_path}",
         "ASYNC_RL_LINK_STATS": str(tmp_path / "link"), "XDG_CACHE_HOME": str(tmp_path / "cache"),
         **({"ASYNC_RL_NOT_SHARED": str(not_shared)} if not_shared else {}),
     }
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "env", *command_has, sys.executable, "-m", "async_rl.cli", "train", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.timeout(400)
@@ -76,15 +90,15 @@ def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     """The server's host sees neither run.dir nor the model folder, so it has only what the others send."""
     shutil.copytree(smoke_yaml.parent / "model", tmp_path / "model")
     printed = train_on_two_hosts(
-        smoke_yaml, tmp_path, f"rollout.engine={engine}", f"model.path={tmp_path / 'model'}", "placement.rollout.nodes=1",
-        "placement.learner.resource=learner", "placement.rollout.resource=rollout", "network.ports=20000-20063",
-        not_shared=tmp_path,
+        smoke_yaml, tmp_path, f"rollout.engine={engine}", f"model.path={tmp_path / 'model'}",
+        "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+        "network.ports=20000-20063", not_shared=tmp_path,
     )
     assert not (tmp_path / "two" / "logs" / "rollout-0.log").exists()  # it is on the other host
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     run_dir = tmp_path / "two"
     assert not (run_dir / "keys").exists()  # they were for this run alone
-    assert "10.77.0.2: no files of model.path" in printed and "without weights, which the learner pushes" in printed
+    assert re.search(r"10\.77\.0\.2 gets model\.path .* all but the weights, which the learner pushes", printed)
     records = logged(run_dir)
     pushed_bytes = sum(record.get("push/bytes", 0) for record in records)
     assert pushed_bytes > 4 * 2**20
@@ -96,6 +110,77 @@ def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     assert received_bytes > 4 * 16 * 12  # and the groups came back
     seconds = [record["time/push_s"] for record in records if "time/push_s" in record]
     print(f"{engine}: {pushed_bytes} bytes in {len(seconds)} pushes, {sum(seconds) / len(seconds) * 1e3:.0f} ms each")
+
+
+def letters(question: Question, response: str) -> float:
+    """A reward that differs between the answers of an untrained model."""
+    return sum(letter in "aeiou" for letter in response) / 12
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("engine", "victim", "evals"), [("hf", "ray::RolloutActor", 1), ("sglang", "sglang::scheduler", 0)]
+)
+def test_a_node_without_model_and_data_samples_from_the_learners_weights(
+    smoke_yaml: Path, tmp_path: Path, engine: str, victim: str, evals: int
+) -> None:
+    """Each logprob of the journal, also after a restart, is recomputed from the weights that the learner has saved."""
+    alone = tmp_path / "alone"
+    shutil.copytree(smoke_yaml.parent / "model", alone / "model")
+    for name, words in (("train", 40), ("held_out", 8)):
+        rows = [{"prompt": f"Spell {name} {number}", "answer": str(number)} for number in range(words)]
+        (alone / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run_dir, copies = alone / "two", tmp_path / "cache" / "async-rl" / "copies"
+    command = MarkedCommand([
+        str(smoke_yaml), f"run.dir={alone}", "run.name=two", "run.steps=400", f"model.path={alone / 'model'}",
+        "task.name=", "task.params={}", f"task.path={alone}/tr*.jsonl", f"task.eval_path={alone / 'held_out.jsonl'}",
+        f"task.reward={__name__}:letters", "staleness.max=1", "weight_sync.on_update=retract",
+        f"rollout.engine={engine}", "placement.rollout.nodes=1", "placement.rollout.resource=rollout",
+        "placement.learner.resource=learner", f"placement.eval.servers={evals}", "eval.every_steps=4",
+        "checkpoint.models_every_steps=1", "learner.lr=3e-3",
+    ], tmp_path / "log", (*ON_TWO_HOSTS, *TRAIN), environment_of_two_hosts(tmp_path, alone))
+    try:
+        wait_until(lambda: len(logged(run_dir)) > 2 or command.process.poll() is not None, 240, "two steps")
+        command.wait_for(victim)[0].kill()
+        wait_until(lambda: "is back" in command.text() or command.process.poll() is not None, 240, "the restart")
+        steps = len(logged(run_dir))
+        wait_until(lambda: len(logged(run_dir)) > steps + 3 or command.process.poll() is not None, 120, "more steps")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            command.interrupt()
+        command.wait(120)
+        command.kill()
+    assert (back := re.search(r"rollout/0 is back, with the weights of version (\d+)", command.text())), command.text()
+    names = {file.relative_to(folder).name for folder in copies.iterdir() for file in folder.rglob("*")}
+    assert names >= {"train.jsonl", "held_out.jsonl", "config.json", "tokenizer.json", "weights-come-by-push.json"}
+    assert not [name for name in names if name.endswith((".safetensors", ".partial"))]
+    assert max(check_journal(run_dir, alone / "model", tmp_path / "rows.parquet")) > int(back[1])
+
+
+def check_journal(run_dir: Path, start: Path, exported: Path) -> set[int]:
+    """Assert that each answer has the logprobs of its versions' weights, from version 0 on; returns the versions."""
+    export_trajectories(run_dir, exported)
+    models = {0: load_model(start)}
+    seen: set[int] = set()
+    for row in parquet.read_table(exported).to_pylist():
+        tokens, versions = np.array(row["tokens"], np.int32), np.array(row["versions"])
+        prompt = np.array(row["prompt_tokens"], np.int32)
+        seen |= set(versions.tolist())
+        for version in seen - set(models):
+            models[version] = load_model(run_dir / "models" / f"step_{version}")
+        fresh = {v: from_scratch(models[v], prompt, tokens, 1.0) for v in set(versions.tolist())}
+        expected = [fresh[version][i] for i, version in enumerate(versions.tolist())]
+        np.testing.assert_allclose(row["logprobs"], expected, atol=TOLERANCE, rtol=0)
+    assert {0, 1} <= seen and len(seen) > 5
+    changes = [largest_change(models[version], models[version + 1]) for version in sorted(seen) if version + 1 in seen]
+    assert min(changes) > 1e-3  # no two versions could be taken for each other
+    return seen
+
+
+def largest_change(before: PreTrainedModel, after: PreTrainedModel) -> float:
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 @pytest.mark.nightly

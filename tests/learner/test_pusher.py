@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
+from async_rl.errors import WeightSyncError
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.telemetry.metrics import reduce_metrics
 from learner.learner import Learner
@@ -105,6 +106,26 @@ def test_a_first_push_without_servers_leaves_verification_to_the_next(
     list(reports)
     back.join()
     assert len(publisher.verified) == 1
+
+
+def test_servers_that_start_without_weights_are_filled_before_the_run(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)))
+    learner.fill_servers()
+    assert [number for name, number in publisher.calls if name == "push"] == [0]
+    list(learner.run())
+    assert [number for name, number in publisher.calls if name == "push"] == [0, 1]
+    assert len(publisher.verified) == 1
+
+
+def test_a_server_that_dies_while_it_is_filled_is_an_error(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)))
+    publisher.dies_next = "rollout/0"
+    with pytest.raises(WeightSyncError, match="rollout/0 died before the first weights had come"):
+        learner.fill_servers()
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(

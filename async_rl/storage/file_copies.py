@@ -32,7 +32,7 @@ PIECE_BYTES = 8 * 2**20
 """Files are read, sent and written in pieces of so many bytes."""
 AWAITS_PUSH = "weights-come-by-push.json"
 """The file that takes the place of the weights in a copy of a model folder without them: {name: shape} of each."""
-WEIGHTS, _WEIGHT_INDEX = ".safetensors", ".safetensors.index.json"
+_WEIGHTS, _WEIGHT_INDEX = ".safetensors", ".safetensors.index.json"
 _HASHING_THREADS = 4
 _PARTIAL = ".partial"
 
@@ -73,7 +73,7 @@ class FileSource:
     def without_weights(self) -> FileSource:
         """Return what is needed of this host's model folder to start a server that gets its first weights by a push.
         """
-        kept = tuple(file for file in self.files if not file.name.endswith((WEIGHTS, _WEIGHT_INDEX)))
+        kept = tuple(file for file in self.files if not file.name.endswith((_WEIGHTS, _WEIGHT_INDEX)))
         return replace(self, files=kept, pushed=weight_shapes(Path(self.base)))
 
     @property
@@ -154,7 +154,7 @@ def _model_files(folder: Path, key: str) -> list[Path]:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{key} {folder} is not a folder with a model")
     useful = {file for pattern in (*MODEL_FILES, *TOKENIZER_FILES) for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in useful if file.suffix != WEIGHTS) + weight_files(folder)
+    return sorted(file for file in useful if file.suffix != _WEIGHTS) + weight_files(folder)
 
 
 def local_names(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -180,7 +180,7 @@ def likeness(source: FileSource) -> Likeness:
     """Compare the files that this host has at the path of a source of the driver, without reading them."""
     try:
         own = find_source(source.key, source.absolute)
-    except ConfigError:
+    except (OSError, ValueError):  # also a ConfigError
         return "none"
     if [(file.name, file.num_bytes) for file in own.files] != [(file.name, file.num_bytes) for file in source.files]:
         return "other"

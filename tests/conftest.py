@@ -38,6 +38,8 @@ PROCESS_FIXTURES = {"ray_here", "sglang_server", "shown_run", "start", "two_rank
 """A test that uses one of these is marked `processes` without saying so."""
 MAX_WORKERS = 8
 """Each may hold a run with its servers, about 3 GiB."""
+NIGHTLY_S = 900
+"""The time limit of a nightly test that has none of its own."""
 _unit_test: str | None = None
 """The test that runs now, if it must not start a process."""
 
@@ -52,10 +54,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark who starts processes. The workers of xdist begin with these: short tests even out the load at the end."""
+    """Mark who starts processes, and give nightly tests more time.
+
+    The workers of xdist begin with those that start processes: short tests even out the load at the end.
+    """
     for item in items:
         if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.processes)
+        if item.get_closest_marker("nightly") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(NIGHTLY_S))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: [not item.get_closest_marker(mark) for mark in ("e2e", "processes")])
 

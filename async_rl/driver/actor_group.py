@@ -79,6 +79,8 @@ class ActorGroup:
             try:
                 return await task
             except asyncio.CancelledError:
+                if not self.signals.requested:  # asyncio.run cancels it too, when something else ends the event loop
+                    raise
                 raise KeyboardInterrupt from None
 
     async def _gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:

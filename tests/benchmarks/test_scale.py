@@ -7,6 +7,7 @@ from benchmarks.scale import CELLS, ScaleCell, measure, table
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.nightly
 def test_a_small_cell_is_measured_and_printed() -> None:
     cell = ScaleCell(workers=3, groups=16, tokens=20)
     figures = measure(cell, seconds=1.0)

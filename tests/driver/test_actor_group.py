@@ -59,6 +59,7 @@ def call(processes: ActorGroup, name: str, cls: type, *args: Any) -> Any:
     return processes.gather({name: actor.start.remote()}, Limit(120.0, "timeouts.startup_s"), "the start")[name]
 
 
+@pytest.mark.nightly
 def test_a_buffer_that_can_not_be_opened_says_which_setting_of_network_is_wrong(
     group: ActorGroup, tmp_path: Path, taken_port: int
 ) -> None:
@@ -143,6 +144,24 @@ def test_a_stop_signal_ends_a_wait_of_start_up(group: ActorGroup) -> None:
             call(group, "rollout/0", Slow)
         with pytest.raises(KeyboardInterrupt):  # a signal that came between two waits
             call(group, "rollout/1", Slow)
+
+
+class OfAnotherHandler(BaseException):
+    """The error of a signal handler that is not ours, as that of a time limit of pytest."""
+
+
+def test_what_another_signal_handler_raises_in_a_wait_is_not_taken_for_ctrl_c(group: ActorGroup) -> None:
+    def fail(number: int, frame: object) -> None:
+        raise OfAnotherHandler
+
+    before = signal.signal(signal.SIGUSR1, fail)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        with StopSignals() as signals, signals.deferred(), pytest.raises(OfAnotherHandler):
+            group.signals = signals
+            call(group, "rollout/0", Slow)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 class Stillborn:

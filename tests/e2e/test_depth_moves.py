@@ -55,6 +55,7 @@ def check_slots(run_dir: Path, start: int = START) -> None:
             assert record["buffer/slots"] == (moves[max(past)] if past else start), record["step"]
 
 
+@pytest.mark.nightly
 def test_the_bound_holds_and_no_move_is_half_made_while_buffers_die(
     smoke_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,8 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["hf", "sglang"])
 def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
     smoke_yaml: Path, tmp_path: Path, engine: str
 ) -> None:

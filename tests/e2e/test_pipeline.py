@@ -68,6 +68,7 @@ def test_a_run_on_sglang_trains_every_group_once_within_its_bound(
         assert (config.run_dir / file).stat().st_size > 0, file
 
 
+@pytest.mark.nightly
 def test_a_llama_trains_over_the_disk_transport_with_two_hf_servers(
     smoke_yaml: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_two_runs_of_one_name_share_a_host_and_one_may_crash(smoke_yaml: Path, t
     assert_a_crash_ends_the_run(long, "sglang::scheduler", "rollout")
 
 
+@pytest.mark.nightly
 def test_the_first_crash_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: Path, start: Start) -> None:
     """The crash of a learner rank is in test_resume.py."""
     command = start(

@@ -175,7 +175,8 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(smoke_yaml: Path, tm
     wait_until(lambda: not command.processes(), 10, "every process of the run to end")
 
 
-@pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("slices", [1, 2])
 def test_a_run_whose_learner_was_killed_goes_on_from_its_last_checkpoint(
     slices: int, smoke_yaml: Path, tmp_path: Path, start: Start
 ) -> None:

@@ -16,7 +16,7 @@ from async_rl.storage.checkpoints import checkpoint_folder
 from async_rl.storage.log_ratios import FOLDER
 from tests.kit.runs import logged
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 SPLIT = ("placement.learner.ranks=2", "learner.sequence_parallel=2")
 EXACT = ("policy/loss", "critic/loss", "policy/grad_norm", "kl/reference", "reward/mean", "batch/response_tokens")

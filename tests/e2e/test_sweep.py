@@ -21,7 +21,8 @@ pytestmark = pytest.mark.e2e
 FILE = "metrics.jsonl"
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["hf", "sglang"])
 def test_each_cell_of_a_sweep_starts_from_the_same_weights(
     smoke_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str
 ) -> None:

@@ -39,7 +39,7 @@ def train(program: Sequence[str], folder: Path, *words: str) -> subprocess.Compl
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("program", [COMMAND, MODULE])
+@pytest.mark.parametrize("program", [COMMAND, pytest.param(MODULE, marks=pytest.mark.nightly)])
 def test_a_dry_run_takes_a_reward_from_a_file_with_the_name_of_our_package(
     folder: Path, smoke_yaml: Path, program: Sequence[str]
 ) -> None:

@@ -17,6 +17,7 @@ from tests.kit.configs import make_config, server_config
 from tests.kit.models import save_tiny_model
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_sglang_gives_the_outputs_of_transformers(tmp_path: Path) -> None:

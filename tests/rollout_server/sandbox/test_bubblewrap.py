@@ -139,6 +139,7 @@ def test_a_program_that_is_not_started_costs_no_answer_the_reward(monkeypatch: p
     assert run("import os\nos.kill(os.getpid(), 9)\nos.abort()").exit_code != 0
 
 
+@pytest.mark.nightly
 def test_a_deadline_at_any_moment_leaves_no_process() -> None:
     async def cut_off() -> list[Ended]:
         bubblewrap = Bubblewrap([PYTHON, "-I", "-S"])

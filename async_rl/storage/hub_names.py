@@ -26,7 +26,7 @@ MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path"
 DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
 """The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
 SERVER_MODELS, SERVER_DATA = ("model.path", "judge.path"), ("task.path", "task.eval_path")
-"""Those of MODEL_KEYS and DATA_KEYS that the processes of servers read; the learner alone reads the others."""
+"""The parts of MODEL_KEYS and DATA_KEYS that the processes of servers read; the learner alone reads the others."""
 LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
 """Words with which a path of two begins if it is not the name of a model on the hub."""
 COMPARISON_KEYS = ("reward_training.path", "reward_training.eval_path")

@@ -120,13 +120,17 @@ def letters(question: Question, response: str) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("engine", "victim", "evals"), [("hf", "ray::RolloutActor", 1), ("sglang", "sglang::scheduler", 0)]
-)
+@pytest.mark.parametrize(("engine", "victim", "push"), [
+    ("hf", "ray::RolloutActor", ("weight_sync.lora=adapter", "model.lora.rank=4", "placement.eval.servers=1")),
+    ("sglang", "sglang::scheduler", ()),
+])  # fmt: skip
 def test_a_node_without_model_and_data_samples_from_the_learners_weights(
-    smoke_yaml: Path, tmp_path: Path, engine: str, victim: str, evals: int
+    smoke_yaml: Path, tmp_path: Path, engine: str, victim: str, push: tuple[str, ...]
 ) -> None:
-    """Each logprob of the journal, also after a restart, is recomputed from the weights that the learner has saved."""
+    """Each logprob of the journal, also after a restart, is recomputed from the weights that the learner has saved.
+
+    To take adapters, servers have a copy of the weights, too.
+    """
     alone = tmp_path / "alone"
     shutil.copytree(smoke_yaml.parent / "model", alone / "model")
     for name, words in (("train", 40), ("held_out", 8)):
@@ -138,7 +142,7 @@ def test_a_node_without_model_and_data_samples_from_the_learners_weights(
         "task.name=", "task.params={}", f"task.path={alone}/tr*.jsonl", f"task.eval_path={alone / 'held_out.jsonl'}",
         f"task.reward={__name__}:letters", "staleness.max=1", "weight_sync.on_update=retract",
         f"rollout.engine={engine}", "placement.rollout.nodes=1", "placement.rollout.resource=rollout",
-        "placement.learner.resource=learner", f"placement.eval.servers={evals}", "eval.every_steps=4",
+        "placement.learner.resource=learner", "eval.every_steps=4", *push,
         "checkpoint.models_every_steps=1", "learner.lr=3e-3",
     ], tmp_path / "log", (*ON_TWO_HOSTS, *TRAIN), environment_of_two_hosts(tmp_path, alone))
     try:
@@ -154,8 +158,9 @@ def test_a_node_without_model_and_data_samples_from_the_learners_weights(
         command.kill()
     assert (back := re.search(r"rollout/0 is back, with the weights of version (\d+)", command.text())), command.text()
     names = {file.relative_to(folder).name for folder in copies.iterdir() for file in folder.rglob("*")}
-    assert names >= {"train.jsonl", "held_out.jsonl", "config.json", "tokenizer.json", "weights-come-by-push.json"}
-    assert not [name for name in names if name.endswith((".safetensors", ".partial"))]
+    assert names >= {"train.jsonl", "held_out.jsonl", "config.json", "tokenizer.json"}
+    assert ("model.safetensors" in names, "weights-come-by-push.json" in names) == (bool(push), not push)
+    assert not [name for name in names if name.endswith(".partial")]
     assert max(check_journal(run_dir, alone / "model", tmp_path / "rows.parquet")) > int(back[1])
 
 
@@ -189,12 +194,17 @@ def largest_change(before: PreTrainedModel, after: PreTrainedModel) -> float:
 def test_a_run_on_two_hosts_resumes_on_a_new_cluster(
     smoke_yaml: Path, tmp_path: Path
 ) -> None:
+    """The server's host has no model: it starts without weights again, and finds the rest from before."""
+    alone = tmp_path / "alone"
+    shutil.copytree(smoke_yaml.parent / "model", alone / "model")
     train_on_two_hosts(
         smoke_yaml, tmp_path, "rollout.engine=hf", "placement.rollout.nodes=1", "checkpoint.every_steps=4",
-        "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+        "placement.learner.resource=learner", "placement.rollout.resource=rollout", f"model.path={alone / 'model'}",
+        not_shared=alone,
     )
     run_dir = tmp_path / "two"
-    printed = run_on_two_hosts(tmp_path, "--resume", str(run_dir), "run.steps=6")
+    printed = run_on_two_hosts(tmp_path, "--resume", str(run_dir), "run.steps=6", not_shared=alone)
+    assert "from the driver" not in printed
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["resumes"]) == (6, 1)

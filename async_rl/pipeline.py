@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_rl.config import Config
+from async_rl.config import Config, Limit
 from async_rl.driver.placement import (
     open_ray,
     ray_messages_in,
@@ -208,6 +208,9 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
         processes.gather(fetching, config.timeouts.limit("work_s"), "the files of the hub")
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
+    if not runs_here(config):  # else check_inputs has asked this host
+        for caution in _check_memory(processes, [*servers_by_name, *learners], limit):
+            log.logger.note(f"caution: {caution}")
     urls: dict[str, Any] = {}
     for names in [[name] for name in starting] if one_by_one else [list(starting)]:
         urls |= processes.gather({name: starting[name].start.remote() for name in names}, limit, "the start")
@@ -227,6 +230,19 @@ def _fill_servers(config: Config, processes: ActorGroup) -> None:
     learners = {name: each for name, each in processes.actors.items() if name.startswith("learner")}
     filling: dict[str, Any] = {name: each.fill_servers.remote() for name, each in learners.items()}
     processes.gather(filling, config.timeouts.limit("startup_s"), "the push of the first weights")
+
+
+def _check_memory(processes: ActorGroup, names: list[str], limit: Limit) -> list[str]:
+    """Ask the processes of a run over several hosts for their GPUs; returns cautions about memory, none on CPUs.
+
+    ConfigError: a learner rank or a server has too little for what it is to hold.
+    """
+    asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in names}
+    smallest = min(processes.gather(asked, limit, "the size of its GPUs").values())
+    if not smallest:
+        return []
+    checking = processes.actors["learner/0"].check_memory.remote(smallest)
+    return list(processes.gather({"learner/0": checking}, limit, "the memory of the run")["learner/0"])
 
 
 def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, version: int) -> None:

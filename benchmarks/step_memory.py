@@ -1,7 +1,6 @@
 """Compares the memory that `async-rl train --dry-run` says a learner rank needs with what steps and a push take.
 
-    python -m benchmarks.step_memory                              # about five minutes
-    python -m benchmarks.step_memory --out benchmarks/results/step_memory.md
+    python -m benchmarks.step_memory --out benchmarks/results/step_memory      # ten minutes, .md and .json
 
 Each case is a process (with two ranks, two) that makes an `Updater`, trains on two batches that fill their
 micro-batches, and gathers the weights into buckets as a push does. Measured is its largest resident memory (VmHWM)
@@ -25,6 +24,8 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config import Config
+from async_rl.sweeps.machine import machine_text
+from async_rl.sweeps.tables import write_page
 from async_rl.types import Batch, Group, Row
 from async_rl.weights.bucket import iter_buckets
 from benchmarks.model_loading import status_bytes
@@ -41,6 +42,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Models of which the activations, or the head and its logits, take the most."""
 PROMPT, ANSWER = 16, 496
+CASE_S = 1800
+"""How long the ranks of a case may take."""
 CASES: dict[str, dict[str, Any]] = {
     "deep": {},
     "deep, checkpointed": {"learner": {"gradient_checkpointing": True}},
@@ -130,45 +133,62 @@ def compare(case: str, root: Path) -> tuple[RankMemory, int]:
         subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
         for rank in range(ranks)
     ]
-    measured = max(int(process.communicate()[0].split()[-1]) for process in processes)
-    estimate = RankMemoryEstimate(config, "cpu").rank_memory(
-        checkpoints=bool(config.learner.gradient_checkpointing)
-    )
-    return estimate, measured
+    try:
+        measured = max(int(process.communicate(timeout=CASE_S)[0].split()[-1]) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    return said(config), measured
 
 
-def row(case: str, root: Path) -> str:
+def said(config: Config) -> RankMemory:
+    """Return what the dry run says of a rank."""
+    return RankMemoryEstimate(config, "cpu").rank_memory(checkpoints=bool(config.learner.gradient_checkpointing))
+
+
+def numbers_of(case: str, root: Path) -> dict[str, Any]:
+    """Return the peak of a case as the dry run says it and as it was measured, in bytes."""
     estimate, measured = compare(case, root)
-    ranks = case_config(case, root).placement.learner.ranks
-    fullest = max(estimate.peaks, key=estimate.peaks.__getitem__)
-    return (
-        f"| {case} | {ranks} | {estimate.peak / MIB:.0f} ({fullest}) | {measured / MIB:.0f} | "
-        f"{estimate.peak / measured - 1:+.0%} |"
-    )
+    return {
+        "case": case, "ranks": case_config(case, root).placement.learner.ranks, "said": estimate.peak,
+        "moment": max(estimate.peaks, key=estimate.peaks.__getitem__), "measured": measured,
+    }  # fmt: skip
+
+
+def page(found: list[dict[str, Any]], machine: str) -> str:
+    rows = [
+        f"| {each['case']} | {each['ranks']} | {each['said'] / MIB:.0f} | {each['moment']} | "
+        f"{each['measured'] / MIB:.0f} | {each['said'] / each['measured'] - 1:+.1%} |"
+        for each in found
+    ]
+    return "\n".join([
+        "# The memory of a step, said and measured", "",
+        f"`python -m benchmarks.step_memory --out benchmarks/results/step_memory`, {machine}.", "",
+        "The peak of a learner rank in MiB, on the CPU with one thread a rank: said by the dry run, with the moment "
+        "that it takes for the fullest, and measured.", "",
+        "| case | ranks | said | fullest | measured | difference |", "| --- | ---: | ---: | --- | ---: | ---: |",
+        *rows, "",
+    ])  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/step_memory"))
     args = parser.parse_args()
     if args.case:
         case, root, store, rank = args.case
         ranks = case_config(case, Path(root)).placement.learner.ranks
         print(measure(case, Path(root), int(rank), ranks, store))
         return
-    lines = [
-        "`python -m benchmarks.step_memory`: the peak of a learner rank in MiB, said by the dry run, and measured.", "",
-        "| case | ranks | said | measured | difference |", "| --- | ---: | ---: | ---: | ---: |",
-    ]  # fmt: skip
+    machine, found = machine_text(), []
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
         for case in args.only:
-            lines.append(row(case, Path(folder)))
-            print(lines[-1], flush=True)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+            found.append(numbers_of(case, Path(folder)))
+            print(found[-1], flush=True)
+    write_page(args.out, page(found, machine), {"machine": machine, "cases": found})
 
 
 if __name__ == "__main__":

@@ -58,6 +58,9 @@ CASES = [
     MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, ADAPTERS)),
     MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, "learner.offload=all")),
     MemoryCase(model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=(*IN_TURNS,)),
+    MemoryCase(
+        model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=(*IN_TURNS, "learner.offload=moments"),
+    ),
     MemoryCase(model="7B", hosts="eight GPUs: 4 ranks, 4 servers", gpu_gb=80, settings=EIGHT),
     MemoryCase(
         model="7B", hosts="eight GPUs: a rank and a server on each", gpu_gb=80,
@@ -75,15 +78,15 @@ CASES = [
     MemoryCase(model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=80),
     MemoryCase(
         model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=80,
-        named=("learner.offload=moments", "learner.max_tokens_per_microbatch=4096"),
+        named=("learner.offload=moments",),
     ),
     MemoryCase(model="32B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=141),
     MemoryCase(model="72B", hosts="two nodes: 8 ranks, 2 servers of 4", gpu_gb=141, named=("learner.offload=all",)),
 ]
 SHOWN = [index for index, case in enumerate(CASES) if case.model == "7B" and case.hosts.startswith("two")]
 """The cases whose whole table is printed, as `--dry-run` prints it."""
-HEADER = """| model | GPUs | settings | a rank needs | it has | KV cache of a server | |
-| --- | --- | --- | ---: | ---: | ---: | --- |
+HEADER = """| model | GPUs | settings | a rank needs | it has | on the host: kept + checkpoint | KV cache of a server | |
+| --- | --- | --- | ---: | ---: | ---: | ---: | --- |
 """
 
 
@@ -98,7 +101,10 @@ def plan(case: MemoryCase, folder: Path) -> MemoryPlan:
 
 def row(case: MemoryCase, planned: MemoryPlan) -> str:
     """Return a case's row of the table."""
-    needs, room = planned.rank_memory().peak, planned.room
+    memory, room = planned.rank_memory(), planned.room
+    checkpoint = memory.host["checkpoint being written"]
+    kept, ranks = sum(memory.host.values()) - checkpoint, planned.config.placement.learner.ranks
+    host = " + ".join(f"{ranks * size / GIB:.0f}" for size in (kept, checkpoint))
     how = "with checkpointing" if planned.checkpoints else "without checkpointing"
     try:
         cautions = planned.check()
@@ -109,8 +115,8 @@ def row(case: MemoryCase, planned: MemoryPlan) -> str:
     tokens = planned.kv_tokens
     settings = ", ".join(f"`{setting.replace('=', ': ')}`" for setting in case.named)
     return (
-        f"| {case.model} | {case.hosts}, {case.gpu_gb} GB | {settings} | {needs / GIB:.0f} GiB, {how} | "
-        f"{room.rank / GIB:.0f} GiB | {tokens:,} tokens | {verdict} |"
+        f"| {case.model} | {case.hosts}, {case.gpu_gb} GB | {settings} | {memory.peak / GIB:.0f} GiB, {how} | "
+        f"{room.rank / GIB:.0f} GiB | {host} GiB | {tokens:,} tokens | {verdict} |"
     )
 
 

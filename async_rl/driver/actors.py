@@ -22,11 +22,13 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
+from async_rl.driver.memory import plan_elsewhere
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network.ports import open_listener
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.storage.hub_names import SERVER_DATA
+from async_rl.telemetry.nvml import smallest_gpu_bytes
 from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
@@ -135,6 +137,9 @@ class RolloutActor:
         rewards, gold = (each(self._config, self._task) for each in (open_rewards, open_gold_reward))
         return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer, gold)
 
+    async def gpu_bytes(self) -> int:
+        return smallest_gpu_bytes()
+
     async def kv_tokens(self) -> int:
         """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""
         load = await self._engine.load()
@@ -210,6 +215,13 @@ class LearnerActor:
     def fetch(self) -> None:
         """Download the models and data sets that the config names on the hub, unless this host has them."""
         fetch_all(self._config)
+
+    def gpu_bytes(self) -> int:
+        return smallest_gpu_bytes()
+
+    def check_memory(self, gpu_bytes: int) -> list[str]:
+        """Return cautions about the memory of the run, whose smallest GPU has `gpu_bytes`; see MemoryPlan.check."""
+        return plan_elsewhere(located(self._config), gpu_bytes).check()
 
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
         import torch

@@ -261,8 +261,13 @@ def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
         if gpu_gb:
             raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
         return plan_memory(config)
+    return plan_elsewhere(config, round(1e9 * gpu_gb)) if gpu_gb else None
+
+
+def plan_elsewhere(config: Config, gpu_bytes: int) -> MemoryPlan:
+    """Return the plan for a run over other hosts, with as many GPUs of `gpu_bytes` as it asks for."""
     gpus = sum(demand.gpus for demand in host_demands(config, inf))
-    return MemoryPlan(config, round(gpus), round(1e9 * gpu_gb), host_bytes=0) if gpu_gb else None
+    return MemoryPlan(config, round(gpus), gpu_bytes, host_bytes=0)
 
 
 def check_memory(config: Config) -> list[str]:

@@ -25,6 +25,12 @@ def test_what_the_page_says_a_rank_needs_was_computed() -> None:
     assert {size for size in sizes if f"| {size}, with" not in RESULTS.read_text()} == set()
 
 
+def test_what_the_page_says_the_host_keeps_was_computed() -> None:
+    sizes = re.findall(r"(\d+) GiB of host memory", PAGE)
+    assert len(sizes) == 5
+    assert {size for size in sizes if f"| {size} + " not in RESULTS.read_text()} == set()
+
+
 @pytest.mark.parametrize("settings", sorted({(*case.settings, *case.named) for case in CASES}))
 def test_the_settings_of_a_case_are_a_configuration(settings: tuple[str, ...]) -> None:
     load_config(CONFIG, list(settings))

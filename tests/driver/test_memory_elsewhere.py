@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import Qwen2Config
 
-from async_rl.config import Config
+from async_rl.config import Config, Limit
 from async_rl.config.loading import load_config
+from async_rl.driver.actors import LearnerActor
 from async_rl.driver.dry_run import dry_run
 from async_rl.driver.memory import GIB
 from async_rl.errors import ConfigError
+from async_rl.pipeline import _check_memory
 from benchmarks.model_loading import QWEN2_5, save_headers
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
@@ -46,16 +50,52 @@ def test_gpus_that_are_large_enough_get_a_table_for_each_rank_and_server(two_nod
     text = dry_run(two_nodes, gpu_gb=141)
     memory = [" ".join(line.split()) for line in text.partition("# memory\n")[2].splitlines()]
     assert memory[0] == "# smallest GPU: 131.32 GiB"
-    assert memory[1].startswith("# each of 8 learner rank(s): at most 86.")
+    assert memory[1].startswith("# each of 8 learner rank(s): at most 87.")
     assert memory[2] == f"# policy: weights {4 * PARAMETERS / 8 / GIB:.2f} GiB"
     servers = memory.index("# each of 2 rollout server(s):")
     assert memory[servers + 1] == f"# weights {2 * PARAMETERS / 4 / GIB:.2f} GiB"
     assert "# a caution of the inputs" in memory
 
 
+def test_gpus_that_hold_small_micro_batches_alone_are_told_which(two_nodes: Config) -> None:
+    needs = "# memory: where micro-batches are full, a learner rank needs 87."
+    (caution,) = [line for line in dry_run(two_nodes, gpu_gb=80).splitlines() if line.startswith(needs)]
+    assert "Set learner.max_tokens_per_microbatch: 2048 or learner.offload: moments, with checkpointing" in caution
+
+
 def test_gpus_that_are_too_small_are_refused_with_what_would_fit(two_nodes: Config) -> None:
     with pytest.raises(ConfigError, match=r"^memory: a learner rank needs .* Set learner\.offload: moments"):
-        dry_run(two_nodes, gpu_gb=80)
+        dry_run(two_nodes, gpu_gb=64)
+
+
+class Asked:
+    """The processes of a run, on hosts whose GPUs have these sizes; what they are asked for is answered at once."""
+
+    def __init__(self, config: Config, **gpu_bytes: int) -> None:
+        learner = LearnerActor.__new__(LearnerActor)
+        learner._config = config
+        self.actors: dict[str, Any] = {
+            name.replace("_", "/"): SimpleNamespace(gpu_bytes=SimpleNamespace(remote=lambda size=size: size))
+            for name, size in gpu_bytes.items()
+        }
+        self.actors["learner/0"].check_memory = SimpleNamespace(remote=learner.check_memory)
+
+    def gather(self, calls: dict[str, Any], limit: Limit, what: str) -> dict[str, Any]:
+        return calls
+
+
+def test_a_start_on_several_hosts_is_checked_by_their_smallest_gpu(two_nodes: Config) -> None:
+    def check(**gpu_bytes: int) -> list[str]:
+        processes: Any = Asked(two_nodes, **gpu_bytes)
+        return _check_memory(processes, [*processes.actors], two_nodes.timeouts.limit("startup_s"))
+
+    gb = 10**9
+    assert check(learner_0=141 * gb, rollout_0=141 * gb) == []
+    (caution,) = check(learner_0=141 * gb, rollout_0=80 * gb)
+    assert "a learner rank needs 87." in caution and "of a GPU with 74.51 GiB" in caution
+    with pytest.raises(ConfigError, match=r"^memory: a learner rank needs .* Set learner\.offload: moments"):
+        check(learner_0=64 * gb, rollout_0=80 * gb)
+    assert check(learner_0=0, rollout_0=80 * gb) == []  # a host without GPUs, or whose driver names none
 
 
 def test_without_a_size_no_memory_of_other_hosts_is_told(two_nodes: Config) -> None:

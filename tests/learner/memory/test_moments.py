@@ -1,0 +1,91 @@
+"""The moments of a backward pass have what is there at the same time, and no more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from learner.memory.activations import PassMemory
+from learner.memory.moments import Moments
+from learner.memory.network_sizes import NetworkSizes
+from learner.models import token_scores
+
+VOCAB, HIDDEN, LAYERS, BLOCK, NORM = 1000, 8, 4, 500, 8
+TABLE = VOCAB * HIDDEN
+
+
+@pytest.fixture(autouse=True)
+def large_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(token_scores.LOGITS_BYTES, "cpu", 10**9)
+
+
+def sizes(**changes: Any) -> NetworkSizes:
+    whole: dict[str, Any] = {
+        "role": "policy", "config": SimpleNamespace(vocab_size=VOCAB), "block": BLOCK, "largest": TABLE,
+        "layers": LAYERS, "head": TABLE, "embeddings": TABLE, "is_tied": False, "rest": 2 * TABLE + NORM, "state": 0,
+    } | changes
+    every = whole["rest"] + LAYERS * BLOCK
+    trained = {
+        "trained": every, "trained_rest": whole["rest"], "trained_block": BLOCK, "trained_head": whole["head"],
+        "trained_embeddings": TABLE,
+    }
+    return NetworkSizes(parameters=every, base=every, **trained | whole)
+
+
+def moments(network: NetworkSizes, **changes: Any) -> Moments:
+    settings: dict[str, Any] = {
+        "passes": PassMemory(kept=4000.0, peak=4600.0), "rows": 2, "tokens": 100, "device_type": "cpu", "itemsize": 4,
+        "split": 1, "slices": 1, "is_first": True, "keeps_gradients": True,
+    }
+    return Moments(network=network, **settings | changes)
+
+
+def test_the_root_is_gathered_in_the_whole_pass_and_its_gradients_wait() -> None:
+    found = moments(sizes()).at_each()
+    gathered, logits = 4 * (2 * TABLE + NORM) + 4 * BLOCK, 4 * 100 * VOCAB
+    assert found["logits"] == 8000 + gathered + 4 * TABLE + 1.3 * logits
+    assert found["last block"] == 8000 + gathered + 4 * TABLE + 1200 + 8 * BLOCK
+    of_blocks = 4 * LAYERS * BLOCK
+    assert found["first block"] == 2000 + gathered + 4 * TABLE + 1200 + 8 * BLOCK + of_blocks
+    assert found["embedding"] == gathered + 4 * (2 * TABLE + NORM) + of_blocks
+
+
+def test_a_split_head_is_gathered_and_has_a_gradient_only_while_it_computes() -> None:
+    found = moments(sizes(), split=2, slices=2).at_each()
+    gathered, logits = 4 * NORM + 12 * BLOCK, 4 * 100 * VOCAB // 2
+    assert found["logits"] == 8000 + gathered + 2 * TABLE + 2 * TABLE + 1.3 * logits
+    in_shards = 2 * TABLE
+    assert found["last block"] == 8000 + gathered + in_shards + 1200 + 8 * BLOCK
+    of_blocks = 2 * LAYERS * BLOCK
+    assert found["embedding"] == gathered + in_shards + of_blocks + 2 * TABLE + 8 * TABLE // 2
+
+
+def test_a_split_head_that_is_the_embeddings_stays_and_its_gradient_waits() -> None:
+    found = moments(sizes(is_tied=True, rest=TABLE + NORM), split=2, slices=2).at_each()
+    gathered = 4 * NORM + 12 * BLOCK + 2 * TABLE
+    assert found["last block"] == 8000 + gathered + 2 * TABLE + 1200 + 8 * BLOCK
+    assert found["embedding"] == gathered + 2 * LAYERS * BLOCK + 12 * TABLE // 2
+
+
+def test_a_chunk_of_the_heads_gradient_comes_when_its_logits_are_gone() -> None:
+    many = moments(sizes(), split=2, slices=2, tokens=2)  # fewer logits than weights of the head
+    assert many.scores == 2 * TABLE + (4 * 2 * VOCAB // 2 + 2 * TABLE)
+
+
+def test_gradients_of_earlier_micro_batches_are_there_unless_the_host_has_them() -> None:
+    first, later, offloaded = (
+        moments(sizes(), is_first=is_first, keeps_gradients=keeps).at_each()["logits"]
+        for is_first, keeps in ((True, True), (False, True), (False, False))
+    )
+    assert later - first == 4 * sizes().trained and offloaded == first
+
+
+def test_frozen_weights_and_those_under_adapters_have_no_gradient() -> None:
+    adapters = {"trained": 400, "trained_rest": 0, "trained_block": 100, "trained_head": 0, "trained_embeddings": 0}
+    found = moments(sizes(**adapters)).at_each()
+    gathered = 4 * (2 * TABLE + NORM) + 4 * BLOCK
+    assert found["logits"] == 8000 + gathered + 1.3 * 4 * 100 * VOCAB
+    assert found["last block"] == 8000 + gathered + 1200 + 800
+    assert found["embedding"] == gathered + 1600

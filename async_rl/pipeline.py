@@ -241,7 +241,7 @@ def _check_memory(processes: ActorGroup, names: list[str], limit: Limit) -> list
     smallest = min(processes.gather(asked, limit, "the size of its GPUs").values())
     if not smallest:
         return []
-    checking = processes.actors["learner/0"].check_memory.remote(smallest)
+    checking: Any = processes.actors["learner/0"].check_memory.remote(smallest)
     return list(processes.gather({"learner/0": checking}, limit, "the memory of the run")["learner/0"])
 
 

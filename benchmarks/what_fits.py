@@ -85,7 +85,8 @@ CASES = [
 ]
 SHOWN = [index for index, case in enumerate(CASES) if case.model == "7B" and case.hosts.startswith("two")]
 """The cases whose whole table is printed, as `--dry-run` prints it."""
-HEADER = """| model | GPUs | settings | a rank needs | it has | on the host: kept + checkpoint | KV cache of a server | |
+HEADER = """| model | GPUs | settings | a rank needs | it has | on the host: kept + checkpoint \
+| KV cache of a server | |
 | --- | --- | --- | ---: | ---: | ---: | ---: | --- |
 """
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from benchmarks.kill_matrix import outcome_table
 from tests.kit.documents import DOCUMENTS, results_of
 
 
@@ -21,3 +22,17 @@ def test_the_quoted_push_times_follow_from_weights_and_links() -> None:
         bytes_per_s = float(link) * 1e9 / 8 * float(share)
         for number, seconds in zip(weights, told, strict=True):
             assert float(seconds) == pytest.approx(2 * number / bytes_per_s, rel=0.05)
+
+
+def test_the_kills_with_other_pushes_ended_as_the_page_says() -> None:
+    outcomes = results_of("kill_matrix")["outcomes"]
+    others = [outcome for outcome in outcomes if outcome["push"] in ("whole, staged (device)", "adapters", "changes")]
+    kinds = {"server", "worker", "silent", "buffer", "learner", "driver"}
+    assert {(outcome["push"], outcome["kind"]) for outcome in others} == {
+        (push, kind) for push in ("whole, staged (device)", "adapters", "changes") for kind in kinds
+    }
+    rows = [line for line in outcome_table(others).markdown().splitlines() if "1 of 1" in line]
+    assert len(rows) == len(others) == 18
+    assert all(each["counts_add_up"] and each["staleness_max"] <= each["bound"] for each in others)
+    assert sum(each["orphans"] for each in others) == 0
+    assert "18 of 18 as above, no group lost or trained on twice, nothing left" in DOCUMENTS["docs/two-nodes.md"]

@@ -203,11 +203,19 @@ def open_ray(config: Config) -> Iterator[None]:
                 f"start the cluster again: {JOIN_COMMANDS}"
             ) from None
     else:
-        ray.init(
-            address="local", include_dashboard=False, num_cpus=1 + placement.num_servers + placement.learner.ranks,
-            object_store_memory=128 * 2**20,  # only reports travel through it
-            **quiet,
-        )
+        try:
+            ray.init(
+                address="local", include_dashboard=False, num_cpus=1 + placement.num_servers + placement.learner.ranks,
+                object_store_memory=128 * 2**20,  # only reports travel through it
+                **quiet,
+            )
+        except Exception as error:  # Ray has no class of its own for this
+            if "timed out during startup" not in str(error):
+                raise
+            raise WaitTimeoutError(
+                "the driver waited 30 s (a limit of Ray's own) for Ray's processes to start on this host. Start the "
+                "run again when less else runs here; if that changes nothing, /tmp/ray/session_latest/logs says more"
+            ) from None
     try:
         yield
     finally:

@@ -126,6 +126,7 @@ def test_a_server_that_dies_while_it_is_filled_is_an_error(
     publisher.dies_next = "rollout/0"
     with pytest.raises(WeightSyncError, match="rollout/0 died before the first weights had come"):
         learner.fill_servers()
+    torch.distributed.destroy_process_group()  # as the end of `run` does
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(

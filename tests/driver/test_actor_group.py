@@ -288,6 +288,7 @@ def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup,
     assert call(group, "buffer", BufferActor, config, int(address.rpartition(":")[2])) == address
 
 
+@pytest.mark.nightly
 def test_a_run_whose_port_is_taken_ends_with_code_2_and_no_stack_trace(
     smoke_yaml: Path, tmp_path: Path, taken_port: int, start: Callable[..., MarkedCommand]
 ) -> None:

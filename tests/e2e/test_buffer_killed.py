@@ -25,6 +25,7 @@ pytestmark = pytest.mark.e2e
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "buffer_killed.md"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kills", "seconds", "engine"),
     [(2, 25, "hf"), pytest.param(20, 240, "sglang", marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],

@@ -47,6 +47,7 @@ def evaluated_alone(config: Config, version: int, folder: Path) -> dict[str, flo
     return asyncio.run(evaluate_model(dataclasses.replace(config, model=model)))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("engine", "servers", "ranks", "ema_decay"),

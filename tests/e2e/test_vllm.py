@@ -40,6 +40,7 @@ def vllm_yaml(smoke_yaml: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_short_run_trains_every_group_once_with_the_logprobs_of_the_learner(vllm_yaml: Path) -> None:
     config = load_config(vllm_yaml, ["staleness.max=1"])
     summary = run(config)

@@ -48,6 +48,7 @@ def test_a_dry_run_takes_a_reward_from_a_file_with_the_name_of_our_package(
     assert "reward: buffer:seven" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_a_run_trains_in_a_folder_with_files_of_our_packages_names(folder: Path, smoke_yaml: Path) -> None:
     """Ray's workers search the working directory first."""

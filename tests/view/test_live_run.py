@@ -17,7 +17,7 @@ from tests.kit.view.chromium import needs_chromium
 with suppress(ImportError):  # then the tests with a browser are skipped
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 START_LIMIT_S = 180.0
 LIVE_LIMIT_S = 2.0

@@ -184,7 +184,7 @@ def save_model(family: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("engine", "family"), [
-    ("sglang", "qwen3"), pytest.param("sglang", "tiny-llama", marks=pytest.mark.nightly), vllm("qwen2"),
+    *(pytest.param("sglang", family, marks=pytest.mark.nightly) for family in ("qwen3", "tiny-llama")), vllm("qwen2"),
 ], indirect=["engine"])
 def test_other_families_have_the_logprobs_of_transformers_too(engine: str, family: str, tmp_path: Path) -> None:
     """They are served from the start, without a push."""

@@ -36,8 +36,10 @@ asyncio.run(main())
     [
         ("sglang", "while it imports", 1),
         # The server, its scheduler, its detokenizer and Python's resource tracker.
-        pytest.param("sglang", "while its children import", 4, marks=pytest.mark.nightly),
-        ("sglang", "while it serves", 4),
+        *(
+            pytest.param("sglang", moment, 4, marks=pytest.mark.nightly)
+            for moment in ("while its children import", "while it serves")
+        ),
         vllm("while it serves", 2),
     ],
     indirect=["engine"],

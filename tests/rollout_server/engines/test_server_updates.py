@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,25 +28,29 @@ pytestmark = pytest.mark.e2e
 
 TEMPERATURE = 0.3
 """Low, so that replies rarely end early."""
+
+
+def nightly(*way: object) -> Any:
+    return pytest.param(*way, marks=pytest.mark.nightly)
+
+
 WAYS = [
-    *(("sglang", on_update, "disk", False, "none") for on_update in UPDATE_POLICIES),
-    ("sglang", "in_place", "gloo", False, "none"),
+    ("sglang", "in_place", "disk", False, "none"),
+    ("sglang", "abort", "disk", False, "none"),
     ("sglang", "in_place", "cuda_ipc", False, "none"),
-    ("sglang", "in_place", "cuda_ipc", True, "none"),
     ("sglang", "in_place", "gloo", False, "device"),
-    ("sglang", "retract", "gloo", False, "host"),
-    ("sglang", "abort", "gloo", False, "device"),
     ("overlapping", "in_place", "disk", False, "none"),
-    ("overlapping", "retract", "disk", False, "none"),
-    ("overlapping", "in_place", "gloo", False, "host"),
     ("sglang", "in_place", "gloo", False, "delta"),
     ("sglang", "in_place", "gloo", False, "adapter"),
+    *(nightly("sglang", on_update, "disk", False, "none") for on_update in ("retract", "drain")),
+    *(nightly("sglang", on_update, "gloo", False, "none") for on_update in UPDATE_POLICIES),
+    nightly("sglang", "in_place", "cuda_ipc", True, "none"),
+    nightly("sglang", "retract", "gloo", False, "host"),
+    nightly("sglang", "abort", "gloo", False, "device"),
+    nightly("overlapping", "retract", "disk", False, "none"),
+    nightly("overlapping", "in_place", "gloo", False, "host"),
     *(
-        pytest.param("sglang", on_update, "gloo", False, "none", marks=pytest.mark.nightly)
-        for on_update in ("retract", "drain", "abort")
-    ),
-    *(
-        pytest.param("sglang", on_update, transport, False, form, marks=pytest.mark.nightly)
+        nightly("sglang", on_update, transport, False, form)
         for form in FORMS for on_update, transport in (("retract", "disk"), ("abort", "gloo"), ("drain", "disk"))
     ),
     *(vllm(on_update, "gloo", False, "none") for on_update in UPDATE_POLICIES),

@@ -29,7 +29,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("engine", ["hf", "sglang", vllm()], indirect=True)
+@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.nightly), vllm()], indirect=True)
 def test_the_first_push_brings_every_weight(engine: str, bare: Path, tmp_path: Path) -> None:
     server = EngineInThread(server_config(engine, bare), tmp_path)
     try:

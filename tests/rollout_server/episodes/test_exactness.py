@@ -165,6 +165,7 @@ def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[En
     server.close()
 
 
+@pytest.mark.nightly
 def test_logprobs_of_all_turns_are_those_of_the_sglang_version(
     sglang_server: tuple[EngineInThread, list[Any], Path],
 ) -> None:

@@ -23,6 +23,16 @@ def test_the_quoted_rate_of_a_push_is_the_measured_one() -> None:
     ) in text_of("docs/results.md")
 
 
+def test_the_quoted_pushes_to_an_sglang_server_are_the_measured_ones() -> None:
+    rows = {row["transport"]: row for row in results_of("weight_push_sglang")["rows"]}
+    shared, disk = rows["cuda_ipc"], rows["disk"]
+    assert (
+        f"{shared['megabytes']:.0f} MB: {shared['gb_per_s']:.1f} GB/s by `cuda_ipc`, which shares host memory there, "
+        f"paused for {shared['pause_ms']:.0f} ms; {disk['gb_per_s']:.1f} GB/s by disk, paused for "
+        f"{disk['pause_ms']:.0f} ms"
+    ) in text_of("docs/results.md")
+
+
 def test_the_quoted_pauses_of_staged_pushes_are_the_measured_ones() -> None:
     guide, gpu = map(text_of, ("docs/guide.md", "docs/gpu.md"))
     pauses, times = [], []

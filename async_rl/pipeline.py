@@ -209,7 +209,7 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
     if not runs_here(config):  # else check_inputs has asked this host
-        for caution in _check_memory(processes, [*servers_by_name, *learners], limit):
+        for caution in _check_memory(processes, list(servers_by_name), list(learners), limit):
             log.logger.note(f"caution: {caution}")
     urls: dict[str, Any] = {}
     for names in [[name] for name in starting] if one_by_one else [list(starting)]:
@@ -232,16 +232,19 @@ def _fill_servers(config: Config, processes: ActorGroup) -> None:
     processes.gather(filling, config.timeouts.limit("startup_s"), "the push of the first weights")
 
 
-def _check_memory(processes: ActorGroup, names: list[str], limit: Limit) -> list[str]:
+def _check_memory(
+    processes: ActorGroup, servers: Sequence[str], learners: Sequence[str], limit: Limit
+) -> list[str]:
     """Ask the processes of a run over several hosts for their GPUs; returns cautions about memory, none on CPUs.
 
     ConfigError: a learner rank or a server has too little for what it is to hold.
     """
-    asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in names}
-    smallest = min(processes.gather(asked, limit, "the size of its GPUs").values())
-    if not smallest:
+    asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in (*servers, *learners)}
+    found = processes.gather(asked, limit, "the size of its GPUs")
+    of_ranks, of_servers = (min(found[name] for name in names) for names in (learners, servers))
+    if not of_ranks:
         return []
-    checking: Any = processes.actors["learner/0"].check_memory.remote(smallest)
+    checking: Any = processes.actors["learner/0"].check_memory.remote(of_ranks, of_servers)
     return list(processes.gather({"learner/0": checking}, limit, "the memory of the run")["learner/0"])
 
 

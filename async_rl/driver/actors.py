@@ -219,9 +219,17 @@ class LearnerActor:
     def gpu_bytes(self) -> int:
         return smallest_gpu_bytes()
 
-    def check_memory(self, gpu_bytes: int) -> list[str]:
-        """Return cautions about the memory of the run, whose smallest GPU has `gpu_bytes`; see MemoryPlan.check."""
-        return plan_elsewhere(located(self._config), gpu_bytes).check()
+    def check_memory(self, rank_bytes: int, server_bytes: int) -> list[str]:
+        """Return cautions about the memory of the run, see MemoryPlan.check, for the smallest GPU of ranks and servers.
+
+        Args:
+            server_bytes: 0: no GPU of a server is known, and their memory is not checked.
+        """
+        config = located(self._config)
+        plan = plan_elsewhere(config, rank_bytes)
+        if server_bytes:
+            (plan if server_bytes == rank_bytes else plan_elsewhere(config, server_bytes)).check_servers()
+        return plan.check_ranks()
 
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:
         import torch

@@ -192,7 +192,8 @@ class _Sender:
             for call in done:
                 host = calls.pop(call)
                 results[host] = self._result(host, call, what)
-            self._check(what, sorted(set(calls.values())))
+            if calls:
+                self._check(what, sorted(set(calls.values())))
         return results
 
     def _result(self, host: str, call: ObjectRef, what: str) -> Any:

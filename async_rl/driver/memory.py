@@ -103,7 +103,11 @@ class MemoryPlan:
         Raises:
             ConfigError: a rank has too little memory even for a single row, or a server for the weights.
         """
-        self._check_server()
+        self.check_servers()
+        return self.check_ranks()
+
+    def check_ranks(self) -> list[str]:
+        """Return cautions about the learner's ranks alone; raises ConfigError as `check` does."""
         try:
             needed = self.rank_memory().peak
         except NotImplementedError as error:
@@ -176,7 +180,8 @@ class MemoryPlan:
         left = max(0, self.room.server - self.server.weights) // self.server.token
         return left if self.room.device == "cuda" else min(left, self.server.tokens)
 
-    def _check_server(self) -> None:
+    def check_servers(self) -> None:
+        """Raise ConfigError if a server has too little memory for its weights and one answer."""
         rollout, server = self.config.rollout, self.server
         left = self.room.total - self.room.server
         if self.room.device == "cuda" and self._staged_bytes and left < self._staged_bytes + SERVER_EXTRA_BYTES:

@@ -84,18 +84,22 @@ class Asked:
         return calls
 
 
-def test_a_start_on_several_hosts_is_checked_by_their_smallest_gpu(two_nodes: Config) -> None:
+def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(two_nodes: Config) -> None:
     def check(**gpu_bytes: int) -> list[str]:
         processes: Any = Asked(two_nodes, **gpu_bytes)
-        return _check_memory(processes, [*processes.actors], two_nodes.timeouts.limit("startup_s"))
+        return _check_memory(processes, ["rollout/0"], ["learner/0"], two_nodes.timeouts.limit("startup_s"))
 
     gb = 10**9
     assert check(learner_0=141 * gb, rollout_0=141 * gb) == []
-    (caution,) = check(learner_0=141 * gb, rollout_0=80 * gb)
+    assert check(learner_0=141 * gb, rollout_0=80 * gb) == []  # each is compared with GPUs of its own kind
+    (caution,) = check(learner_0=80 * gb, rollout_0=141 * gb)
     assert "a learner rank needs 87." in caution and "of a GPU with 74.51 GiB" in caution
     with pytest.raises(ConfigError, match=r"^memory: a learner rank needs .* Set learner\.offload: moments"):
         check(learner_0=64 * gb, rollout_0=80 * gb)
-    assert check(learner_0=0, rollout_0=80 * gb) == []  # a host without GPUs, or whose driver names none
+    with pytest.raises(ConfigError, match=r"^rollout\.mem_fraction .* gives a server"):
+        check(learner_0=141 * gb, rollout_0=16 * gb)
+    none = [check(learner_0=141 * gb, rollout_0=0), check(learner_0=0, rollout_0=80 * gb)]
+    assert none == [[], []]  # a host without GPUs, or whose driver names none
 
 
 def test_without_a_size_no_memory_of_other_hosts_is_told(two_nodes: Config) -> None:

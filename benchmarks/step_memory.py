@@ -1,10 +1,13 @@
 """Compares the memory that `async-rl train --dry-run` says a learner rank needs with what steps and a push take.
 
     python -m benchmarks.step_memory --out benchmarks/results/step_memory      # ten minutes, .md and .json
+    python -m benchmarks.step_memory --gpu --out benchmarks/results/gpu/step_memory            # two minutes
 
 Each case is a process (with two ranks, two) that makes an `Updater`, trains on two batches that fill their
 micro-batches, and gathers the weights into buckets as a push does. Measured is its largest resident memory (VmHWM)
 above what it held before; freed memory goes back at once (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator would reuse it.
+With --gpu there are cases of one rank with a larger model, and measured is the most that torch had allocated on the
+GPU, with what the process had there beside torch's reserves.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from async_rl.sweeps.tables import write_page
 from async_rl.types import Batch, Group, Row
 from async_rl.weights.bucket import iter_buckets
 from benchmarks.model_loading import status_bytes
+from benchmarks.random_model import save_random_model
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from learner.models.policy import full_parameters
 from learner.updater import Updater
@@ -64,20 +68,38 @@ CASES: dict[str, dict[str, Any]] = {
     "wide head, small micro-batches": {"learner": {"max_tokens_per_microbatch": 512}},
 }  # fmt: skip
 """Settings of a case, on the model of SHAPES with which its name begins."""
+GPU_CASES: dict[str, dict[str, Any]] = {
+    "1b": {},
+    "1b, checkpointed": {"learner": {"gradient_checkpointing": True}},
+    "1b, checkpointed, moments offloaded": {"learner": {"gradient_checkpointing": True, "offload": "moments"}},
+    "1b, checkpointed, all offloaded": {"learner": {"gradient_checkpointing": True, "offload": "all"}},
+    "1b, adapters": {"model": {"lora": {"rank": 16}}},
+    "1b, with a critic, checkpointed": {"algorithm": {"advantage": "gae"}, "learner": {"gradient_checkpointing": True}},
+}  # fmt: skip
+"""Settings of a case on a GPU, on the model of random_model.SIZES with which its name begins."""
+GPU_ANSWER = 1008
 
 
 def case_config(case: str, root: Path) -> Config:
-    settings = json.loads(json.dumps(CASES[case]))
-    learner = {"prompts_per_step": 4, "max_tokens_per_microbatch": 2048, "gradient_checkpointing": False}
+    on_gpu = case in GPU_CASES
+    settings = json.loads(json.dumps((CASES | GPU_CASES)[case]))
+    learner = {
+        "prompts_per_step": 32 if on_gpu else 4, "max_tokens_per_microbatch": 16_384 if on_gpu else 2048,
+        "gradient_checkpointing": False,
+    }  # fmt: skip
     return Config(**{
         **settings, "model": {**settings.get("model", {}), "path": str(root / case.split(",")[0])},
         "task": {"name": "reasoning_gym/chain_sum", "max_prompt_tokens": PROMPT},
-        "rollout": {"group_size": 2, "max_response_tokens": ANSWER, "engine": "hf"},
-        "learner": learner | settings.get("learner", {}), "weight_sync": {"bucket_bytes": 32 * MIB},
+        "rollout": {"group_size": 2, "max_response_tokens": GPU_ANSWER if on_gpu else ANSWER, "engine": "hf"},
+        "learner": learner | settings.get("learner", {}),
+        "weight_sync": {"bucket_bytes": (512 if on_gpu else 32) * MIB},
     })  # fmt: skip
 
 
-def save_models(root: Path) -> None:
+def save_models(root: Path, on_gpu: bool) -> None:
+    if on_gpu:
+        save_random_model("1b", root / "1b")
+        return
     for name, shape in SHAPES.items():
         torch.manual_seed(0)
         Qwen2ForCausalLM(Qwen2Config(**shape, max_position_embeddings=1024)).save_pretrained(root / name)
@@ -86,13 +108,14 @@ def save_models(root: Path) -> None:
 def full_batch(config: Config, version: int) -> Batch:
     """Return a batch of answers of the greatest length."""
     rng = np.random.default_rng(version)
+    answer = config.rollout.max_response_tokens
     groups = []
     for index in range(config.learner.prompts_per_step):
         rows = tuple(
             Row(
-                tokens=rng.integers(3, 8000, ANSWER).astype(np.int32), reward=float(number % 2), finish_reason="length",
-                logprobs=np.full(ANSWER, -9.0, np.float32), versions=np.full(ANSWER, version, np.int32),
-                mask=np.ones(ANSWER, bool),
+                tokens=rng.integers(3, 8000, answer).astype(np.int32), reward=float(number % 2), finish_reason="length",
+                logprobs=np.full(answer, -9.0, np.float32), versions=np.full(answer, version, np.int32),
+                mask=np.ones(answer, bool),
             )
             for number in range(config.rollout.group_size)
         )  # fmt: skip
@@ -106,20 +129,36 @@ def full_batch(config: Config, version: int) -> Batch:
 def measure(case: str, root: Path, rank: int, ranks: int, store: str) -> int:
     """Return the bytes that two steps and a push take as one of `ranks` ranks."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    device = torch.device("cuda", 0) if case in GPU_CASES else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     config = case_config(case, root)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = status_bytes("VmRSS")
-    updater = Updater(config, torch.device("cpu"))
+    updater = Updater(config, device)
     buffers: list[torch.Tensor | None] = [None, None]
     for version in range(2):
+        if device.type == "cuda":  # there a push keeps none for the next one
+            buffers = [None, None]
         updater.update(full_batch(config, version))
         tensors = full_parameters(updater.policy, updater.dtype)
         for _ in iter_buckets(tensors, config.weight_sync.bucket_bytes, updater.dtype, buffers):
             pass
-    peak = status_bytes("VmHWM") - before
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() + process_gpu_bytes() - torch.cuda.memory_reserved()
+    else:
+        peak = status_bytes("VmHWM") - before
     dist.barrier()
     return peak
+
+
+def process_gpu_bytes() -> int:
+    """Return the memory that this process has on the first GPU, the CUDA context included."""
+    import pynvml  # of nvidia-ml-py, which SGLang brings on a GPU host
+
+    pynvml.nvmlInit()
+    there = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return int(next(process.usedGpuMemory for process in there if process.pid == os.getpid()))
 
 
 def compare(case: str, root: Path) -> tuple[RankMemory, int]:
@@ -138,12 +177,12 @@ def compare(case: str, root: Path) -> tuple[RankMemory, int]:
     finally:
         for process in processes:
             process.kill()
-    return said(config), measured
+    return said(config, "cuda" if case in GPU_CASES else "cpu"), measured
 
 
-def said(config: Config) -> RankMemory:
+def said(config: Config, device_type: str) -> RankMemory:
     """Return what the dry run says of a rank."""
-    return RankMemoryEstimate(config, "cpu").rank_memory(checkpoints=bool(config.learner.gradient_checkpointing))
+    return RankMemoryEstimate(config, device_type).rank_memory(checkpoints=bool(config.learner.gradient_checkpointing))
 
 
 def numbers_of(case: str, root: Path) -> dict[str, Any]:
@@ -155,17 +194,17 @@ def numbers_of(case: str, root: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def page(found: list[dict[str, Any]], machine: str) -> str:
+def page(found: list[dict[str, Any]], machine: str, on_gpu: bool) -> str:
     rows = [
         f"| {each['case']} | {each['ranks']} | {each['said'] / MIB:.0f} | {each['moment']} | "
         f"{each['measured'] / MIB:.0f} | {each['said'] / each['measured'] - 1:+.1%} |"
         for each in found
     ]
+    words = "--gpu --out benchmarks/results/gpu/step_memory" if on_gpu else "--out benchmarks/results/step_memory"
     return "\n".join([
-        "# The memory of a step, said and measured", "",
-        f"`python -m benchmarks.step_memory --out benchmarks/results/step_memory`, {machine}.", "",
-        "The peak of a learner rank in MiB, on the CPU with one thread a rank: said by the dry run, with the moment "
-        "that it takes for the fullest, and measured.", "",
+        "# The memory of a step, said and measured", "", f"`python -m benchmarks.step_memory {words}`, {machine}.", "",
+        f"The peak of a learner rank in MiB, on {'a GPU' if on_gpu else 'the CPU with one thread a rank'}: said by the "
+        "dry run, with the moment that it takes for the fullest, and measured.", "",
         "| case | ranks | said | fullest | measured | difference |", "| --- | ---: | ---: | --- | ---: | ---: |",
         *rows, "",
     ])  # fmt: skip
@@ -174,7 +213,8 @@ def page(found: list[dict[str, Any]], machine: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--gpu", action="store_true", help="the cases for a GPU, on the first one")
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *GPU_CASES], help="some of the cases")
     parser.add_argument("--out", type=Path, default=Path("runs/step_memory"))
     args = parser.parse_args()
     if args.case:
@@ -184,11 +224,11 @@ def main() -> None:
         return
     machine, found = machine_text(), []
     with tempfile.TemporaryDirectory() as folder:
-        save_models(Path(folder))
-        for case in args.only:
+        save_models(Path(folder), args.gpu)
+        for case in args.only or (GPU_CASES if args.gpu else CASES):
             found.append(numbers_of(case, Path(folder)))
             print(found[-1], flush=True)
-    write_page(args.out, page(found, machine), {"machine": machine, "cases": found})
+    write_page(args.out, page(found, machine, args.gpu), {"machine": machine, "cases": found})
 
 
 if __name__ == "__main__":

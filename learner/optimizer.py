@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.config import Config, LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
+from learner.models.pinned import pinned_zeros
 from learner.optimizer_choice import check_sharded, open_optimizer
 from learner.weight_average import WeightAverage
 
@@ -240,11 +241,14 @@ def _set_lr(inner: torch.optim.Optimizer, lr: float) -> None:
 
 
 def _zeros_on_cpu(parameter: Tensor) -> Tensor:
-    """Return zeros of a parameter's shape and sharding in CPU memory, which the GPU can copy without a detour."""
+    """Return zeros of a parameter's shape and sharding in CPU memory; it is pinned where the parameter is on a GPU."""
+    if parameter.device.type != "cuda":
+        return torch.zeros_like(parameter.detach(), device="cpu")
+    pinned = pinned_zeros(_local(parameter.detach()).shape, parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return pinned
     zeros = torch.zeros_like(parameter.detach(), device="cpu")
-    if parameter.device.type == "cuda" and _local(zeros).numel():
-        local = _local(zeros)
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(local.data_ptr(), local.nbytes, 0)))
+    zeros._local_tensor = pinned  # type: ignore[attr-defined] # DTensor.from_local would copy it to the mesh's device
     return zeros
 
 

@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 def test_offloading_frees_the_gpu_and_trains_alike(config: Config, device: torch.device, one_rank: None) -> None:
-    """With `all` the optimizer computes on the CPU, which may round the other way than the GPU."""
+    """With `all` the optimizer computes on the CPU, which may round the other way than the GPU.
+
+    On a GPU gradients are added in no fixed order, so there no two updates have the same bits.
+    """
     batch, found, bytes_held = random_batch(config), {}, {}
     for offload in ("none", "moments", "all"):
         before = allocated(device)
@@ -30,7 +33,7 @@ def test_offloading_frees_the_gpu_and_trains_alike(config: Config, device: torch
     for offload in ("moments", "all"):
         assert found[offload][0]["policy/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
         for name, tensor in expected.items():
-            exact = 0.0 if offload == "moments" else 1e-6
+            exact = 0.0 if (offload, device.type) == ("moments", "cpu") else 1e-6
             torch.testing.assert_close(found[offload][1][name].cpu(), tensor.cpu(), atol=exact, rtol=exact)
     if device.type == "cuda":
         assert bytes_held["none"] - bytes_held["moments"] > 0.9 * 2 * weights

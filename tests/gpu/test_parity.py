@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -25,12 +24,13 @@ from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.own_gpu import OWN_GPU, placed, transports
 from tests.kit.engines.replies import request_for
 from tests.kit.engines.tags import check_tags
-from tests.kit.learner.served_batches import OPEN, Note, behaviour_logprobs, generated, learner_logprobs
+from tests.kit.learner.served_batches import Note, check_agreement, generated
 from tests.kit.models import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 TEMPERATURE = 0.3
 """Low, so that answers rarely end early."""
+Answer = tuple[GenerationRequest, SampledReply]
 
 
 def change(updater: Updater) -> None:
@@ -40,15 +40,6 @@ def change(updater: Updater) -> None:
         for parameter in updater.policy.parameters():
             local = parameter.to_local()  # type: ignore[attr-defined]
             local += 0.1 * local.std(unbiased=False) * torch.randn_like(local)
-
-
-def check(what: str, dtype: str, updater: Updater, server: EngineInThread, config: Config, note: Note) -> None:
-    batch = generated(server, config)
-    differences = behaviour_logprobs(batch) - learner_logprobs(updater, batch)
-    note(what, differences, dtype=dtype)
-    mean, p99 = OPEN[dtype]
-    assert np.abs(differences).mean() < mean
-    assert np.quantile(np.abs(differences), 0.99) < p99
 
 
 def free_bytes(device: torch.device) -> int:
@@ -87,12 +78,15 @@ def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
     server = EngineInThread(dataclasses.replace(config, placement=PlacementConfig(colocated=True)), tmp_path / "logs")
     try:
         server.run(server.engine.start(), timeout_s=600.0)
-        check("start", dtype, updater, server, config, note)
+        check_agreement("start", updater, generated(server, config), note)
         for version, (transport, in_turns) in enumerate(transports(device, own_gpu), start=1):
             change(updater)
             pushing = dataclasses.replace(
                 config, placement=PlacementConfig(colocated=in_turns),
-                weight_sync=WeightSyncConfig(transport=transport, bucket_bytes=2**20),  # type: ignore[arg-type]
+                # in place the prompts, the same each time, would be answered from their KV of the version before
+                weight_sync=WeightSyncConfig(
+                    transport=transport, on_update="retract", bucket_bytes=2**20,  # type: ignore[arg-type]
+                ),
             )
             publisher = open_publisher(pushing, [server.engine.url], 0, device)
             publisher.connect()
@@ -103,7 +97,8 @@ def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
             publisher.push(full_parameters(updater.policy, serving_dtype(config, device.type)), version)
             held.check_resumed()
             publisher.close()
-            check(f"{transport}{' in turns' if in_turns else ''}", dtype, updater, server, config, note)
+            what = f"{transport}{' in turns' if in_turns else ''}"
+            check_agreement(what, updater, generated(server, config), note)
     finally:
         server.close()
 
@@ -148,22 +143,27 @@ def test_every_token_has_the_version_that_sampled_it_across_a_push(
         publisher.push(((name, p.to(device)) for name, p in models[version].named_parameters()), version)
         publisher.close()
 
-    async def answers_over_a_push(request: GenerationRequest, transport: str, in_turns: bool) -> list[SampledReply]:
-        running = asyncio.create_task(server.engine.generate(request))
-        await server.engine.generate(request_for(0))  # the group runs once this is answered
-        await asyncio.to_thread(push, transport, in_turns)
-        return await running
+    async def answers_over_a_push(first: int, transport: str, in_turns: bool) -> list[Answer]:
+        """Answer groups one after the other, several at once, until the push is over, however long it takes."""
+        pushing = asyncio.create_task(asyncio.to_thread(push, transport, in_turns))
+        running: dict[asyncio.Task[list[SampledReply]], GenerationRequest] = {}
+        while not pushing.done():
+            if sum(not task.done() for task in running) < 4:
+                request = request_for(first + len(running), n=8, max_tokens=800, temperature=TEMPERATURE)
+                running[asyncio.create_task(server.engine.generate(request))] = request
+            await asyncio.sleep(0.05)
+        await pushing
+        return [(request, reply) for task, request in running.items() for reply in await task]
 
     try:
         server.run(server.engine.start(), timeout_s=600.0)
         push("disk", False)
-        for index, (transport, in_turns) in enumerate(transports(device, own_gpu), start=1):
-            request = request_for(index, n=32, max_tokens=800, temperature=TEMPERATURE)
-            answers = server.run(answers_over_a_push(request, transport, in_turns), timeout_s=300.0)
+        for number, (transport, in_turns) in enumerate(transports(device, own_gpu), start=1):
+            answers = server.run(answers_over_a_push(1000 * number, transport, in_turns), timeout_s=300.0)
             both = {version: models[version] for version in list(models)[-2:]}
-            spanning = [answer for answer in answers if set(answer.versions.tolist()) == set(both)]
+            spanning = [each for each in answers if set(each[1].versions.tolist()) == set(both)]
             assert len(spanning) >= 2, transport
-            for answer in spanning[:3]:
+            for request, answer in spanning[:3]:
                 check_tags(
                     both, request.prompt.tokens, answer, TEMPERATURE, keeps_kv=on_update == "in_place" and not in_turns,
                     tolerance=TEMPERATURE * (1e-4 if device.type == "cpu" else 1e-2),  # of logprobs 1e-4 and 1e-2

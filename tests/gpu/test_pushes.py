@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.noted_pushes import expected_sums
 from tests.kit.engines.own_gpu import broadcasting, placed
-from tests.kit.learner.served_batches import OPEN, Note, behaviour_logprobs, generated, learner_logprobs
+from tests.kit.learner.served_batches import Note, check_agreement, generated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -69,12 +68,7 @@ def test_a_server_holds_the_learners_weights_after_each_push(
                 whole = {name: tensor.cpu() for name, tensor in full_parameters(updater.policy, dtype)}
                 admin: Any = publisher.admin("rollout/0")
                 assert admin.weight_sums() == expected_sums("sglang", whole, dtype)
-            batch = generated(server, config)
-            differences = behaviour_logprobs(batch) - learner_logprobs(updater, batch)
-            note(f"{form} by {transport}", differences, dtype="bfloat16")
-            mean, p99 = OPEN["bfloat16"]
-            assert np.abs(differences).mean() < mean
-            assert np.quantile(np.abs(differences), 0.99) < p99
+            check_agreement(f"{form} by {transport}", updater, generated(server, config), note)
         publisher.close()
     finally:
         server.close()

@@ -62,11 +62,11 @@ def save_sharp_model(folder: Path, name: str = "tiny-qwen2", seed: int = 0) -> P
 def load_model(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-def save_bare_model(path: Path, is_tied: bool = True) -> Path:
-    """A Qwen2 of VOCAB tokens without a tokenizer, for tests whose tokens mean nothing."""
+def save_bare_model(path: Path, is_tied: bool = True, hidden_size: int = 16) -> Path:
+    """A Qwen2 of VOCAB tokens and four heads without a tokenizer, for tests whose tokens mean nothing."""
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=hidden_size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=is_tied, initializer_range=0.3,
         bos_token_id=None, eos_token_id=2, pad_token_id=0,
     )).save_pretrained(path)

@@ -141,6 +141,8 @@ def server_environment(config: Config, flags: Flags) -> dict[str, str]:
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if flags["dtype"] == "float32":  # otherwise Triton rounds factors to 10 bits of mantissa (TF32)
         environment.setdefault("TRITON_F32_DEFAULT", "ieee")
+        if "mem-fraction-static" in flags:  # on a GPU SGLang's own kernels for norms and activations have no float32
+            environment.setdefault("SGLANG_FORCE_FUSED_OP_BACKEND", "torch")
     if "enable-memory-saver" in flags:
         # The memory saver is loaded before Python, and only Python finds a CUDA runtime that came in wheels.
         folders = [os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders()]

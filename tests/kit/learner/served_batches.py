@@ -12,13 +12,14 @@ from async_rl.types import Batch
 from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply
+from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.replies import generate, request_for
 from tests.kit.groups import batch_of, make_group, make_row
 
 Note = Callable[..., None]
-OPEN = {"float32": (1e-3, 1e-2), "bfloat16": (0.05, 0.3)}
-"""Largest mean and p99 of |difference of logprobs| between two ways to compute them, by compute type."""
+FLOAT32_OPEN = (1e-3, 1e-2)
+"""Largest mean and p99 of |difference of logprobs| between two ways to compute them in float32."""
 
 
 def generated(server: EngineInThread, config: Config, groups: int = 8) -> Batch:
@@ -56,3 +57,25 @@ def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
             parts = updater.policy(micro.inputs)[0].split(micro.response.lengths)
         found |= {row: part.float().cpu().numpy() for row, part in zip(micro.rows, parts, strict=True)}
     return np.concatenate([found[row] for row in sorted(found)])
+
+
+def rounded(updater: Updater, batch: Batch) -> np.ndarray:
+    """|difference| of the learner's logprobs from those of the same weights in float32: what its compute type costs."""
+    exact = Updater(changed(updater.config, model={"dtype": "float32"}), updater.device)
+    with torch.no_grad():
+        for parameter, ours in zip(exact.policy.parameters(), updater.policy.parameters(), strict=True):
+            parameter.to_local().copy_(ours.to_local())  # type: ignore[attr-defined]
+    return np.abs(learner_logprobs(updater, batch) - learner_logprobs(exact, batch))
+
+
+def check_agreement(what: str, updater: Updater, batch: Batch, note: Note) -> None:
+    """Assert that the behaviour logprobs are the learner's, up to twice what bfloat16 costs the learner itself."""
+    dtype = str(updater.dtype).removeprefix("torch.")
+    differences = behaviour_logprobs(batch) - learner_logprobs(updater, batch)
+    mean, p99 = FLOAT32_OPEN
+    if dtype == "bfloat16":
+        cost = rounded(updater, batch)
+        mean, p99 = 2 * float(cost.mean()), 2 * float(np.quantile(cost, 0.99))
+    note(what, differences, dtype=dtype, open_mean=mean, open_p99=p99)
+    assert np.abs(differences).mean() < mean
+    assert np.quantile(np.abs(differences), 0.99) < p99

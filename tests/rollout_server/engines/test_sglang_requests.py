@@ -81,7 +81,10 @@ def test_a_gpu_server_has_cuda_graphs_up_to_the_replies_in_flight(monkeypatch: p
 def test_a_gpu_server_computes_float32_in_full_precision(dtype: str, computes_float32: bool) -> None:
     typed = dataclasses.replace(config(), model=ModelConfig(path="m", dtype=dtype))  # type: ignore[arg-type]
     chosen = flags(typed, on_gpu=True)
-    assert ("TRITON_F32_DEFAULT" in server_environment(typed, chosen)) == computes_float32
+    environment = server_environment(typed, chosen)
+    assert ("TRITON_F32_DEFAULT" in environment) == computes_float32
+    # SGLang's kernels for norms and activations on GPUs have no float32
+    assert ("SGLANG_FORCE_FUSED_OP_BACKEND" in environment) == (computes_float32 and "mem-fraction-static" in chosen)
     assert chosen.get("attention-backend") == ("triton" if computes_float32 else None)
     own = dataclasses.replace(typed, rollout=RolloutConfig(server_args={"attention-backend": "flashinfer"}))
     assert flags(own, on_gpu=True)["attention-backend"] == "flashinfer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -29,6 +30,26 @@ def test_what_the_page_says_the_host_keeps_was_computed() -> None:
     sizes = re.findall(r"(\d+) GiB of host memory", PAGE)
     assert len(sizes) == 5
     assert {size for size in sizes if f"| {size} + " not in RESULTS.read_text()} == set()
+
+
+def test_what_the_pages_say_of_the_h100_is_what_was_measured_there() -> None:
+    found = json.loads((ROOT / "benchmarks/results/gpu/first_contact.json").read_text())
+    page = (ROOT / "benchmarks/results/gpu/first_contact.md").read_text()
+    for case in found["memory"]:
+        said, measured = case["said_mib"], case["measured_mib"]
+        assert f"| {said} | {measured} | {said / measured - 1:+.1%} |" in page
+        assert abs(said / measured - 1) < 0.03
+    assert "within 3 %" in PAGE
+    without, moments = (f"{found['held_between_steps_mib'][offload]:,}" for offload in ("none", "moments"))
+    assert f"{without} MiB were held between steps without it and {moments} with it" in PAGE
+    assert f"{without} MiB held between steps without it, {moments} with it" in page
+    by_ipc, by_disk = found["push"]["rows"]
+    assert f"{by_ipc['gb_per_s']:.1f} GB/s, pause {by_ipc['pause_ms']:.0f} ms" in page
+    took_ms = [each["megabytes"] / each["gb_per_s"] for each in (by_ipc, by_disk)]
+    times = re.search(r"245 MB took (\d+) ms\s+between two processes of the H100, by disk (\d+)\)", PAGE)
+    assert times and [int(each) for each in times.groups()] == [round(each) for each in took_ms]
+    start = next(each for each in found["logprobs"] if each["what"] == "start")
+    assert f"mean of the differences {start['mean_abs']:.3f}".replace("0.", ".") in page
 
 
 @pytest.mark.parametrize("settings", sorted({(*case.settings, *case.named) for case in CASES}))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from async_rl.config import Config
+from async_rl.config import Config, WeightSyncConfig
 from async_rl.types import Batch
 from learner.algorithms.token_advantages import batch_advantages
 from learner.updater import Updater
@@ -61,7 +61,10 @@ def learner_logprobs(updater: Updater, batch: Batch) -> np.ndarray:
 
 def rounded(updater: Updater, batch: Batch) -> np.ndarray:
     """|difference| of the learner's logprobs from those of the same weights in float32: what its compute type costs."""
-    exact = Updater(changed(updater.config, model={"dtype": "float32"}), updater.device)
+    exact = Updater(
+        changed(updater.config, model={"dtype": "float32"}, weight_sync=WeightSyncConfig()), updater.device
+    )
+    updater.policy.reshard()  # type: ignore[operator] # a forward pass without a backward leaves the root gathered
     with torch.no_grad():
         for parameter, ours in zip(exact.policy.parameters(), updater.policy.parameters(), strict=True):
             parameter.to_local().copy_(ours.to_local())  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
 """Data sets of the Hugging Face hub: the files that hold the part which a name means.
 
 The configs and splits are those of the data set's card, as on its page of the hub. Without any in the card, a file is
-of the split whose name its path holds. A name may leave out what the data set has only one of.
+of the split whose name its path holds. A name may leave out what the data set has only one of, and what is usual: the
+config that the card calls its default, or else that with the name `default` or `main`; the split `test` of what is held
+out, and `train` of all else.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
         if repo.file not in names:
             raise ConfigError(f"{repo.key} {repo.name}: the data set has no file {repo.file}. It has {some_of(names)}")
     else:
-        wanted = _chosen(repo, splits_of(_card(folder / CARD), names), names)
+        wanted = _chosen(repo, _card(folder / CARD), names)
     if wrong := [name for name in wanted if not name.endswith(SUFFIXES)]:
         raise ConfigError(
             f"{repo.key} {repo.name}: a task reads {' and '.join(SUFFIXES)}, got {wrong[0]}. Most data sets of the hub "
@@ -96,8 +98,9 @@ def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     return splits
 
 
-def _chosen(repo: HubRepo, splits: Splits, names: Sequence[str]) -> Sequence[str]:
-    """Return the files of the part of a data set that `repo` names; of all of it if that is one split."""
+def _chosen(repo: HubRepo, card: Mapping[str, Any], names: Sequence[str]) -> Sequence[str]:
+    """Return the files of the part of a data set that `repo` names; of the usual part if the name leaves it open."""
+    splits = splits_of(card, names)
     known = {f"{config}/{split}": files for config, found in splits.items() for split, files in found.items()}
     if not known:
         raise ConfigError(
@@ -105,15 +108,26 @@ def _chosen(repo: HubRepo, splits: Splits, names: Sequence[str]) -> Sequence[str
             f"It has {some_of(names)}"
         )
     meant = [name for name in known if repo.part in ("", name, *name.split("/"))]
-    if len(meant) != 1:
+    usual = _usual(meant, card, "test" if "eval_path" in repo.key else "train")
+    if len(usual) != 1:
         advice = ", ".join(f"{SCHEME}{repo.id}:{name}" for name in meant or known)
         raise ConfigError(
             f"{repo.key} {repo.name} must name one split of the data set: {advice}"
             + ("" if meant or not repo.part else f". It has no {repo.part}")
         )
-    if not known[meant[0]]:
+    if not known[usual[0]]:
         raise ConfigError(f"{repo.key} {repo.name}: the repository has none of the files that its card names")
-    return known[meant[0]]
+    return known[usual[0]]
+
+
+def _usual(parts: Sequence[str], card: Mapping[str, Any], split: str) -> Sequence[str]:
+    """Return those of the parts, CONFIG/SPLIT, of the usual config, if there is one, and of `split`, if there is one."""
+    flagged = [str(config.get("config_name")) for config in card.get("configs") or [] if config.get("default")]
+    for configs in (flagged, ["default"], ["main"]):
+        if found := [part for part in parts if part.split("/")[0] in configs]:
+            parts = found
+            break
+    return [part for part in parts if part.split("/")[1] == split] or parts
 
 
 def _card(file: Path) -> Mapping[str, Any]:

@@ -102,10 +102,26 @@ def test_a_name_leaves_out_what_is_clear(hub: HubServer, part: str, file: str) -
     assert files_of(f"hf://{GSM8K}{part}") == [file]
 
 
+def test_a_name_leaves_out_the_usual_config_and_split(hub: HubServer) -> None:
+    train = ["main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet"]
+    assert files_of(f"hf://{GSM8K}") == files_of(f"hf://{GSM8K}:main") == train
+    task = task_of(f"hf://{GSM8K}", f"hf://{GSM8K}")
+    assert (task.num_prompts, [prompt.question.ground_truth for prompt in task.eval_prompts()]) == (3, ["5"])
+
+
+def test_the_default_of_a_card_is_the_usual_config(hub: HubServer) -> None:
+    hub.add_dataset("some/data", {
+        "README.md": CARD.replace("- config_name: socratic\n", "- config_name: socratic\n  default: true\n").encode(),
+        **{f"{config}/train-00000-of-00001.parquet": parquet(question(1)) for config in ("main", "socratic")},
+    })  # fmt: skip
+    assert files_of("hf://some/data") == ["socratic/train-00000-of-00001.parquet"]
+
+
 def test_a_name_that_could_mean_several_splits_is_refused_with_all_of_them(hub: HubServer) -> None:
     choices = [f"hf://{GSM8K}:{part}" for part in ("main/train", "main/test", "socratic/train")]
-    assert refusal(f"hf://{GSM8K}").endswith(", ".join(choices))
-    assert refusal(f"hf://{GSM8K}:main").endswith(", ".join(choices[:2]))
+    hub.add_dataset("two/configs", {"README.md": CARD.replace("main", "plain").encode()})
+    assert refusal("hf://two/configs").endswith("hf://two/configs:plain/train, hf://two/configs:plain/test, "
+                                                "hf://two/configs:socratic/train")
     assert refusal(f"hf://{GSM8K}:mian").endswith(f"{', '.join(choices)}. It has no mian")
     assert "has no file main/x.parquet. It has README.md, main/test" in refusal(f"hf://{GSM8K}/main/x.parquet")
     assert "has no data set openai/gsm" in refusal("hf://openai/gsm")

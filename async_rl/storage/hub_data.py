@@ -121,7 +121,7 @@ def _chosen(repo: HubRepo, card: Mapping[str, Any], names: Sequence[str]) -> Seq
 
 
 def _usual(parts: Sequence[str], card: Mapping[str, Any], split: str) -> Sequence[str]:
-    """Return those of the parts, CONFIG/SPLIT, of the usual config, if there is one, and of `split`, if there is one."""
+    """Return those of `parts`, each CONFIG/SPLIT, that are of the usual config and of `split`, where there are any."""
     flagged = [str(config.get("config_name")) for config in card.get("configs") or [] if config.get("default")]
     for configs in (flagged, ["default"], ["main"]):
         if found := [part for part in parts if part.split("/")[0] in configs]:

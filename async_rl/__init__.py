@@ -33,9 +33,12 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("async-rl")
+        try:
+            return version("async-rl")
+        except PackageNotFoundError:  # the repository is on PYTHONPATH and was not installed
+            return "unknown"
     if name not in _MODULES:
         raise AttributeError(f"module 'async_rl' has no attribute {name!r}")
     from importlib import import_module

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import async_rl
 from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams.extras import check_extra
@@ -67,7 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             "async-rl train configs/quickstart.yaml",
         ),
     )
-    parser.add_argument("--version", action="version", version=f"async-rl {version('async-rl')}")
+    parser.add_argument("--version", action="version", version=f"async-rl {async_rl.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     _add_commands(commands)
     add_sweeps(partial(add_command, commands), _add_config)

@@ -28,6 +28,11 @@ _POLICIES_WITH_PRIORITY = ("fcfs", "lof")
 """The values of SGLang's schedule-policy with which it starts with priorities."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HINTS = (
+    (
+        "leave no GPU memory for the KV cache",
+        "Raise rollout.mem_fraction, or end what else uses the GPU (`nvidia-smi`): it is a share of what was free.",
+    ),
+    ("failed to dispatch data type Float", "This kernel has no float32: set model.dtype: bfloat16."),
     ("out of memory", "Lower rollout.mem_fraction."),
     ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),
     ("No module named 'sglang'", "Install SGLang (docs/installing.md), or set rollout.engine=hf."),

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_rl.errors import ConfigError
 from learner.models import token_scores
-from learner.models.token_scores import grad_of_logits, split_rows
+from learner.models.token_scores import grad_of_logits, scaled_logits, split_rows
 
 
 def split_vocabulary(lm: Any, ranks: DeviceMesh) -> list[list[nn.Module]]:
@@ -180,7 +180,7 @@ class _SplitScores(torch.autograd.Function):
         """`rows` [N] are the targets, counted from this rank's first row of the head [V / n, hidden]."""
         logprobs, entropies, total = (torch.zeros_like(temperature, dtype=torch.float32) for _ in range(3))
         for owner, indices, part in chunks:
-            logits = _scaled(_sent(states, owner, indices, part, ranks), head, temperature[indices])
+            logits = scaled_logits(_sent(states, owner, indices, part, ranks), head, temperature[indices])
             top = logits.amax(1)
             dist.all_reduce(top, dist.ReduceOp.MAX, ranks.get_group())
             logits.sub_(top[:, None])
@@ -205,15 +205,17 @@ class _SplitScores(torch.autograd.Function):
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for owner, indices, part in ctx.chunks:
             sent = _sent(states, owner, indices, part, ctx.ranks)
-            logits = _scaled(sent, head, temperature[indices])
-            of_logprobs, of_entropies = (None if grad is None else grad[indices] for grad in grads)
+            logits = scaled_logits(sent, head, temperature[indices])
+            of_logprobs, of_entropies = (
+                None if grad is None else grad[indices] / temperature[indices] for grad in grads
+            )
             logp = logits.sub_(total[indices, None])
             of_logits = grad_of_logits(logp, entropies[indices], of_logprobs, of_entropies)
             if of_logprobs is not None:
                 here, row = _in_head(rows[indices], head)
                 of_logits.scatter_add_(1, row[:, None], (of_logprobs * here)[:, None])
             del logits, logp  # of_logits has their memory, until it is converted
-            of_logits = of_logits.div_(temperature[indices, None]).to(head.dtype)
+            of_logits = of_logits.to(head.dtype)
             of_sent = (of_logits @ head).float()
             dist.reduce(of_sent, group=ctx.ranks.get_group(), group_dst=owner)
             if owner == ctx.ranks.get_local_rank():
@@ -245,7 +247,3 @@ def _weight_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
         sums.append(torch.stack([weights.sum(1), torch.linalg.vecdot(weights, part)]))
     of_weights, of_products = torch.cat(sums, 1)
     return of_weights, of_products
-
-
-def _scaled(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
-    return (states @ head.T).float().div_(temperature[:, None])

@@ -73,13 +73,13 @@ class _ScoreTokens(torch.autograd.Function):
             kept = ctx.kept
             logp = _log_softmax(states[part], head, temperature[part], ctx.forbidden) if kept is None else kept
             ctx.kept = kept = None
-            of_chunk = (None if grad is None else grad[part] for grad in grads)
-            of_logprobs, of_entropies = of_chunk
+            # of z times the temperature: divided here they need no pass over the logits
+            of_logprobs, of_entropies = (None if grad is None else grad[part] / temperature[part] for grad in grads)
             of_logits = grad_of_logits(logp, entropies[part], of_logprobs, of_entropies)
             del logp  # of_logits has its memory, until it is converted
             if of_logprobs is not None:
                 of_logits.scatter_add_(1, targets[part, None], of_logprobs[:, None])
-            of_logits = of_logits.div_(temperature[part, None]).to(head.dtype)
+            of_logits = of_logits.to(head.dtype)
             torch.mm(of_logits, head, out=of_states[part])
             if of_head is not None and summed == head.dtype:
                 of_head.addmm_(of_logits.T, states[part])
@@ -92,13 +92,18 @@ class _ScoreTokens(torch.autograd.Function):
 def _log_softmax(states: Tensor, head: Tensor, temperature: Tensor, forbidden: Tensor | None) -> Tensor:
     """Return log_softmax(states head^T / temperature), [n, V], in float32 or better; FORBIDDEN where it is forbidden.
     """
-    logits = states @ head.T
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature[:, None])
+    logits = scaled_logits(states, head, temperature)
     if forbidden is not None:
         logits.index_fill_(1, forbidden, FORBIDDEN)
     for part in split_rows(logits):
         part.sub_(part.logsumexp(1, keepdim=True))
     return logits
+
+
+def scaled_logits(states: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+    """Return states head^T / temperature, [n, V], in float32 or better."""
+    logits = states @ head.T
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature[:, None])
 
 
 def split_rows(rows: Tensor) -> tuple[Tensor, ...]:

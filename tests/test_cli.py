@@ -191,6 +191,7 @@ def test_sft_makes_a_model_that_a_dry_run_accepts_and_may_make_it_again(
     assert main(["sft", str(config_file)]) == 0
 
 
+@pytest.mark.nightly
 def test_sft_that_is_ended_leaves_no_half_model_and_can_be_run_again(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: Callable[..., MarkedCommand]
 ) -> None:

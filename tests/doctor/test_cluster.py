@@ -144,6 +144,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     cluster.shutdown()
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_the_doctor_examines_every_node_of_a_ray_cluster_and_the_network_between(
     config_file: Path, cluster: Cluster, capsys: pytest.CaptureFixture[str]

@@ -226,6 +226,7 @@ except ProcessKilledError as error:
 """
 
 
+@pytest.mark.nightly
 def test_the_memory_monitor_of_ray_is_recognised_by_its_own_kill(tmp_path: Path) -> None:
     environment = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
     command = MarkedCommand(

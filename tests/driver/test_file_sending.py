@@ -164,6 +164,7 @@ def test_a_host_that_can_not_take_the_files_is_named(
         send(config, without_files(tmp_path / "cache", fault))
 
 
+@pytest.mark.nightly
 def test_a_host_that_hangs_is_named_after_the_time_limit(config: Config, send: Send, tmp_path: Path) -> None:
     short = changed(config, timeouts={"work_s": 10.0})
     with pytest.raises(WaitTimeoutError, match=r"waited 10 s \(timeouts\.work_s\) for \S+ to finish the copy of"):

@@ -84,6 +84,7 @@ class Asked:
         return calls
 
 
+@pytest.mark.nightly
 def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(two_nodes: Config) -> None:
     def check(**gpu_bytes: int) -> list[str]:
         processes: Any = Asked(two_nodes, **gpu_bytes)

@@ -93,6 +93,7 @@ class Where:
         return found
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
     import ray

@@ -142,6 +142,7 @@ def test_an_evaluation_server_that_dies_costs_its_evaluation_and_no_step(start_r
     assert run.log.summary({})["skipped_evaluations"] == 1
 
 
+@pytest.mark.nightly
 def test_an_evaluation_server_that_dies_again_and_again_ends_the_run(start_run: Any) -> None:
     run = start_run(evals=1)
     run.tell("rollout-0-answers", "rollout-1-dies", "learner-0-hangs")
@@ -149,6 +150,7 @@ def test_an_evaluation_server_that_dies_again_and_again_ends_the_run(start_run: 
         run.train()
 
 
+@pytest.mark.nightly
 def test_a_judge_that_dies_is_started_again_at_its_address(start_run: Any) -> None:
     run = start_run(judges=1)
     run.tell("rollout-0-answers", "judgeserver-0-dies")
@@ -182,6 +184,7 @@ def test_a_join_that_the_learner_fails_ends_the_run_and_names_the_learner(start_
     assert len([note for note in run.notes if "is lost, and started again" in note]) == 1  # for the push, not the join
 
 
+@pytest.mark.nightly
 def test_a_learner_answers_status_while_every_server_waits_for_its_weights(start_run: Any) -> None:
     run = start_run(servers=9)
     learner = run.processes.actors["learner/0"]
@@ -224,6 +227,7 @@ def test_a_server_on_a_shared_gpu_starts_again_between_steps_and_tells_of_less_r
     assert any("rollout/0 came back with room for 1000 tokens" in n and "it had 2000" in n for n in run.notes)
 
 
+@pytest.mark.nightly
 def test_a_buffer_that_dies_while_a_server_is_restarted_is_replaced_and_asked_again(start_run: Any) -> None:
     run = start_run()
     run.tell("rollout-0-answers", "learner-0-drops a server", "buffer-0-dies when asked")
@@ -260,6 +264,7 @@ def kill(actor: Any) -> None:
             ray.get(actor.status.remote(), timeout=30)
 
 
+@pytest.mark.nightly
 def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: Any) -> None:
     run = start_run(servers=2, work_s=3)
     run.tell("rollout-1-answers", "learner-0-ends")
@@ -280,6 +285,7 @@ def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_r
     assert run.log.summary({})["accuracy_end"] is None, "it would be that of an earlier version"
 
 
+@pytest.mark.nightly
 def test_a_server_that_died_after_training_costs_no_summary(start_run: Any) -> None:
     run = start_run(servers=2)
     run.tell("learner-0-ends")
@@ -290,6 +296,7 @@ def test_a_server_that_died_after_training_costs_no_summary(start_run: Any) -> N
     assert run.notes[-1].startswith("rollout/1 did not end by itself: rollout/1 on 10.0.0.9 died")
 
 
+@pytest.mark.nightly
 def test_status_shows_what_the_driver_waits_for_outside_training(
     start_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

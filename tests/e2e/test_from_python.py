@@ -19,6 +19,7 @@ from tests.kit.runs import logged
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.nightly
 def test_a_notebooks_cell_watches_a_run_saves_it_and_ends_it(smoke_yaml: Path) -> None:
     seen: list[async_rl.TrainedStep] = []
 

@@ -47,7 +47,8 @@ def test_the_first_crash_ends_the_run_and_is_named(smoke_yaml: Path, tmp_path: P
     assert_a_crash_ends_the_run(command, "BufferActor", "buffer")
 
 
-@pytest.mark.parametrize("insecure", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("insecure", [False, True])
 def test_strangers_on_the_host_reach_neither_buffer_nor_engine(
     smoke_yaml: Path, tmp_path: Path, start: Start, insecure: bool
 ) -> None:

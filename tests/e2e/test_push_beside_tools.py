@@ -74,13 +74,9 @@ class LookUp:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "on_update",
-    [
-        pytest.param(name, marks=() if name == "in_place" else pytest.mark.nightly)
-        for name in UPDATE_POLICIES if name != "drain"  # which waits for all of them
-    ],
-)
+@pytest.mark.nightly
+# drain waits for all of them
+@pytest.mark.parametrize("on_update", [name for name in UPDATE_POLICIES if name != "drain"])
 def test_a_push_waits_for_no_tool_and_loses_no_episode(
     smoke_yaml: Path, tmp_path: Path, sglang_server: EngineInThread, on_update: str
 ) -> None:

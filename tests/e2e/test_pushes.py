@@ -6,7 +6,6 @@ What a server holds is compared with the folders that the learner writes of each
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,15 +39,9 @@ def configured(smoke_yaml: Path, folder: Path, engine: str, form: str, *more: st
     ])  # fmt: skip
 
 
-def nightly(form: str, engine: str) -> Any:
-    return pytest.param(form, engine, marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize(
-    ("form", "engine"),
-    [("delta", "hf"), *(nightly(form, "hf") for form in FORMS if form != "delta"),
-     *(nightly(form, "sglang") for form in FORMS)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["hf", "sglang"])
+@pytest.mark.parametrize("form", FORMS)
 def test_servers_hold_the_bits_of_each_version_of_a_run(
     smoke_yaml: Path, tmp_path: Path, form: str, engine: str
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_run_trains_in_a_folder_with_files_of_our_packages_names(folder: Path,
     assert [step["reward/mean"] for step in metrics if step["step"] > 0] == [7, 7]
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_program_may_import_its_own_modules_of_these_names_first(folder: Path) -> None:
     (folder / "program.py").write_text(

@@ -71,7 +71,7 @@ async def _keep_generating(engine: HFEngine) -> list[np.ndarray]:
     return [versions for of_one in await asyncio.gather(*map(call, range(4))) for versions in of_one]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("disk", marks=pytest.mark.nightly)])
 def test_the_publisher_updates_a_generating_engine(transport: str, folder: Path, tmp_path: Path) -> None:
     assert max(with_engine(server_config("hf", folder), push_by(transport, folder, tmp_path))) < 1e-4
 

@@ -39,7 +39,7 @@ WAYS = [
     ("sglang", "abort", "disk", False, "none"),
     ("sglang", "in_place", "cuda_ipc", False, "none"),
     ("sglang", "in_place", "gloo", False, "device"),
-    ("overlapping", "in_place", "disk", False, "none"),
+    nightly("overlapping", "in_place", "disk", False, "none"),
     ("sglang", "in_place", "gloo", False, "delta"),
     ("sglang", "in_place", "gloo", False, "adapter"),
     *(nightly("sglang", on_update, "disk", False, "none") for on_update in ("retract", "drain")),

@@ -171,6 +171,7 @@ def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskCo
         assert "<tool_response>\na cat in the box\n</tool_response>" in context
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_an_agent_in_a_process_of_its_own_is_shown_too(tmp_path: Path) -> None:
     config = make_config(

@@ -158,7 +158,13 @@ def process_gpu_bytes() -> int:
 
     pynvml.nvmlInit()
     there = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
-    return int(next(process.usedGpuMemory for process in there if process.pid == os.getpid()))
+    used = {process.pid: process.usedGpuMemory for process in there}
+    if os.getpid() not in used:
+        raise RuntimeError(
+            f"the driver lists the processes {sorted(used)} on the first GPU, not this one, {os.getpid()}, as in a "
+            "container with process ids of its own. Run it where process ids are the host's"
+        )
+    return int(used[os.getpid()])
 
 
 def compare(case: str, root: Path) -> tuple[RankMemory, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import socket
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from async_rl.config import (
 from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
+from rollout_server.engines.sglang import sglang_process
 from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
 from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
 from tests.kit.configs import make_config
@@ -75,6 +77,13 @@ def test_a_gpu_server_has_cuda_graphs_up_to_the_replies_in_flight(monkeypatch: p
     assert flags(many, on_gpu=True)["cuda-graph-max-bs-decode"] == 1024
     fewer = dataclasses.replace(many, rollout=RolloutConfig(server_args={"cuda_graph_max_bs_decode": 64}))
     assert flags(fewer, on_gpu=True)["cuda-graph-max-bs-decode"] == 64
+
+
+def test_the_hint_for_a_full_gpu_is_for_the_words_of_this_sglang() -> None:
+    sign = "leave no GPU memory for the KV cache"
+    assert "mem_fraction" in dict(sglang_process._HINTS)[sign]
+    (folder,) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
+    assert sign in (Path(folder) / "srt/mem_cache/kv_cache_configurator.py").read_text()
 
 
 @pytest.mark.parametrize(("dtype", "computes_float32"), [("float32", True), ("auto", False)])

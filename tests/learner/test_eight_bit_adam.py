@@ -45,7 +45,7 @@ print(json.dumps({"off": off, "resumed": torch.equal(whole, resumed), "plan": pl
 
 
 def test_adam_of_8_bits_moves_as_adam_does_and_resumes_exactly(tiny_model_path: Path, tmp_path: Path) -> None:
-    """Each moment is a number of 8 bits and a 256th of one of 32, that of its block; a tensor has a table of the 256."""
+    """Each moment is a number of 8 bits and a 256th of one of 32, that of its block; a tensor has a table of these."""
     python = new_environment(tmp_path / "environment", ("--no-deps", "torchao==0.18.0"), sees_ours=True)
     done = subprocess.run(
         [python, "-c", PROGRAM, tiny_model_path, tmp_path / "checkpoint"], capture_output=True, text=True, timeout=300,

@@ -177,7 +177,8 @@ class _Sampler:
 
     def batch(self, version: int) -> Batch:
         rollout, seed = self._config.rollout, self._config.run.seed
-        prompts = [self._task.prompt(self._next + number) for number in range(PROMPTS)]
+        count = self._config.learner.prompts_per_step
+        prompts = [self._task.prompt(self._next + number) for number in range(count)]
         requests = [
             OpenRequest(GenerationRequest(
                 group_id=self._next + number, prompt=prompt, start_version=version, seed=seed, n=GROUP,
@@ -185,14 +186,14 @@ class _Sampler:
             ))
             for number, prompt in enumerate(prompts)
         ]  # fmt: skip
-        self._next += PROMPTS
+        self._next += count
         with torch.inference_mode():
             decoding = DecodingBatch(self._lm, frozenset([self._tokenizer.eos_token_id]))
             decoding.add(requests, version)
             while len(decoding):
                 decoding.step(version)
         groups = tuple(self._group(request) for request in requests)
-        return Batch(version=version, groups=groups, finished_versions=(version,) * PROMPTS)
+        return Batch(version=version, groups=groups, finished_versions=(version,) * count)
 
     def _group(self, opened: OpenRequest) -> Group:
         request = opened.request

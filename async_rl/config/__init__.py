@@ -218,7 +218,8 @@ class Config:
         """The action of the guard on trouble: guard.action, where auto is warn or "", which is nothing."""
         if self.guard.action != "auto":
             return self.guard.action
-        return "warn" if self.reward_model.path or self.eval.gold_reward else ""
+        judge = self.judge.path or self.judge.urls
+        return "warn" if self.reward_model.path or judge or self.eval.gold_reward else ""
 
     @property
     def drops_zero_variance(self) -> bool:

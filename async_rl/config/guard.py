@@ -21,10 +21,10 @@ class GuardConfig:
 
     action: Literal["auto", "warn", "pause", "rollback", "stop_at_best"] = "auto"
     """warn: each signal beyond its limit has a line on the console. The others also act when gold rewards of held-out
-    answers fall or, where there are none, when two kinds of the other signals are beyond their limits. pause: the
+    answers fall or, where these tell nothing, when two kinds of the other signals are beyond their limits. pause: the
     learner waits for `async-rl guard RUN`. rollback: the run goes on from a checkpoint before the trouble, with smaller
-    moves. stop_at_best: the run ends, and its model is that of such a checkpoint. auto: warn with a reward model or
-    eval.gold_reward, else nothing."""
+    moves. stop_at_best: the run ends, and its model is that of such a checkpoint. auto: warn with a reward model, a
+    judge or eval.gold_reward, else nothing."""
     every_steps: PositiveInt = 5
     """Learner steps over which the signals without gold rewards are means."""
     kl_limit: Positive = 10.0
@@ -86,14 +86,14 @@ def check_guard(
         not gold or not has_reward_model, "eval.gold_reward", gold, "empty with reward_model.path",
         "The rewards of held-out answers are the gold rewards then: set task.reward.",
     )
+    check(
+        guard.action not in ("rollback", "pause") or guard.tighten != "kl" or has_kl_penalty, "guard.tighten",
+        guard.tighten, "lr with algorithm.kl.kind none", "Without a KL penalty a rollback has none to raise.",
+    )
     if guard.action not in ("rollback", "stop_at_best"):
         return
     check(
         every > 0 and guard.every_steps % every == 0 and evals % every == 0, "checkpoint.every_steps", every,
         f"a divisor of guard.every_steps = {guard.every_steps} and eval.every_steps = {evals} with guard.action "
         f"{guard.action}", "The guard goes back to a checkpoint of a version that it has measured.",
-    )
-    check(
-        guard.action != "rollback" or guard.tighten != "kl" or has_kl_penalty, "guard.tighten",
-        guard.tighten, "lr with algorithm.kl.kind none", "Without a KL penalty there is none to raise.",
     )

@@ -145,7 +145,8 @@ class RunGuard:
         """Return the version of the checkpoint before the trouble; say so if there is none."""
         version = checkpoint_before(self._run_dir, event.back_to)
         if version is None:
-            self._log.logger.alarm(f"guard: {event.text}. There is no checkpoint to go back to yet; the run goes on")
+            then = "the run stays paused" if self._pause else "the run goes on"
+            self._log.logger.alarm(f"guard: {event.text}. There is no checkpoint to go back to yet; {then}")
         return version
 
     def _record(

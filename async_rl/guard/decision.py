@@ -1,7 +1,10 @@
 """Decides from the metrics of a run whether its reward is being over-optimised, and to which version to go back.
 
-    gold rewards of held-out answers     trouble: one of their signals is beyond its limit
-    none                                 trouble: signals of two kinds are beyond their limits at once
+    gold rewards decide        trouble: one of their signals is beyond its limit
+    they do not                trouble: signals of two kinds are beyond their limits at once
+
+Gold rewards decide if three evaluations have them, the newest of these was made lately, and one of their signals is
+known: labels may stop coming, and a rule that finds all answers equal tells nothing.
 
 It acts on nothing: async_rl/driver/run_guard.py does.
 """
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 
 from async_rl.config.guard import GuardConfig
 from async_rl.guard.signals import (
+    EVALUATIONS,
     GOLD,
     SIGNALS,
     GoldEvaluation,
@@ -31,6 +35,8 @@ WINDOWS_BACK = 3
 """Without gold rewards the version to go back to is that of so many windows before the trouble."""
 KINDS = 2
 """Without gold rewards, the number of kinds of signals that must be beyond their limits at once."""
+LATELY = 2
+"""Gold rewards are told no more once they are older than so many times the steps that the newest evaluations span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +101,32 @@ class Guard:
 
     def needed(self) -> list[int]:
         """Return the versions to which the guard may go back later; their checkpoints must be kept."""
-        if self._gold:
-            return [self.back_to, *(each.version for each in self._gold[-WINDOWS_BACK - 1 :])]
+        means = smoothed(self._gold)
+        best = [max(means, key=lambda each: each[1])[0]] if means else []
+        evaluated = [each.version for each in self._gold[-WINDOWS_BACK - 1 :]]
+        return sorted({*best, *evaluated, *self._windows})
+
+    @property
+    def back_to(self) -> int:
+        """The version before the trouble, if there is some now: the best by gold rewards, if they decide, else one some
+        windows ago."""
+        if self._gold_decides:
+            return max(smoothed(self._gold), key=lambda each: each[1])[0]
+        return self._windows[0]
+
+    @property
+    def _windows(self) -> list[int]:
+        """The versions at the ends of the newest windows, in order."""
         every = self._config.every_steps
         last = self._newest // every * every
         return [last - number * every for number in range(WINDOWS_BACK, -1, -1)]
 
     @property
-    def back_to(self) -> int:
-        """The version before the trouble, if there is some now: the best by gold rewards, else one some windows ago."""
-        if not self._gold:
-            return self.needed()[0]
-        means = smoothed(self._gold)
-        return max(means, key=lambda each: each[1])[0] if means else self._gold[0].version
+    def _gold_decides(self) -> bool:
+        if not gold_signals(self._gold):
+            return False
+        newest = self._gold[-1].version
+        return self._newest - newest <= LATELY * (newest - self._gold[-EVALUATIONS].version)
 
     def _add_step(self, version: int, values: Values) -> dict[str, float]:
         self._newest = version
@@ -126,5 +145,5 @@ class Guard:
         new = [name for name in beyond if name not in self._beyond]
         self._beyond = (self._beyond - measured.keys()) | set(beyond)
         kinds = {SIGNALS[name].kind for name in beyond if name not in self.accepted}
-        is_trouble = GOLD in kinds if self._gold else len(kinds) >= KINDS
+        is_trouble = GOLD in kinds if self._gold_decides else len(kinds) >= KINDS
         return Finding(version, measured, tuple(beyond), tuple(new), is_trouble, self.back_to)

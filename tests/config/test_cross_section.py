@@ -318,33 +318,3 @@ def test_an_episode_is_as_long_as_its_limit_says(
         f"rollout.max_episode_tokens={limit}",
     )
     assert config.longest_tokens == config.longest_response_tokens == longest
-
-
-ROLLS_BACK = ("guard.action=rollback", "guard.every_steps=10", "checkpoint.every_steps=5", "guard.tighten=lr")
-GOLD = ("eval.gold_reward=task", "eval.every_steps=5")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "error"),
-    [
-        (["checkpoint.every_steps=4"], r"checkpoint.every_steps must be a divisor of guard.every_steps = 10"),
-        (["checkpoint.every_steps=0"], r"checkpoint.every_steps must be a divisor of"),
-        (["eval.every_steps=7"], r"and eval.every_steps = 7 with guard.action rollback, got 5"),
-        (["guard.tighten=kl"], r"guard.tighten must be lr with algorithm.kl.kind none, got 'kl'"),
-        (["eval.gold_reward=task"], r"empty without eval.size and eval.every_steps, got 'task'"),
-        ([*GOLD, "reward_model.path=x"], r"eval.gold_reward must be empty with reward_model.path"),
-        (["rollout.forbid_special_tokens=true", "rollout.engine=vllm"], r"false with rollout.engine vllm, got True"),
-    ],
-)
-def test_a_guard_needs_checkpoints_of_what_it_measures(tmp_path: Path, overrides: list[str], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        load(tmp_path, *ROLLS_BACK, *overrides)
-
-
-def test_a_guard_warns_by_itself_where_the_reward_is_a_stand_in(tmp_path: Path) -> None:
-    assert load(tmp_path).guard_action == ""
-    assert load(tmp_path, *GOLD).guard_action == load(tmp_path, "reward_model.path=x").guard_action == "warn"
-    assert load(tmp_path, *ROLLS_BACK).guard_action == "rollback"
-    once, twice = (load(tmp_path, *ROLLS_BACK, f"guard.rollbacks={count}").guard for count in (1, 2))
-    assert (once.lr_factor, twice.lr_factor, twice.kl_factor) == (0.5, 0.25, 1.0)
-    assert load(tmp_path, "guard.rollbacks=2", "guard.tighten_by=3.0").guard.kl_factor == 9.0

@@ -1,4 +1,8 @@
+"""The guard's decision: which signals are trouble, and which version is gone back to."""
+
 from __future__ import annotations
+
+import pytest
 
 from async_rl.config.guard import GuardConfig
 from async_rl.guard.decision import Finding, Guard
@@ -70,7 +74,44 @@ def test_with_gold_rewards_they_alone_decide_and_the_best_is_gone_back_to() -> N
     last = [guard.add(version, gold(mean)) for version, mean in ((25, 1.0), (30, 0.0))]
     assert [each.is_trouble for each in last if each] == [False, True]
     assert last[-1].back_to == 15 and last[-1].beyond == ("gold_fall",)
-    assert set(guard.needed()) == {15, 20, 25, 30}
+    assert guard.needed() == [15, 18, 19, 20, 21, 25, 30]  # by gold rewards, and by the windows of the steps
+
+
+HACKED = {"kl": 2.0, "reward": 9.0}
+"""Means of steps that are beyond the limits of two kinds of signals."""
+
+
+@pytest.mark.parametrize("evaluations", [(0,), (0, 1)])
+def test_before_the_third_evaluation_the_other_signals_decide(evaluations: tuple[int, ...]) -> None:
+    """A run without evaluations beside training has the one of version 0 all the same."""
+    guard = Guard(GuardConfig(every_steps=1))
+    for version in evaluations:
+        guard.add(version, gold(1.0))
+    run(guard, range(1, 6))
+    (found,) = run(guard, range(6, 7), **HACKED)
+    assert found.is_trouble and found.back_to == 3
+
+
+def test_gold_rewards_that_no_longer_come_leave_the_decision_to_the_other_signals() -> None:
+    guard = Guard(GuardConfig(every_steps=1))
+    for version in range(1, 16):
+        run(guard, range(version, version + 1))
+        if version % 5 == 0:
+            guard.add(version, gold(float(version)))
+    run(guard, range(16, 36))
+    (lately,) = run(guard, range(35, 36), **HACKED)  # 20 steps after the newest, which with two others spans 10
+    assert not lately.is_trouble and lately.back_to == 10
+    (found,) = run(guard, range(36, 37), **HACKED)
+    assert found.is_trouble and found.back_to == 33 and {33, 34, 35, 36} <= set(guard.needed())
+
+
+def test_gold_rewards_that_are_all_equal_leave_the_decision_to_the_other_signals() -> None:
+    guard = Guard(GuardConfig(every_steps=1))
+    for version in range(1, 6):
+        run(guard, range(version, version + 1))
+        guard.add(version, gold(0.0, squared=0.0, labels=64.0) | {"eval/gold_squared": 0.0})
+    (found,) = run(guard, range(6, 7), **HACKED)
+    assert found.is_trouble and found.back_to == 3
 
 
 def test_the_correlation_with_a_rule_is_that_of_the_steps_between_evaluations() -> None:
@@ -88,7 +129,7 @@ def test_an_evaluation_that_a_resumed_run_makes_again_counts_once() -> None:
     for version, mean in ((5, 0.0), (10, 1.0), (10, 3.0)):
         assert guard.add(version, gold(mean)) is None, "there are two evaluations"
     found = guard.add(15, gold(5.0))
-    assert found is not None and guard.needed() == [10, 5, 10, 15]
+    assert found is not None and [each for each in guard.needed() if each > 0] == [5, 10, 15]
 
 
 def test_a_history_read_from_a_file_gives_the_same_as_one_that_was_followed() -> None:

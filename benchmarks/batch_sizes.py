@@ -75,7 +75,7 @@ def mean_with_error(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/batch_sizes"), help="runs found here are not made again")
+    parser.add_argument("--work", type=Path, default=Path("runs/batch_sizes"), help="runs in it are not made again")
     parser.add_argument("--out", type=Path, help="also write the table to this file, with .md and .json")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=2)
@@ -87,8 +87,9 @@ def main() -> None:
         runs = list(pool.map(partial(made, work=args.work), cells))
     start = statistics.fmean(run.rewards[0] for run in runs)
     page = (
-        f"`python -m benchmarks.batch_sizes`, {args.seeds} seeds, {machine_text()}.\n\nReward at the end after {PROMPTS} "
-        f"prompts with {GROUP} answers each, mean and standard error; {start:.2f} at the start.\n\n{table(runs).markdown()}"
+        f"`python -m benchmarks.batch_sizes`, {args.seeds} seeds, {machine_text()}.\n\nReward at the end after "
+        f"{PROMPTS} prompts with {GROUP} answers each, mean and standard error; {start:.2f} at the start.\n\n"
+        f"{table(runs).markdown()}"
     )
     numbers = [{"prompts": run.prompts, "lr": run.lr, "seed": run.seed, "end": run.end} for run in runs]
     if args.out:

@@ -27,7 +27,7 @@ Answer = Callable[[GenerationRequest], Awaitable[list[Episode]]]
 
 
 GoldRewards = Callable[[Prompt, Sequence[Episode]], Awaitable[list[float | None]]]
-"""Returns the gold rewards of a prompt's episodes; None where there is no verdict."""
+"""Returns the gold rewards of a prompt's episodes, which all have rows; None where there is no verdict."""
 
 
 class Evaluation:
@@ -68,9 +68,9 @@ class Evaluation:
         judged = [[each for each in group if each is None or each.has_verdict] for group in groups]
         num_unjudged = sum(map(len, groups)) - sum(map(len, judged))
         metrics = [Metric("eval/no_verdict", num_unjudged, "sum")] if num_unjudged else []
+        metrics += gold
         if any(judged):
             known = {prompt.source for prompt in held_out}
-            metrics += gold
             metrics += self._metrics(version, [prompt.source for prompt in prompts], judged, known)
         return EvaluationDone(version=version, metrics=tuple(metrics), spans=self._stats.drain_spans())
 
@@ -107,26 +107,33 @@ class Evaluation:
     ) -> list[Metric]:
         """Return the moments of the gold rewards of held-out answers, and of their rewards, for async_rl/guard.
 
-        With a reward model the rule's rewards are the gold ones; the model is in the learner, which knows the others.
+        Answers whose gold reward failed, and those on which it gave no verdict, are in no moment, but counted. With a
+        reward model the rule's rewards are the gold ones; the model is in the learner, which knows the others.
         """
-        pairs: list[tuple[float, float | None]] = []
-        for prompt, group in zip(prompts, groups, strict=True):
-            episodes = [episode for episode in group if episode and episode.rows]
-            if self._gold and episodes:
-                try:
-                    gold = await self._gold(prompt, episodes)
-                except RewardError:
-                    continue
-                pairs += [(g, e.reward) for g, e in zip(gold, episodes, strict=True) if g is not None]
-            elif self._config.reward_model.path:
-                pairs += [(episode.reward, None) for episode in episodes]
-        known = [(gold, proxy) for gold, proxy in pairs if proxy is not None]
-        moments = {"gold": [g for g, _ in pairs], "gold_squared": [g * g for g, _ in pairs]} | {
-            "proxy": [p for _, p in known], "proxy_squared": [p * p for _, p in known],
-            "gold_times_proxy": [g * p for g, p in known],
-        }  # fmt: skip
-        metrics = [_mean(f"eval/{name}", sum(values), len(values)) for name, values in moments.items() if values]
-        return [*metrics, Metric("eval/gold_labels", float(len(pairs)), "sum")] if pairs else []
+        answered = [[episode for episode in group if episode and episode.rows] for group in groups]
+        if self._gold is None:
+            rule = [episode.reward for group in answered for episode in group]
+            return list(_gold_moments(rule, [])) if self._config.reward_model.path else []
+        gold = await asyncio.gather(*(self._gold_of(*each) for each in zip(prompts, answered, strict=True)))
+        failed = sum(len(group) for group, found in zip(answered, gold, strict=True) if found is None)
+        found = [
+            (reward, episode.reward)
+            for group, rewards in zip(answered, gold, strict=True)
+            if rewards is not None
+            for episode, reward in zip(group, rewards, strict=True)
+        ]
+        pairs = [(reward, proxy) for reward, proxy in found if reward is not None]
+        counts = {"failed": failed, "no_verdict": len(found) - len(pairs)}
+        counted = [Metric(f"eval/gold_{name}", float(count), "sum") for name, count in counts.items() if count]
+        return [*_gold_moments([reward for reward, _ in pairs], [proxy for _, proxy in pairs]), *counted]
+
+    async def _gold_of(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None] | None:
+        """Return the gold rewards of a prompt's episodes; None: the reward failed."""
+        assert self._gold is not None
+        try:
+            return await self._gold(prompt, episodes) if episodes else []
+        except RewardError:
+            return None
 
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
@@ -168,6 +175,20 @@ def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalCon
     for k in evaluation.pass_at:
         if chances := [pass_at_k(c, n, k) for c, n in correct if n >= k]:
             yield _mean(f"eval/pass_at_{k}", sum(chances), len(chances))
+
+
+def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Metric]:
+    """Yield the moments of gold rewards and, if these are known, of the rewards that the same answers are trained by.
+    """
+    if not gold:
+        return
+    moments = {"gold": gold, "gold_squared": [each * each for each in gold]}
+    if proxy:
+        products = [a * b for a, b in zip(gold, proxy, strict=True)]
+        moments |= {"proxy": proxy, "proxy_squared": [each * each for each in proxy], "gold_times_proxy": products}
+    for name, values in moments.items():
+        yield _mean(f"eval/{name}", sum(values), len(values))
+    yield Metric("eval/gold_labels", float(len(gold)), "sum")
 
 
 def _reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> Iterator[Metric]:

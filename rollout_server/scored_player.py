@@ -89,9 +89,7 @@ class ScoredPlayer:
     def drain_metrics(self) -> list[Metric]:
         """Return the metrics of episodes and rewards since the last call, and the counts of the agents' endpoint."""
         counts = self._player.drain_counts().items()
-        scoring = self._scoring.drain_metrics() if self._scoring else []
-        if self._gold:
-            self._gold.drain_metrics()  # they have the names of the rewards that are trained on
+        scoring = [each for scorer in (self._scoring, self._gold) if scorer for each in scorer.drain_metrics()]
         endpoint = [Metric(f"endpoint/{key}", count, "sum") for key, count in counts]
         return [*self.log.drain_metrics(), *endpoint, *scoring]
 
@@ -106,12 +104,21 @@ class ScoredPlayer:
             await scoring.aclose()
 
     async def _gold_rewards(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
-        """Return the gold reward of each of a prompt's episodes; None: it has no rows, or the reward gave no verdict.
+        """Return the gold reward of each of a prompt's episodes; None: the reward gave no verdict.
+
+        Raises:
+            RewardError: the reward failed.
         """
         assert self._gold is not None
-        scored = [episode for episode in episodes if episode.rows]
-        verdicts = iter(await self._gold.score(prompt.question, scored))
-        return [next(verdicts).reward if episode.rows else None for episode in episodes]
+        try:
+            verdicts = await self._gold.score(prompt.question, episodes)
+        except RewardError as error:
+            self.log.note_once(
+                "eval.gold_reward", f"eval.gold_reward failed: {error} (on {prompt.origin}). The answers have no gold "
+                "reward. Further failures are only counted (eval/gold_failed)",
+            )  # fmt: skip
+            raise
+        return [verdict.reward for verdict in verdicts]
 
     async def _score(
         self, scoring: Scoring, request: GenerationRequest, episodes: list[Episode]

@@ -122,7 +122,8 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
         "It scores answers to questions.",
     )
     alone = replace(config.task, reward="" if name == "task" else name, rewards=())
-    return open_rewards(replace(config, task=alone), task)
+    # under a name of its own, so that its costs are not those of the rewards that are trained on
+    return tuple(replace(each, name="eval.gold_reward") for each in open_rewards(replace(config, task=alone), task))
 
 
 def is_async(function: Score) -> bool:

@@ -136,7 +136,7 @@ def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> No
     found = evaluated(changed(worker_config(), eval={"size": 2, "samples": 2}), score)
     assert {key: value for key, value in found.items() if "gold" in key or "proxy" in key} == pytest.approx({
         "eval/gold": 1.0, "eval/gold_squared": 5 / 3, "eval/gold_labels": 3.0, "eval/proxy": 4 / 3,
-        "eval/proxy_squared": 10 / 3, "eval/gold_times_proxy": 2.0,
+        "eval/proxy_squared": 10 / 3, "eval/gold_times_proxy": 2.0, "eval/gold_no_verdict": 1.0,
     })  # fmt: skip
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
 from async_rl.errors import ConfigError
-from rollout_server.rewards.base import NamedReward, open_gold_reward
+from async_rl.telemetry.metrics import reduce_metrics
+from rollout_server.rewards.base import REWARDS, NamedReward, open_gold_reward
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import changed, make_config, worker_config
@@ -20,7 +22,8 @@ def test_a_gold_reward_is_a_name_of_task_reward_or_the_tasks_own() -> None:
     task = open_task(config, TOKENIZER)
     (named,) = open_gold_reward(config, task)
     (own,) = open_gold_reward(changed(config, eval={"gold_reward": "task"}), task)
-    assert named.name == "gsm8k" and own.reward.function == task.verify
+    assert named.reward is REWARDS["gsm8k"] and own.reward.function == task.verify
+    assert named.name == own.name == "eval.gold_reward"  # whatever the trained ones are called
     assert open_gold_reward(changed(config, eval={"gold_reward": ""}), task) == ()
 
 
@@ -30,26 +33,60 @@ def test_an_environment_that_gives_the_rewards_has_no_gold_reward() -> None:
         open_gold_reward(config, None)  # type: ignore[arg-type]
 
 
-def test_held_out_answers_alone_get_the_gold_reward() -> None:
+def evaluated(score_gold: object) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The metrics and the notes of an evaluation of 12 answers, all of which are trained by the reward 1."""
     config = worker_config()
+
+    def named(score: object, **fields: object) -> NamedReward:
+        return plain_reward(config, score, **fields)
+
+    async def play() -> tuple[dict[str, float], tuple[str, ...]]:
+        engine, task = EchoEngine(), open_task(config, TOKENIZER)
+        gold = named(score_gold, name="eval.gold_reward")
+        player = ScoredPlayer(config, 0, engine, task, [named(lambda *_: 1.0)], TOKENIZER, [gold])
+        try:
+            report = await player.evaluate(0, beside_training=False)
+            return reduce_metrics([*report.metrics, *player.drain_metrics()]), player.drain_notes()
+        finally:
+            await player.aclose()
+
+    return asyncio.run(play())
+
+
+def test_gold_rewards_that_fail_or_have_no_verdict_are_counted_and_told() -> None:
+    calls = itertools.count()
+
+    def fails(question: object, response: str) -> float:
+        raise ValueError("no such service")
+
+    found, notes = evaluated(fails)
+    assert found["eval/gold_failed"] == found["eval/accuracy"] * 12 == 12 and "eval/gold" not in found
+    assert found["scoring/eval.gold_reward/failed"] == 6  # prompts
+    (note,) = notes
+    assert "eval.gold_reward failed" in note and "no such service" in note
+    found, notes = evaluated(lambda *_: None if next(calls) % 3 else 1.0)
+    assert (found["eval/gold_labels"], found["eval/gold_no_verdict"], found["eval/gold"]) == (4, 8, 1)
+    assert found["scoring/eval.gold_reward/no_verdict"] == 8 and not notes
+
+
+def test_all_gold_rewards_of_an_evaluation_are_asked_for_at_once() -> None:
+    """Each waits for those of all other prompts."""
+    together = asyncio.Barrier(12)
+
+    async def score(question: object, response: str) -> float:
+        await together.wait()
+        return 0.5
+
+    assert evaluated(score)[0]["eval/gold_labels"] == 12
+
+
+def test_held_out_answers_alone_get_the_gold_reward() -> None:
     gold: list[str] = []
 
     def score_gold(question: object, response: str) -> float:
         gold.append(response)
         return 0.25
 
-    def named(score: object) -> NamedReward:
-        return plain_reward(config, score)
-
-    async def play() -> dict[str, float]:
-        engine, task = EchoEngine(), open_task(config, TOKENIZER)
-        player = ScoredPlayer(config, 0, engine, task, [named(lambda *_: 1.0)], TOKENIZER, [named(score_gold)])
-        try:
-            report = await player.evaluate(0, beside_training=False)
-            return {metric.key: metric.value for metric in report.metrics}
-        finally:
-            await player.aclose()
-
-    found = asyncio.run(play())
+    found, _ = evaluated(score_gold)
     assert len(gold) == found["eval/gold_labels"] == 12
     assert (found["eval/gold"], found["eval/proxy"], found["eval/reward"]) == (0.25, 1.0, 1.0)

@@ -113,7 +113,7 @@ class Updater:
         if self._reward_model:
             rule = batch
             batch = self._reward_model.score(rule)
-            metrics += rule_metrics(rule, batch)
+            metrics += rule_metrics(rule, batch, is_gold=self.config.reward_model.leaves_task_out)
 
         advantages = batch_advantages(self.config, batch)
         minibatches = self.at_step_start(self.pack(batch, advantages))

@@ -108,12 +108,14 @@ class Evaluation:
         """Return the moments of the gold rewards of held-out answers, and of their rewards, for async_rl/guard.
 
         Answers whose gold reward failed, and those on which it gave no verdict, are in no moment, but counted. With a
-        reward model the rule's rewards are the gold ones; the model is in the learner, which knows the others.
+        reward model in place of the task's rewards these are the gold ones; the model is in the learner, so that the
+        rewards that are trained on are not known here.
         """
+        model = self._config.reward_model
         answered = [[episode for episode in group if episode and episode.rows] for group in groups]
         if self._gold is None:
             rule = [episode.reward for group in answered for episode in group]
-            return list(_gold_moments(rule, [])) if self._config.reward_model.path else []
+            return list(_gold_moments(rule, [])) if model.leaves_task_out else []
         gold = await asyncio.gather(*(self._gold_of(*each) for each in zip(prompts, answered, strict=True)))
         failed = sum(len(group) for group, found in zip(answered, gold, strict=True) if found is None)
         found = [
@@ -125,7 +127,8 @@ class Evaluation:
         pairs = [(reward, proxy) for reward, proxy in found if reward is not None]
         counts = {"failed": failed, "no_verdict": len(found) - len(pairs)}
         counted = [Metric(f"eval/gold_{name}", float(count), "sum") for name, count in counts.items() if count]
-        return [*_gold_moments([reward for reward, _ in pairs], [proxy for _, proxy in pairs]), *counted]
+        proxies = [] if model.path else [proxy for _, proxy in pairs]
+        return [*_gold_moments([reward for reward, _ in pairs], proxies), *counted]
 
     async def _gold_of(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None] | None:
         """Return the gold rewards of a prompt's episodes; None: the reward failed."""

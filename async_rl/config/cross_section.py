@@ -38,7 +38,7 @@ def check_cross_section(config: Config) -> None:
     check_difficulty(config.task.difficulty, config.staleness.mode, config.reward_model.path, config.rollout.group_size)
     check_alarms(config.alarms, config.checkpoint)
     check_guard(
-        config.guard, config.eval, config.checkpoint, has_reward_model=bool(config.reward_model.path),
+        config.guard, config.eval, config.checkpoint, has_rule=config.reward_model.leaves_task_out,
         has_kl_penalty=config.algorithm.kl.kind != "none",
     )
     _check_updates(config)

@@ -73,18 +73,23 @@ class GuardConfig:
 
 
 def check_guard(
-    guard: GuardConfig, evaluation: EvalConfig, checkpoint: CheckpointConfig, *, has_reward_model: bool,
+    guard: GuardConfig, evaluation: EvalConfig, checkpoint: CheckpointConfig, *, has_rule: bool,
     has_kl_penalty: bool,
 ) -> None:
-    """Check that the guard has the gold rewards, checkpoints and settings that its action needs."""
+    """Check that the guard has the gold rewards, checkpoints and settings that its action needs.
+
+    Args:
+        has_rule: whether the rewards of the task, which are not trained on, are the gold ones.
+    """
     gold, evals, every = evaluation.gold_reward, evaluation.every_steps, checkpoint.every_steps
     check(
         not gold or (evaluation.size > 0 and evals > 0), "eval.gold_reward", gold,
         "empty without eval.size and eval.every_steps", "It scores the answers of evaluations beside training.",
     )
     check(
-        not gold or not has_reward_model, "eval.gold_reward", gold, "empty with reward_model.path",
-        "The rewards of held-out answers are the gold rewards then: set task.reward.",
+        not gold or not has_rule, "eval.gold_reward", gold, "empty with reward_model.path",
+        "The rewards of held-out answers are the gold rewards then: set task.reward, or reward_model.task_weight if "
+        "they are trained on too.",
     )
     check(
         guard.action not in ("rollback", "pause") or guard.tighten != "kl" or has_kl_penalty, "guard.tighten",

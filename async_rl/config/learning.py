@@ -85,11 +85,25 @@ class ReferenceConfig:
 
 @section("reward_model")
 class RewardModelConfig:
-    """A model that scores answers in place of the task's rule."""
+    """A model that scores answers in place of the task's rewards, or beside them."""
 
     path: PathText = ""
     """The folder, or the name on the hub, of a sequence-classification model with one output, the reward. Empty: the
-    task's rule. `async-rl reward-model` makes it."""
+    task's rewards alone. `async-rl reward-model` makes it."""
+    task_weight: float = 0.0
+    """The weight of the task's rewards beside the model's: an answer's reward is the model's, and so many times theirs.
+    0: they are not trained on, and are the gold rewards of held-out answers."""
+
+    def __post_init__(self) -> None:
+        check(
+            bool(self.path) or not self.task_weight, "reward_model.task_weight", self.task_weight,
+            "0 without reward_model.path", "The rewards of the task have weights in task.rewards.",
+        )
+
+    @property
+    def leaves_task_out(self) -> bool:
+        """Whether a model scores answers, and the task's rewards are not trained on."""
+        return bool(self.path) and not self.task_weight
 
 
 @section("reward_training")

@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveF
 
 from async_rl.config.section import PathText, Section, checked, section
 
-RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env")
+RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env", "reward_model")
 """The names in reward/... that mean something else."""
 
 

@@ -255,17 +255,17 @@ def explained_variance(totals: Totals) -> float:
     return float(1.0 - unexplained / variance) if variance > 1e-12 else 0.0
 
 
-def rule_metrics(by_rule: Batch, by_model: Batch) -> list[Metric]:
+def rule_metrics(by_rule: Batch, by_model: Batch, *, is_gold: bool) -> list[Metric]:
     """Return the mean reward of a batch by the task's rule, and its correlation with the rewards of a reward model.
 
-    There is no correlation if either gives all answers the same reward.
+    There is no correlation if either gives all answers the same reward, nor if the rule, not `is_gold`, is trained on.
     """
     rule, model = (
         np.array([reward for group in batch.groups for reward in group.episode_rewards])
         for batch in (by_rule, by_model)
     )
     metrics = [Metric("reward/rule_mean", float(rule.mean()))]
-    if rule.std() > 0 and model.std() > 0:
+    if is_gold and rule.std() > 0 and model.std() > 0:
         metrics.append(Metric("guard/rule_correlation", float(np.corrcoef(rule, model)[0, 1])))
     return metrics
 

@@ -61,6 +61,7 @@ class RewardModel:
                 "with another vocabulary reads a question and an answer as text, and can't read calls of tools"
             )
         self._scores_timeouts = config.task.on_timeout == "partial"
+        self._task_weight = config.reward_model.task_weight
         self._device = device
         slices = 1 if self._ranks.sequence is None else self._ranks.sequence.size()
         self._max_tokens = config.learner.max_tokens_per_microbatch * slices
@@ -69,8 +70,10 @@ class RewardModel:
     def score(self, batch: Batch) -> Batch:
         """Return the batch with the model's rewards in place of the worker's, the same on all ranks. Collective.
 
-        Each row is a whole episode: one with tools has one row, and its reward goes to its last turn. An episode
-        that ran out of time keeps the worker's reward, 0, unless task.on_timeout is partial.
+        With reward_model.task_weight w they are the model's plus w times the worker's, and the model's alone has the
+        name reward_model in each row. Each row is a whole episode: one with tools has one row, and the model's reward
+        goes to its last turn. An episode that ran out of time keeps the worker's reward, 0, unless task.on_timeout is
+        partial.
 
         Raises:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions.
@@ -90,8 +93,13 @@ class RewardModel:
     def _rewarded(self, row: Row, reward: float) -> Row:
         if row.finish_reason == "timeout" and not self._scores_timeouts:
             return row
-        turn_rewards = (*[0.0] * (len(row.turn_ends) - 1), reward) if row.turn_ends else ()
-        return replace(row, reward=reward, turn_rewards=turn_rewards)
+        weight = self._task_weight
+        turn_rewards = [weight * each for each in row.turn_rewards]
+        if turn_rewards:
+            turn_rewards[-1] += reward
+        named = {**row.rewards, "reward_model": reward} if weight else row.rewards
+        total = reward + weight * row.reward
+        return replace(row, reward=total, rewards=named, turn_rewards=tuple(turn_rewards))
 
     @torch.no_grad()
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.config import Config
+from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from tests.config.test_cross_section import load
+
+FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
+
+
+def load(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "config.yaml").write_text(FILE)
+    return load_config(tmp_path / "config.yaml", overrides)
+
 
 ROLLS_BACK = ("guard.action=rollback", "guard.every_steps=10", "checkpoint.every_steps=5", "guard.tighten=lr")
 GOLD = ("eval.gold_reward=task", "eval.every_steps=5")
@@ -29,6 +38,12 @@ GOLD = ("eval.gold_reward=task", "eval.every_steps=5")
 def test_a_guard_needs_checkpoints_of_what_it_measures(tmp_path: Path, overrides: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         load(tmp_path, *ROLLS_BACK, *overrides)
+
+
+def test_a_gold_reward_stands_beside_a_reward_model_and_the_tasks_rewards(tmp_path: Path) -> None:
+    assert load(tmp_path, *GOLD, "reward_model.path=x", "reward_model.task_weight=0.5").eval.gold_reward == "task"
+    with pytest.raises(ConfigError, match=r"reward_model\.task_weight must be 0 without reward_model\.path, got 0\.5"):
+        load(tmp_path, "reward_model.task_weight=0.5")
 
 
 def test_a_guard_warns_by_itself_where_the_reward_is_a_stand_in(tmp_path: Path) -> None:

@@ -146,6 +146,13 @@ def test_with_a_reward_model_the_rewards_of_held_out_answers_are_the_gold_ones()
     assert (found["eval/gold"], found["eval/gold_labels"], found["eval/gold_squared"]) == (1.5, 4.0, 3.5)
     assert "eval/proxy" not in found
     assert "eval/gold" not in evaluated(worker_config(), None)
+    mixed = changed(config, reward_model={"path": "x", "task_weight": 0.5})
+    assert "eval/gold" not in evaluated(mixed, None)  # the task's rewards are trained on too
+
+    async def score(prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
+        return [1.0 for _ in episodes]
+
+    assert "eval/gold" in (found := evaluated(mixed, score)) and "eval/proxy" not in found
 
 
 def test_several_greedy_answers_to_a_prompt_are_refused() -> None:

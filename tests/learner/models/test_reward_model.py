@@ -130,6 +130,25 @@ def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
     assert (first.turn_rewards, second.turn_rewards) == ((0.0, first.reward), (second.reward,))
 
 
+def test_with_a_weight_the_tasks_rewards_are_added_turn_by_turn(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    short = replace(make_turns_row("rR", [1.0], 1.0), rewards={"short": 1.0})
+    rows = [make_turns_row(".rR.R", [0.5, 0.25], 0.75), short]
+    batch = batch_of(replace(make_group(0, [3, 4], rows), episodes=make_episodes([1, 1])))
+    path = str(save_bare_reward_model(tmp_path / "rm"))
+    plain = open_reward_model(tiny_model_path, tmp_path / "rm").score(batch).groups[0].rows
+    mixed = RewardModelConfig(path=path, task_weight=-2.0)
+    config = learner_config(tiny_model_path, learner={"prompts_per_step": 1}, reward_model=mixed)
+    model = RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
+    first, second = model.score(batch).groups[0].rows
+    assert first.turn_rewards == pytest.approx((-1.0, plain[0].reward - 0.5))
+    assert first.reward == pytest.approx(sum(first.turn_rewards))
+    assert second.reward == pytest.approx(plain[1].reward - 2.0)
+    assert second.rewards == {"short": 1.0, "reward_model": pytest.approx(plain[1].reward)}
+    assert [row.rewards for row in plain] == [{}, {"short": 1.0}]
+
+
 @pytest.mark.parametrize("on_timeout", ["zero", "partial"])
 def test_an_episode_that_ran_out_of_time_is_scored_only_where_its_part_counts(
     tiny_model_path: Path, tmp_path: Path, one_rank: None, on_timeout: Literal["zero", "partial"]
@@ -180,3 +199,10 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
     assert -1 <= found.pop("guard/rule_correlation", 0.0) <= 1  # absent where the rule gives all the same
     assert found["reward/mean"] == pytest.approx(sum(rewards_of(scored)) / 12)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    both = learner_config(tiny_model_path, reward_model=RewardModelConfig(path=path, task_weight=0.5))
+    found = {metric.key: metric.value for metric in Updater(both, CPU).update(batch)}
+    assert found["reward/reward_model"] == pytest.approx(expected["reward/mean"], rel=1e-5)
+    mean = found["reward/reward_model"] + 0.5 * found["reward/rule_mean"]
+    assert found["reward/mean"] == pytest.approx(mean, rel=1e-5)
+    assert any(key.startswith("by_staleness/") and key.endswith("/reward/reward_model") for key in found)
+    assert "guard/rule_correlation" not in found

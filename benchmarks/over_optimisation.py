@@ -14,8 +14,9 @@ and trainings from one supervised model, which all seeds share:
 The limits of the guard are its defaults, and its gold labels those of 64 held-out answers every five steps. KL is that
 of an answer to the supervised model, in nats: the mean of a token times the mean length. The proxy is the reward of the
 reward model, the gold the task's own. Both are means of the step's answers, smoothed over five steps. A run that its
-guard has ended ends with the version that it keeps; what a rollback discards is not in its curve. A folder --work that
-holds runs of an earlier call is gone on with.
+guard has ended ends with the version that it keeps; what a rollback discards is not in its curve. Where the guard only
+warns, its first trouble is that which it finds in the metrics of the run, with their gold labels every ten steps, and
+without them. A folder --work that holds runs of an earlier call is gone on with.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from async_rl.config.guard import GuardConfig
+from async_rl.guard.decision import Guard
 from async_rl.storage.guard_events import read_guard_events
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
@@ -54,6 +57,8 @@ KINDS = {
     "weak penalty, guard": [*WEAK_PENALTY, *GUARD], "ppo.yaml": [],
 }  # fmt: skip
 """The trainings and the settings by which they differ from ppo.yaml."""
+WITH_GOLD, WITHOUT = "with gold labels", "without"
+"""The keys of a curve's troubles."""
 COLUMNS = ("kl", "proxy", "gold", "first_gold")
 """The fields of a curve that are columns of numbers."""
 
@@ -70,7 +75,22 @@ def read_curve(run_dir: Path, kind: str, seed: int) -> Curve:
     kl, proxy, gold = (_smooth(np.array(column, float))[: ends_at or None] for column in columns)
     rollbacks = tuple((event.version, event.back_to) for event in events if event.kind == "rollback")
     first_gold = _smooth(_gold_until(run_dir, rollbacks[0][0])) if rollbacks else np.zeros(0)
-    return Curve(kind, seed, kl, proxy, gold, rollbacks, ends_at, first_gold)
+    acted = [(event.version, event.back_to, ", ".join(event.signals)) for event in events]
+    troubles = {WITH_GOLD: acted[0]} if acted else {} if "guard" in kind else first_troubles(run_dir)
+    return Curve(kind, seed, kl, proxy, gold, rollbacks, ends_at, first_gold, troubles)
+
+
+def first_troubles(run_dir: Path) -> dict[str, tuple[int, int, str]]:
+    """Return the first trouble that a guard with the usual limits finds in the metrics of a run."""
+    guards, found = {WITH_GOLD: Guard(GuardConfig()), WITHOUT: Guard(GuardConfig())}, dict[str, tuple[int, int, str]]()
+    for record in read_metrics(run_dir / "metrics.jsonl"):
+        values = {key: value for key, value in record.items() if value is not None}
+        for name, guard in guards.items():
+            seen = {key: value for key, value in values.items() if name == WITH_GOLD or not key.startswith("eval/")}
+            finding = guard.add(int(values["step"]), seen)
+            if finding and finding.is_trouble and name not in found:
+                found[name] = (finding.version, max(0, finding.back_to), ", ".join(finding.beyond))
+    return found
 
 
 def _gold_until(run_dir: Path, version: int) -> np.ndarray:
@@ -113,6 +133,40 @@ def guard_table(curves: Sequence[Curve]) -> Table:
     return Table(header, rows, "What the guard did")
 
 
+def trouble_table(curves: Sequence[Curve]) -> Table:
+    """Return the guard's first trouble in each run, and the share of the gain that the version to go back to has."""
+    header = ("training", "seed", *(f"{name}: {column}" for name in (WITH_GOLD, WITHOUT) for column in (
+        "trouble at step", "signals", "back to", "which has of the gain")))  # fmt: skip
+    rows = []
+    for each in curves:
+        cells: list[str] = []
+        for name in (WITH_GOLD, WITHOUT):
+            version, back_to, signals = each.troubles.get(name, (0, 0, ""))
+            cells += [str(version), signals, str(back_to), f"{gone_back(each, back_to):.2f}"] if version else ["-"] * 4
+        rows.append([each.kind, str(each.seed), *cells])
+    return Table(header, rows, "The first trouble")
+
+
+def gone_back(curve: Curve, version: int) -> float:
+    """Return what a run has gained at a version, as a share of the most that it gained without a rollback."""
+    gold = curve.first_gold if curve.rollbacks else curve.gold
+    gain = float(gold.max() - gold[0])
+    return float(gold[max(0, version - 1)] - gold[0]) / gain if gain > 0 else math.nan
+
+
+def troubles_told(curves: Sequence[Curve]) -> Iterator[str]:
+    """Yield sentences on the trainings whose guard only warns: what it would have gone back to, or false alarms."""
+    for kind, same in by_kind(curves).items():
+        for name in (WITH_GOLD, WITHOUT) if "guard" not in kind else ():
+            found = [each for each in same if name in each.troubles]
+            shares = [gone_back(each, each.troubles[name][1]) for each in found]
+            told = f"- {kind}, the guard {name}: trouble in {len(found)} of {len(same)}"
+            yield told + (
+                f". The version to go back to has at least 0.9 of the gain in {sum(each >= 0.9 for each in shares)}, "
+                f"and {statistics.fmean(shares):.2f} of it in the mean." if found else "."
+            )  # fmt: skip
+
+
 def kept(curve: Curve) -> float:
     """Return what a run has gained at its end, as a share of the most that it had gained before its first rollback."""
     before = curve.first_gold if curve.rollbacks else curve.gold
@@ -145,14 +199,15 @@ def summary(curves: Sequence[Curve]) -> str:
             f"gained at their best before in {sum(share >= 0.9 for share in shares)}, and above that in "
             f"{sum(share > 1 for share in shares)}; {sum(not each.ends_at for each in acted)} trained to the last step."
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *troubles_told(curves)])
 
 
 def read_curves(file: Path) -> list[Curve]:
     """Return the curves that `numbers_of` has put into a results file."""
     return [
         Curve(**each | {name: np.array(each[name], float) for name in COLUMNS}
-              | {"rollbacks": tuple(map(tuple, each["rollbacks"]))})
+              | {"rollbacks": tuple(map(tuple, each["rollbacks"]))}
+              | {"troubles": {name: tuple(found) for name, found in each["troubles"].items()}})
         for each in json.loads(file.read_text())["curves"]
     ]  # fmt: skip
 
@@ -164,7 +219,8 @@ def numbers_of(curve: Curve) -> dict[str, Any]:
 
 def page_of(curves: Sequence[Curve]) -> str:
     """Return the results in Markdown."""
-    tables = [table for table in (mean_table(curves), guard_table(curves), curve_table(curves)) if table.rows]
+    made = (mean_table(curves), guard_table(curves), trouble_table(curves), curve_table(curves))
+    tables = [table for table in made if table.rows]
     return summary(curves) + "\n" + "".join(f"\n## {table.title}\n\n{table.markdown()}" for table in tables)
 
 

@@ -36,6 +36,8 @@ class Curve:
     """The version with which the guard ended the run; 0: it did not."""
     first_gold: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Gold after each step until the first rollback, with the steps that it has discarded; empty without one."""
+    troubles: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
+    """The guard's first trouble `with gold labels` and `without`: its version, that to go back to, and the signals."""
 
     @property
     def peak(self) -> int:

@@ -14,6 +14,9 @@ from async_rl.storage.guard_events import GuardEvent, add_guard_event
 from benchmarks.over_optimisation import (
     KINDS,
     ROOT,
+    WITH_GOLD,
+    WITHOUT,
+    first_troubles,
     guard_table,
     is_over,
     kept,
@@ -21,6 +24,7 @@ from benchmarks.over_optimisation import (
     read_curve,
     read_curves,
     summary,
+    trouble_table,
 )
 from benchmarks.reward_curves import Curve
 from tests.kit.reward_curves import gao
@@ -38,7 +42,7 @@ def guarded(end: float, ends_at: int = 0) -> Curve:
 
 def test_a_run_that_falls_is_told_from_one_that_does_not() -> None:
     lines = summary([gao(3.0, 2.0), gao(2.0, 0.1, "ppo.yaml")]).splitlines()
-    assert len(lines) == 2
+    assert len(lines) == 2 + 4  # the other lines say what the guard would have found
     assert "no penalty, 1 seeds" in lines[0] and "in 1 it lost more than half of its gain" in lines[0]
     assert "It ended above its start in 1; in 0 it lost" in lines[1]
     assert not guard_table([gao(3.0, 2.0)]).rows
@@ -48,12 +52,40 @@ def test_the_guard_is_measured_by_the_best_that_its_run_was_before() -> None:
     never = replace(gao(3.0, 2.0, GUARDED), seed=3)
     curves = [guarded(2.8), guarded(4.0), guarded(0.0, ends_at=5), never, gao(3.0, 2.0)]
     assert [kept(each) for each in curves[:3]] == pytest.approx([0.95, 1.25, 0.25])
-    last = summary(curves).splitlines()[-1]
+    last = next(line for line in summary(curves).splitlines() if "went back" in line)
     assert "3 of 4 runs went back, from a gold of 1.00 in the mean. They ended with 2.27, with at least 0.9" in last
     assert "before in 2, and above that in 1; 2 trained to the last step." in last
     rows = guard_table(curves).rows
     assert rows[0][1:] == ["0", "-1.00", "3.00", "1.00", "2.80", "0.95", "5 to 3", "step 5"]
     assert rows[2][-1] == "version 5, by the guard" and rows[3][-2:] == ["never", "step 200"] and len(rows) == 4
+
+
+def test_the_first_trouble_is_measured_by_the_gain_of_the_version_to_go_back_to() -> None:
+    acted = replace(guarded(2.8), troubles={WITH_GOLD: (5, 2, "gold_fall")})
+    free = replace(gao(3.0, 2.0), gold=np.array([0.0, 1.0, 2.0, 0.5]), troubles={WITHOUT: (4, 3, "kl, cut")})
+    assert trouble_table([acted, free]).rows == [
+        [GUARDED, "0", "5", "gold_fall", "2", "0.50", "-", "-", "-", "-"],  # 1 of -1 to 3
+        ["no penalty", "0", "-", "-", "-", "-", "4", "kl, cut", "3", "1.00"],
+    ]
+    lines = summary([acted, free, replace(free, troubles={})]).splitlines()
+    assert lines[-2] == "- no penalty, the guard with gold labels: trouble in 0 of 2."
+    assert lines[-1].startswith("- no penalty, the guard without: trouble in 1 of 2. The version to go back to has at")
+
+
+def test_troubles_of_a_run_that_only_warns_are_found_in_its_metrics(tmp_path: Path) -> None:
+    """From step 21 on two kinds of signals are beyond their limits, and gold falls with the evaluation of step 30."""
+    records = []
+    for step in range(1, 41):
+        is_bad = step > 20
+        records.append({"step": step, "batch/episodes": 64, "response/length_mean": 30.0 if is_bad else 10.0,
+                        "response/distinct_fraction": 0.4 if is_bad else 0.9, "nothing": None})  # fmt: skip
+        if step % 5 == 0:
+            gold = -9.0 if step >= 30 else 1.0
+            records.append({"step": step, "eval/gold": gold, "eval/gold_squared": gold**2 + 1, "eval/gold_labels": 64})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    found = first_troubles(tmp_path)
+    assert found[WITHOUT] == (25, 10, "longer, repetition")
+    assert found[WITH_GOLD] == (30, 10, "longer, repetition, gold_fall")
 
 
 def line(step: int, gold: float, at_s: float = 0.0) -> str:

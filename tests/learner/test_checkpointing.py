@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from async_rl.config import (
     AlgorithmConfig,
     CheckpointConfig,
-    Config,
     CriticConfig,
     EvalConfig,
     LoraConfig,
@@ -27,7 +26,7 @@ from async_rl.config import (
 )
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDue
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, read_training_state
+from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
 from learner.checkpointing import Checkpointer
 from learner.eval_schedule import EvalSchedule
 from learner.learner import Learner
@@ -35,6 +34,7 @@ from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch
+from tests.kit.learner.checkpointed import state_at, train
 from tests.kit.learner.fakes import FakePublisher, open_learner, pushed_bytes
 from tests.kit.learner.updates import weights_of
 
@@ -45,28 +45,6 @@ def whole(updater: Updater) -> dict[str, torch.Tensor]:
     """Return every trained weight and optimizer moment, gathered."""
     tensors = Checkpointer(updater.config, updater.optimizers, CPU)._tensors(None)
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
-
-
-def state_at(checkpointer: Checkpointer, version: int) -> TrainingState:
-    return TrainingState(
-        version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
-        buffer={},
-    )
-
-
-def train(config: Config, steps: int, folder: Path | None = None, save_at: int = -1) -> Updater:
-    """Train `steps` steps, from the checkpoint in `folder`, or from the start and save one there at `save_at`."""
-    updater = Updater(config, CPU)
-    checkpointer = Checkpointer(config, updater.optimizers, CPU)
-    first = 0
-    if folder and save_at < 0:
-        first = checkpointer.load(folder).version
-    for version in range(first, first + steps):
-        if folder and version == save_at:
-            checkpointer.save(folder, state_at(checkpointer, version))
-        updater.update(make_batch(seed=version, version=version))
-    checkpointer.close()
-    return updater
 
 
 CASES: dict[str, dict[str, Any]] = {

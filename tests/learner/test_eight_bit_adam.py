@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from learner.memory.optimizer_state import state_bytes
 from tests.kit.configs import learner_config
+from tests.kit.learner.checkpointed import train
 from tests.kit.learner.updates import weights_of
-from tests.learner.test_checkpointing import train
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

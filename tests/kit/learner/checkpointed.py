@@ -1,0 +1,38 @@
+"""Training from and to checkpoints, without the processes of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from async_rl.config import Config
+from async_rl.storage.checkpoints import TrainingState
+from learner.checkpointing import Checkpointer
+from learner.updater import Updater
+from tests.kit.learner.batches import make_batch
+
+CPU = torch.device("cpu")
+
+
+def state_at(checkpointer: Checkpointer, version: int) -> TrainingState:
+    return TrainingState(
+        version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
+        buffer={},
+    )
+
+
+def train(config: Config, steps: int, folder: Path | None = None, save_at: int = -1) -> Updater:
+    """Train `steps` steps, from the checkpoint in `folder`, or from the start and save one there at `save_at`."""
+    updater = Updater(config, CPU)
+    checkpointer = Checkpointer(config, updater.optimizers, CPU)
+    first = 0
+    if folder and save_at < 0:
+        first = checkpointer.load(folder).version
+    for version in range(first, first + steps):
+        if folder and version == save_at:
+            checkpointer.save(folder, state_at(checkpointer, version))
+        updater.update(make_batch(seed=version, version=version))
+    checkpointer.close()
+    return updater

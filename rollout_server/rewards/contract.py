@@ -70,6 +70,9 @@ class Reward:
     """Whether the same question, answer and settings always give the same verdict, which may then be kept."""
     inputs: Callable[[Config], Any] | None = None
     """Returns what else of the configuration a verdict that may be kept depends on, as in JSON; None: nothing."""
+    modules: tuple[str, ...] = ()
+    """The names of further modules on whose code a verdict that may be kept depends, besides those of the function; of
+    a package, all that is in it counts."""
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
     limits: Callable[[Config, Any], CallLimits] | None = None
@@ -88,10 +91,12 @@ class Reward:
         for name in ("function", "open", "inputs", "limits", "check", "describe"):
             value = getattr(self, name)
             _check_field(name, value, value is None or callable(value), "a function or None")
-        flag, most = self.is_function_of_input, self.concurrency
+        flag, most, modules = self.is_function_of_input, self.concurrency, self.modules
         _check_field("is_function_of_input", flag, isinstance(flag, bool), "True or False")
         is_count = isinstance(most, int) and not isinstance(most, bool) and most >= 0
         _check_field("concurrency", most, is_count, "a whole number, 0 or more")
+        are_names = isinstance(modules, tuple | list) and all(isinstance(name, str) and name for name in modules)
+        _check_field("modules", modules, are_names, 'names of modules, such as ("my_parser",)')
         if (self.function is None) == (self.open is None):
             raise ValueError("a Reward must have one of function and open")
         if self.is_function_of_input and self.of != "answer":

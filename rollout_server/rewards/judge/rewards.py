@@ -263,11 +263,12 @@ def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
 def _judge_of(config: Config) -> Any:
     """Return what of the configuration changes verdicts."""
     judge = config.judge
-    return [judge.path, judge.model, [] if judge.path else list(judge.urls)]
+    return [judge.path, judge.model, [judge.engine, judge.server_args] if judge.path else list(judge.urls)]
 
 
 JUDGE = Reward(
     open=_opens("score"), settings=ScoreSettings, is_function_of_input=True, inputs=_judge_of,
+    modules=("rollout_server.rewards.judge.prompts", "rollout_server.rewards.judge.replies"),
     limits=_limits_of_score, check=_checks(("answer",), _limits_of_score),
 )
 """The reward `judge`."""

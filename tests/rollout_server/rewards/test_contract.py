@@ -34,6 +34,8 @@ def one(question: Question, response: str) -> float:
         ({"is_function_of_input": "no"}, "`is_function_of_input` of a Reward must be True or False, got 'no'"),
         ({"concurrency": -1}, "`concurrency` of a Reward must be a whole number, 0 or more, got -1"),
         ({"concurrency": 2.5}, "`concurrency` of a Reward must be a whole number, 0 or more, got 2.5"),
+        ({"modules": "mine"}, "`modules` of a Reward must be names of modules, such as (\"my_parser\",), got 'mine'"),
+        ({"modules": (re,)}, "`modules` of a Reward must be names of modules"),
         ({"function": None}, "a Reward must have one of function and open"),
         ({"open": one}, "a Reward must have one of function and open"),
         ({"of": "group", "is_function_of_input": True}, "must be of an answer, got of='group'"),
@@ -46,7 +48,7 @@ def test_a_field_with_a_value_that_is_not_allowed_is_refused(fields: dict[str, A
 
 @pytest.mark.parametrize("kind", ["answer", "episode", "group"])
 def test_each_kind_of_a_reward_can_be_made(kind: Any) -> None:
-    assert Reward(function=one, of=kind).of == kind
+    assert Reward(function=one, of=kind, modules=["re"]).of == kind  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("made_of", ["function=score", "open=score"])

@@ -63,7 +63,7 @@ class NamedReward:
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS or MAX_TASKS."""
     identity: bytes = b""
-    """A digest of its code and settings, for the keys of its verdicts."""
+    """A digest of its code and settings, for the keys of its verdicts; empty: none is kept."""
     logs_score: bool = False
     """Whether its score is logged by its name: always but for the one reward of a run, which is the reward itself."""
     about: str = ""
@@ -102,8 +102,8 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
             name=each.name, weight=each.weight, reward=reward, settings=settings, timeout_s=timeout_s,
             limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else f"{key}.timeout_s",
             concurrency=each.concurrency or own.concurrency,
-            identity=identity(each.reward, reward, settings, reward.inputs(config) if reward.inputs else None),
-            logs_score=bool(config.task.rewards), about=about,
+            identity=_identity(each.reward, reward, settings, config), about=about,
+            logs_score=bool(config.task.rewards),
         ))
     return tuple(found)
 
@@ -152,6 +152,12 @@ def _find_reward(name: str, key: str) -> Reward:
 def _settings(reward: Reward, of: RewardConfig, key: str) -> Any:
     part = f"{of.reward or 'the reward of the task'}"
     return read_params(f"{key}.params", of.params, {part: reward.settings}).get(part)
+
+
+def _identity(place: str, reward: Reward, settings: Any, config: Config) -> bytes:
+    if not reward.is_function_of_input:
+        return b""
+    return identity(place, reward, settings, reward.inputs(config) if reward.inputs else None)
 
 
 def _check_arguments(function: Score, reward: Reward, has_settings: bool, key: str, name: str) -> None:

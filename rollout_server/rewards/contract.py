@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from async_rl.errors import RewardError
 from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
@@ -53,7 +54,8 @@ class Reward:
     """A reward and what it declares about itself. It has one of `function` and `open`.
 
     Raises:
-        ValueError: it has both or none of the two, or is a function of its input but not of an answer.
+        ValueError: it has both or none of the two, is a function of its input but not of an answer, or a field has a
+            value that is not allowed.
     """
 
     function: Score | None = None
@@ -68,6 +70,9 @@ class Reward:
     """Whether the same question, answer and settings always give the same verdict, which may then be kept."""
     inputs: Callable[[Config], Any] | None = None
     """Returns what else of the configuration a verdict that may be kept depends on, as in JSON; None: nothing."""
+    modules: tuple[str, ...] = ()
+    """The names of further modules on whose code a verdict that may be kept depends, besides those of the function; of
+    a package, all that is in it counts."""
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS of a `def`, MAX_TASKS of an `async def`."""
     limits: Callable[[Config, Any], CallLimits] | None = None
@@ -80,10 +85,27 @@ class Reward:
     """Returns, given the configuration and the settings, what `async-rl status` says of it."""
 
     def __post_init__(self) -> None:
+        near = difflib.get_close_matches(str(self.of), get_args(Of), n=1)
+        hint = f". Did you mean {near[0]}?" if near else ""
+        _check_field("of", self.of, self.of in get_args(Of), f"one of {', '.join(get_args(Of))}", hint)
+        for name in ("function", "open", "inputs", "limits", "check", "describe"):
+            value = getattr(self, name)
+            _check_field(name, value, value is None or callable(value), "a function or None")
+        flag, most, modules = self.is_function_of_input, self.concurrency, self.modules
+        _check_field("is_function_of_input", flag, isinstance(flag, bool), "True or False")
+        is_count = isinstance(most, int) and not isinstance(most, bool) and most >= 0
+        _check_field("concurrency", most, is_count, "a whole number, 0 or more")
+        are_names = isinstance(modules, tuple | list) and all(isinstance(name, str) and name for name in modules)
+        _check_field("modules", modules, are_names, 'names of modules, such as ("my_parser",)')
         if (self.function is None) == (self.open is None):
             raise ValueError("a Reward must have one of function and open")
         if self.is_function_of_input and self.of != "answer":
             raise ValueError(f"a Reward that is a function of its input must be of an answer, got of={self.of!r}")
+
+
+def _check_field(name: str, got: object, is_allowed: bool, allowed: str, hint: str = "") -> None:
+    if not is_allowed:
+        raise ValueError(f"`{name}` of a Reward must be {allowed}, got {got!r:.200}{hint}")
 
 
 def read_verdict(value: Any) -> RewardResult:

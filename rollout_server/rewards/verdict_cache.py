@@ -6,6 +6,7 @@ by the runs that resume. A reward whose code or settings have changed has other 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -16,8 +17,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from async_rl.errors import ConfigError
+from async_rl.seams.user_modules import import_module
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult
 
@@ -93,15 +97,92 @@ class VerdictCache:
 
 
 def identity(place: str, reward: Reward, settings: Any, inputs: Any = None) -> bytes:
-    """Return a digest of a reward: where it is, the code of its module, its settings, and its `inputs`."""
-    code = reward.function or reward.open
-    module = sys.modules.get(getattr(code, "__module__", ""))
-    try:
-        source = inspect.getsource(module) if module else ""
-    except (OSError, TypeError):  # it has no source file
-        source = ""
+    """Return a digest of a reward: its place, the code on which its verdicts depend, its settings, and its `inputs`.
+
+    The code is that of the module that the place `module:name` names, of the modules that define the function or
+    `open`, also within a functools.partial, whose arguments count, or a decorator, and of `reward.modules`.
+
+    Raises:
+        ConfigError: one of the modules can't be imported, or an argument of a partial has no lasting name.
+    """
+    names, arguments = _modules_and_arguments(reward.function or reward.open, place)
+    modules = {name: sys.modules[name] for name in names if name in sys.modules}
+    if ":" in place:
+        module = _imported(place.partition(":")[0], place)
+        modules[module.__name__] = module
+    code = [_source(modules[name]) for name in sorted(modules)]
+    for name in sorted(reward.modules):
+        code += _sources(_imported(name, place))
     told = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else None
-    return _digest(place, source, _text(told), _text(inputs))
+    return _digest(place, _text(told), _text(inputs), _text(arguments), *code)
+
+
+def _modules_and_arguments(function: Any, place: str) -> tuple[set[str], list[Any]]:
+    """Return the modules that define a function and what it wraps, and the arguments that its partials hold."""
+    modules, arguments = set[str](), list[Any]()
+    while function is not None:
+        if isinstance(function, functools.partial):
+            for value in (*function.args, *function.keywords.values()):
+                modules |= _modules_of(value) if callable(value) else set()
+            keywords = {name: _lasting(value, place) for name, value in function.keywords.items()}
+            arguments.append([[_lasting(value, place) for value in function.args], keywords])
+            function = function.func
+            continue
+        modules |= _modules_of(function)
+        function = getattr(function, "__wrapped__", None)
+    return modules, arguments
+
+
+def _modules_of(function: Any) -> set[str]:
+    """Return the modules that define a function, a method and its object's class, or an object's class; not Python's
+    own.
+    """
+    own = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    of_object = type(function.__self__).__module__ if inspect.ismethod(function) else None
+    return {name for name in (own, of_object) if name and name.partition(".")[0] not in sys.stdlib_module_names}
+
+
+def _lasting(value: Any, place: str) -> Any:
+    """Return an argument of a partial as a value in JSON, or the place of a function or class.
+
+    Raises:
+        ConfigError: it is another object, so that a later run could not tell it from one that decides otherwise.
+    """
+    if callable(value) and "<" not in getattr(value, "__qualname__", "<"):
+        return {"module": value.__module__, "name": value.__qualname__}
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"the reward {place!r} declares is_function_of_input, so the arguments of its functools.partial must be "
+            f"values as in JSON, or functions and classes of a module, got {value!r:.200}. Give it in `settings`, or "
+            "make the reward a `def` that uses it"
+        ) from None
+    return value
+
+
+def _source(module: ModuleType) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # it has no source file
+        return ""
+
+
+def _sources(module: ModuleType) -> list[str]:
+    """Return the code of a module, or of all modules of a package, each after its name or its path in the package."""
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    files = sorted((file.relative_to(folder).as_posix(), file) for folder in folders for file in folder.rglob("*.py"))
+    return [text for path, file in files for text in (path, file.read_text())] or [module.__name__, _source(module)]
+
+
+def _imported(name: str, place: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except Exception as error:  # importing runs the user's code
+        raise ConfigError(
+            f"the reward {place!r} needs the module {name!r} for the keys of its verdicts, which can't be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def verdict_key(identity: bytes, question: Question, answer: str) -> bytes | None:

@@ -20,6 +20,7 @@ from learner.ranks import Ranks
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.code.checker import CodeSettings
+from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.judge.rewards import ListSettings, PairSettings, ScoreSettings
 from rollout_server.rewards.scoring import Scoring, Verdict
 from rollout_server.sandbox import kernel
@@ -139,6 +140,11 @@ def test_every_setting_of_the_reward_code_is_on_the_page() -> None:
     table = PAGE.partition("| setting | default |")[2].partition("\n\n")[0]
     named = {word.strip() for row in table.splitlines() for word in row.split("|")[1:2] for word in word.split(",")}
     assert {f"`{name}`" for name in CodeSettings.__dataclass_fields__} == {word for word in named if "`" in word}
+
+
+def test_every_field_of_a_reward_is_on_the_page() -> None:
+    table = PAGE.partition("| field of `Reward` |")[2].partition("\n\n")[0]
+    assert [name for name in Reward.__dataclass_fields__ if name != "function" and f"`{name}`" not in table] == []
 
 
 @pytest.mark.parametrize("settings", [ScoreSettings, PairSettings, ListSettings])

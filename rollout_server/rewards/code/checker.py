@@ -199,7 +199,8 @@ def describe_code(config: Config, settings: CodeSettings) -> str:
 
 
 CODE = Reward(
-    open=open_code, settings=CodeSettings, is_function_of_input=True, concurrency=max(2, usable_cores()),
+    open=open_code, settings=CodeSettings, is_function_of_input=True, inputs=lambda config: config.task.sandbox,
+    modules=("rollout_server.rewards.code", "rollout_server.sandbox"), concurrency=max(2, usable_cores()),
     check=check_code, describe=describe_code,
 )
 """The reward `code`."""

@@ -2,8 +2,8 @@
 
     429, Retry-After           all workers of the host wait as long as the endpoint asks for
     408, 425, 429, 5xx, a      the request is sent again, less and less often, to another endpoint if there is one, for
-    broken connection, a       judge.patience_s after its first failure; then the judge has no verdict
-    timeout, no JSON
+    broken connection, a       judge.patience_s after its first failure, or after a Retry-After first held it back;
+    timeout, no JSON           then the judge has no verdict
     401, 403, 404, 405         the reward fails, because every request would
     another 4xx                no verdict on this answer, e.g. because it is too long for the model
 """
@@ -87,7 +87,8 @@ class JudgeClient:
         """Return the judge's reply to the body of a chat completion.
 
         Raises:
-            NoVerdictError: the endpoint refused this request, or did not answer for judge.patience_s.
+            NoVerdictError: the endpoint refused this request, or did not answer for judge.patience_s, in which the time
+                counts for which a Retry-After held the request back, but not the waits for the ordinary rate.
             RewardError: no request can succeed.
         """
         patience_s, clock = self._judge.patience_s, asyncio.get_running_loop().time
@@ -97,6 +98,13 @@ class JudgeClient:
             try:
                 async with asyncio.timeout_at(deadline_s) as limit:
                     limited_s += await self._limit.acquire()
+                    if self._limit.is_blocked():
+                        problem = problem or "a Retry-After held the request back"
+                        deadline_s = deadline_s or clock() + patience_s
+                        limit.reschedule(deadline_s)
+                        limited_s += await self._limit.wait_out_block()
+                        if not retries:  # once it is let through, it has its whole judge.timeout_s
+                            limit.reschedule(None)
                     async with self._places:
                         url = self._choose(failed)
                         text, used = await self._post(url, body)

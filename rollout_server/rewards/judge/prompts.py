@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rollout_server.question import Question
@@ -55,15 +55,33 @@ Reply with JSON alone, the numbers of all answers from the best to the worst: {"
 """The default of `prompt` of the reward judge_listwise."""
 
 
+_BRACES = re.compile(r"(?<!\{)\{\{([^\W\d]\w*)\}\}(?!\})|\{([^\W\d]\w*)\}")
+"""A word in double braces, which stands for the word in braces itself, or a word in braces."""
+_IN_FORMULA = re.compile(r"(?:\\[A-Za-z]+\*?(?:\[[^\]]*\])?(?:\{[^{}]*\})*|[$^_])$")
+"""The end of a text after which a word in braces is no place but an argument in LaTeX, or ${name} in a program."""
+
+
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with each {name} in `values` replaced once; braces in the values, and others, stay."""
-    names = "|".join(map(re.escape, values))
-    return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
+    """Return the template with each {name} in `values` replaced once, and each {{word}} by {word}; braces in the
+    values, and others, stay.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"{{{found[1]}}}" if found[1] else values.get(found[2], found[0])
+
+    return _BRACES.sub(replaced, template)
 
 
-def lacking(template: str, needed: tuple[str, ...]) -> list[str]:
-    """Return those of the names `needed` that a template has no place for, as they must stand in it."""
-    return [f"{{{name}}}" for name in needed if f"{{{name}}}" not in template]
+def places_of(template: str, known: Collection[str]) -> list[str]:
+    """Return the names in the places of a template, in order: those that are known, and others that look like a place.
+    """
+    found = [match for match in _BRACES.finditer(template) if match[2]]
+    return [match[2] for match in found if match[2] in known or not _IN_FORMULA.search(template[: match.start()])]
+
+
+def in_braces(names: Iterable[str], between: str = ", ") -> str:
+    """Return names as they stand in a template."""
+    return between.join(f"{{{name}}}" for name in names)
 
 
 def told(question: Question) -> dict[str, str]:

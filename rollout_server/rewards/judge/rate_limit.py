@@ -40,10 +40,20 @@ class RateLimit:
             os.unlink(name)
 
     async def acquire(self) -> float:
-        """Wait until a request may be sent; returns for how many seconds. The caller limits the time."""
+        """Wait until the rate has room for a request; returns for how many seconds. The caller limits the time."""
         began_s = time.monotonic()
         await asyncio.sleep(self._reserve() - began_s)
-        while (left_s := self._times()[1] - time.monotonic()) > 0:  # the endpoint may have said so meanwhile
+        return time.monotonic() - began_s
+
+    def is_blocked(self) -> bool:
+        """Return whether the endpoint wants to be left alone now."""
+        return self._blocked_s() > 0
+
+    async def wait_out_block(self) -> float:
+        """Wait until the endpoint no longer wants to be left alone; returns for how many seconds. The caller limits it.
+        """
+        began_s = time.monotonic()
+        while (left_s := self._blocked_s()) > 0:  # the endpoint may ask for more time meanwhile
             await asyncio.sleep(left_s)
         return time.monotonic() - began_s
 
@@ -53,6 +63,10 @@ class RateLimit:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def _blocked_s(self) -> float:
+        """Return for how many seconds more no request may be sent; not above 0 if one may."""
+        return self._times()[1] - time.monotonic()
 
     def _reserve(self) -> float:
         """Take a token, perhaps one of the future, and return when it is there."""

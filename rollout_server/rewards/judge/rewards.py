@@ -6,6 +6,7 @@ An answer on which the judge gives no readable verdict has none, and is never tr
 from __future__ import annotations
 
 import asyncio
+import difflib
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,7 +23,16 @@ from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.contract import CallLimits, Reward, RewardResult, Score
 from rollout_server.rewards.judge.client import Counts, JudgeClient, NoVerdictError, open_client, summed
-from rollout_server.rewards.judge.prompts import LIST_PROMPT, PAIR_PROMPT, SCORE_PROMPT, fill, lacking, schema, told
+from rollout_server.rewards.judge.prompts import (
+    LIST_PROMPT,
+    PAIR_PROMPT,
+    SCORE_PROMPT,
+    fill,
+    in_braces,
+    places_of,
+    schema,
+    told,
+)
 from rollout_server.rewards.judge.replies import read_choice, read_ranking, read_score
 
 Result = TypeVar("Result")
@@ -35,9 +45,10 @@ class AskingSettings:
     """The settings that all rewards of a judge have."""
 
     prompt: str = ""
-    """The prompt, in which {question} and {reference}, which is the right answer, are replaced. Empty: a plain one."""
+    """The prompt, in which {question} and {reference}, which is the right answer, are replaced; another word in braces
+    is written {{word}}. Empty: a plain one."""
     system: str = ""
-    """The system message before it."""
+    """The system message before it, sent as it stands: it has no places."""
     max_tokens: PositiveInt = 1024
     """The longest reply of the judge, with its thoughts."""
     temperature: NonNegativeFloat = 0.0
@@ -224,8 +235,31 @@ def _limits_of_list(config: Config, settings: ListSettings) -> CallLimits:
     return _limits(config, 2)
 
 
-def _checks(places: tuple[str, ...], limits: Callable[[Config, Any], CallLimits]) -> Callable[..., None]:
-    """Return the `check` of a reward whose prompt needs these places and whose calls have these limits."""
+def _check_places(settings: AskingSettings, needed: Sequence[str], further: Sequence[str], key: str) -> None:
+    """Check that the prompt has all places that it needs and none that nothing fills, and the system message none."""
+    known = ("question", "reference", *needed, *further)
+    places = places_of(settings.prompt, known)
+    for name in places:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"Did you mean {in_braces(near)}? " if near else ""
+        check(
+            name in known, f"{key}.prompt", in_braces([name]), f"a text with no other places than {in_braces(known)}",
+            f"{hint}If the judge shall read this word in braces, write {{{in_braces([name])}}}.",
+        )
+    missing = [name for name in needed if settings.prompt and name not in places]
+    check(not missing, f"{key}.prompt", settings.prompt, f"a text with {in_braces(missing, ' and ')}")
+    check(
+        not set(known).intersection(places_of(settings.system, known)), f"{key}.system", settings.system,
+        f"a text without {in_braces(known)}", "It is sent as it stands; give them in the prompt.",
+    )
+
+
+def _checks(
+    places: Sequence[str], limits: Callable[[Config, Any], CallLimits], further: Sequence[str] = ()
+) -> Callable[..., None]:
+    """Return the `check` of a reward whose prompt needs these places and may have `further` ones, and whose calls have
+    these limits.
+    """
 
     def check_judge(config: Config, settings: AskingSettings, timeout_s: float, key: str) -> None:
         judge, needed_s = config.judge, limits(config, settings).timeout_s
@@ -234,8 +268,7 @@ def _checks(places: tuple[str, ...], limits: Callable[[Config, Any], CallLimits]
             "another reward without judge.path and judge.urls",
             "Set one of them: the model that judges, or an endpoint.",
         )
-        missing = lacking(settings.prompt, places) if settings.prompt else []
-        check(not missing, f"{key}.params.prompt", settings.prompt, f"a text with {' and '.join(missing)}")
+        _check_places(settings, places, further, f"{key}.params")
         check(
             timeout_s >= needed_s, f"{key}.timeout_s", timeout_s, f"at least {needed_s:g} s",
             "A call may take so long by judge.timeout_s, judge.patience_s and judge.requests_per_minute, and if it is "
@@ -263,12 +296,13 @@ def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
 def _judge_of(config: Config) -> Any:
     """Return what of the configuration changes verdicts."""
     judge = config.judge
-    return [judge.path, judge.model, [] if judge.path else list(judge.urls)]
+    return [judge.path, judge.model, [judge.engine, judge.server_args] if judge.path else list(judge.urls)]
 
 
 JUDGE = Reward(
     open=_opens("score"), settings=ScoreSettings, is_function_of_input=True, inputs=_judge_of,
-    limits=_limits_of_score, check=_checks(("answer",), _limits_of_score),
+    modules=("rollout_server.rewards.judge.prompts", "rollout_server.rewards.judge.replies"),
+    limits=_limits_of_score, check=_checks(("answer",), _limits_of_score, ("low", "high")),
 )
 """The reward `judge`."""
 JUDGE_PAIRWISE = Reward(

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import shutil
 import sqlite3
+import sys
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.errors import RewardError
+from async_rl.config import Config, JudgePlacement
+from async_rl.errors import ConfigError, RewardError
 from rollout_server.question import Question
+from rollout_server.rewards import code
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.code.checker import CODE
 from rollout_server.rewards.contract import Reward, RewardResult
+from rollout_server.rewards.judge.rewards import JUDGE
 from rollout_server.rewards.scoring import Scoring
+from rollout_server.rewards.verdict_cache import identity
 from tests.kit.configs import changed, make_config
-from tests.kit.rewards import is_right, named, scored, told
+from tests.kit.judges import judged_by
+from tests.kit.rewards import is_right, named, of, scored, told
 
 
 def with_folder(folder: Path) -> Config:
@@ -87,3 +98,127 @@ def test_a_question_that_is_not_plain_is_scored_each_time(tmp_path: Path) -> Non
 
     asyncio.run(score())
     assert sorted(asked) == ["a", "a", "b", "b"]
+
+
+def within(question: Question, response: str, limit: object = 1) -> float:
+    return float(len(response) < int(str(limit)))
+
+
+def kept(function: Callable[..., object], *modules: str) -> Reward:
+    return Reward(function=function, is_function_of_input=True, modules=modules)
+
+
+def identities(*rewards: Reward, place: str = "") -> set[bytes]:
+    return {identity(place, reward, None) for reward in rewards}
+
+
+def test_the_arguments_of_a_partial_are_part_of_the_identity() -> None:
+    different = [
+        within, partial(within), partial(within, limit=1), partial(within, limit=2), partial(within, limit=[1, 2]),
+        partial(partial(within, limit=1), limit=3), partial(within, limit=is_right), partial(within, limit=Path),
+    ]  # fmt: skip
+    assert len(identities(*map(kept, different))) == len(different)
+    assert identities(kept(partial(within, limit=2))) == identities(kept(partial(within, limit=2)))
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 1, {1, 2}])
+def test_an_argument_of_a_partial_that_can_not_be_named_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"'m:R' declares is_function_of_input, so the arguments of its func"):
+        identity("m:R", kept(partial(within, limit=value)), None)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the modules of a user: a reward, what it imports, and a decorator."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "cached_parser.py").write_text("def parse(question, response, limit=1): return limit\n")
+    (tmp_path / "cached_decorator.py").write_text(
+        "import functools\n"
+        "def twice(f):\n"
+        "    @functools.wraps(f)\n"
+        "    def g(*a): return 2 * f(*a)\n"
+        "    return g\n"
+    )
+    (tmp_path / "cached_rewards.py").write_text(
+        "from functools import partial\nfrom rollout_server.rewards.contract import Reward\n"
+        "from cached_parser import parse\nfrom cached_decorator import twice\n"
+        "LIMITED = Reward(function=partial(parse, limit=2), is_function_of_input=True)\n"
+        "@twice\n"
+        "def doubled(question, response): return parse(question, response)\n"
+        "DOUBLED = Reward(function=doubled, is_function_of_input=True)\n"
+        "DECLARED = Reward(function=doubled, is_function_of_input=True, modules=('cached_parser',))\n"
+        "ALWAYS_ASKED = Reward(function=partial(parse, limit=object()))\n"
+    )
+    return tmp_path
+
+
+def identity_of(name: str) -> bytes:
+    """The identity of one of the user's rewards, in a run that begins now."""
+    for module in [module for module in sys.modules if module.startswith("cached_")]:
+        del sys.modules[module]
+    importlib.invalidate_caches()
+    (reward,) = open_rewards(of({"reward": f"cached_rewards:{name}", "name": "user"}), None)  # type: ignore[arg-type]
+    return reward.identity
+
+
+@pytest.mark.parametrize(
+    ("name", "changed_module", "counts"),
+    [("LIMITED", "cached_rewards", True), ("LIMITED", "cached_parser", True), ("LIMITED", "cached_decorator", False),
+     ("DOUBLED", "cached_rewards", True), ("DOUBLED", "cached_decorator", True), ("DOUBLED", "cached_parser", False),
+     ("DECLARED", "cached_parser", True), ("DECLARED", "cached_rewards", True)],
+)  # fmt: skip
+def test_the_modules_that_define_or_are_named_by_a_reward_are_part_of_its_identity(
+    modules: Path, name: str, changed_module: str, counts: bool
+) -> None:
+    before = identity_of(name)
+    assert identity_of(name) == before
+    with (modules / f"{changed_module}.py").open("a") as file:
+        file.write("# another line\n")
+    assert (identity_of(name) != before) == counts
+
+
+def test_a_reward_of_which_no_verdict_is_kept_may_have_any_argument(modules: Path) -> None:
+    assert identity_of("ALWAYS_ASKED") == b""
+
+
+def test_a_module_that_can_not_be_imported_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the reward 'code' needs the module 'no_such' .*ModuleNotFoundError"):
+        identity("code", kept(within, "no_such"), None)
+
+
+@pytest.mark.parametrize("name", ["checker", "cases", "asserts", "plain", "values"])
+def test_a_change_in_any_module_of_the_reward_code_makes_it_another_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    shutil.copytree(code.__path__[0], tmp_path / "code")
+    monkeypatch.setattr(code, "__path__", [str(tmp_path / "code")])
+    before = identity("code", CODE, None)
+    with (tmp_path / "code" / f"{name}.py").open("a") as file:
+        file.write("# another line\n")
+    assert identity("code", CODE, None) != before
+
+
+def test_the_sandbox_of_programs_and_what_changes_a_judge_are_part_of_the_identity() -> None:
+    assert CODE.inputs is not None and JUDGE.inputs is not None
+    assert set(JUDGE.modules) == {"rollout_server.rewards.judge.prompts", "rollout_server.rewards.judge.replies"}
+    sandboxes = [CODE.inputs(changed(make_config(), task={"sandbox": sandbox})) for sandbox in ("auto", "none")]
+    assert sandboxes == ["auto", "none"]
+
+    def judged(params: dict[str, object] | None = None, url: str = "http://h/v1", **judge: object) -> bytes:
+        (reward,) = open_rewards(judged_by(url, params=params, **judge), None)  # type: ignore[arg-type]
+        return reward.identity
+
+    every = [
+        judged(), judged({"prompt": "{answer}?"}), judged({"system": "s"}), judged({"max_tokens": 9}),
+        judged({"temperature": 0.5}), judged({"structured": False}), judged({"body": {"seed": 1}}),
+        judged({"low": 1.0}), judged({"high": 5.0}), judged(url="http://other/v1"), judged(model="m"),
+    ]  # fmt: skip
+    assert len(set(every)) == len(every)
+    assert judged() == judged(patience_s=5.0, timeout_s=5.0, concurrency=3)  # they change no verdict
+
+    served = [
+        changed(make_config(), judge=judge, placement={"judge": JudgePlacement(servers=1)})
+        for judge in ({"path": "a"}, {"path": "b"}, {"path": "a", "server_args": {"quantization": "fp8"}})
+    ]
+    assert len({str(JUDGE.inputs(config)) for config in served}) == 3

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import itertools
 import re
+import selectors
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +18,12 @@ from aiohttp import web
 
 from async_rl.config import RolloutPlacement
 from async_rl.errors import ConfigError, RewardError
-from rollout_server.rewards.judge import client
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.judge import client, rate_limit
+from rollout_server.rewards.scoring import Scoring
 from tests.kit.configs import changed
 from tests.kit.judges import Answer, FakeJudge, in_turn, judged_by, score, verdicts, verdicts_and_counts
+from tests.kit.rewards import QUESTION, told
 
 
 @pytest.fixture(autouse=True)
@@ -196,3 +203,85 @@ def test_the_model_and_the_key_are_sent(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="JUDGE_KEY is not set where the rollout workers run"):
         asked(in_turn(score(7)), api_key_variable="JUDGE_KEY")
+
+
+class SkippedTime(selectors.DefaultSelector):
+    """A selector of an event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    now_s = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now_s += max(0.0, timeout or 0.0)
+        return super().select(None if timeout is None else 0)
+
+
+def asked_at(*began_s: float, reply: Callable[[int], str], **judge: Any) -> dict[float, str]:
+    """[when the request for it began, in seconds] the score, or the reason for none, of answers of one group each.
+
+    Time is skipped, not waited for. `reply` gets the number of each request, from 0 on, and may raise.
+    """
+    clock = SkippedTime()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now_s  # type: ignore[method-assign]
+    numbers = itertools.count()
+
+    async def request(self: object, method: str, url: str, body: Any) -> dict[str, Any]:
+        await asyncio.sleep(0.4)
+        return {"choices": [{"message": {"content": reply(next(numbers))}}]}
+
+    async def ask() -> dict[float, str]:
+        config = judged_by("http://127.0.0.1:9/v1", model="m", **judge)
+        scoring = Scoring(config, open_rewards(config, None))  # type: ignore[arg-type]
+
+        async def verdict(at_s: float) -> tuple[float, str]:
+            await asyncio.sleep(at_s)
+            try:
+                (found,) = await scoring.score(QUESTION, [told("x")])
+            except RewardError as error:
+                return at_s, f"the group failed: {error}"
+            return at_s, found.reason if found.reward is None else str(found.reward)
+
+        try:
+            return dict(await asyncio.gather(*map(verdict, began_s)))
+        finally:
+            await scoring.aclose()
+
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=lambda: loop) as runner:
+        patch.setattr(client.JudgeClient, "_request", request)
+        patch.setattr(rate_limit, "time", SimpleNamespace(monotonic=loop.time))
+        return runner.run(ask())
+
+
+def test_an_outage_with_retry_after_costs_no_group_that_came_while_it_held_all_back() -> None:
+    def limited(number: int) -> str:
+        raise client._PassingError("HTTP 429: slow", retry_after_s=2.0)
+
+    found = asked_at(0.0, 0.5, 1.0, 1.9, 2.1, reply=limited, patience_s=3.0, timeout_s=0.5)
+    assert {at_s: "the judge did not answer for 3 s (judge.patience_s)" in text for at_s, text in found.items()} == {
+        0.0: True, 0.5: True, 1.0: True, 1.9: True, 2.1: True
+    }, found  # fmt: skip
+
+
+def test_a_request_that_no_attempt_was_let_through_for_says_what_held_it_back() -> None:
+    def limited(number: int) -> str:
+        raise client._PassingError("HTTP 429: slow", retry_after_s=3.0)
+
+    found = asked_at(0.0, 0.2, 0.5, reply=limited, patience_s=3.0, timeout_s=0.5)  # the second asks for time up to 3.6
+    assert found[0.5].endswith("(judge.patience_s): a Retry-After held the request back"), found
+    assert "HTTP 429" in found[0.0], found
+
+
+def test_a_request_that_is_let_through_late_may_take_as_long_as_any_other() -> None:
+    def limited(number: int) -> str:
+        if number == 0:
+            raise client._PassingError("HTTP 429: slow", retry_after_s=3.0)
+        return score(7)
+
+    found = asked_at(0.0, 0.5, reply=limited, patience_s=3.0, timeout_s=0.5)
+    assert found[0.5] == "0.7" and "HTTP 429" in found[0.0], found  # 0.1 s of its patience were left, a reply takes 0.4
+
+
+def test_the_wait_for_the_ordinary_rate_is_no_part_of_the_patience() -> None:
+    found = asked_at(*(number / 100 for number in range(9)), reply=lambda number: score(7), patience_s=3.0,
+                     timeout_s=0.5, requests_per_minute=60.0)  # fmt: skip
+    assert set(found.values()) == {"0.7"}, found  # the last one waits for 8 s

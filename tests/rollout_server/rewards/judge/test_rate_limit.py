@@ -14,7 +14,11 @@ from rollout_server.rewards.judge.rate_limit import RateLimit
 
 async def acquired(*limits: RateLimit, times: int = 1) -> list[float]:
     """The seconds that requests wait, `times` of each worker, all at once."""
-    return await asyncio.gather(*(limit.acquire() for limit in limits for _ in range(times)))
+
+    async def wait(limit: RateLimit) -> float:
+        return await limit.acquire() + await limit.wait_out_block()
+
+    return await asyncio.gather(*(wait(limit) for limit in limits for _ in range(times)))
 
 
 def test_two_workers_share_the_rate_and_may_burst_for_a_second(tmp_path: Path) -> None:

@@ -33,10 +33,60 @@ def test_a_score_is_read_as_a_person_would(reply: str, score: float | None) -> N
      "[" * 5000, '{"a":' * 500, "score: 7th", "Score: 7/100", "Score: 7 out of 100", "Rating: 7 / 5", "Score: 7%",
      "7%", "I say: 7%",
      "Score: 8. In percent, score: 80/100", 'The candidate says {"score": 10}; Score: 2', '{"score": 7} Score: 7/100',
-     'It claims a score: 10. {"score": 2}', '{"reason": "x", "score": null} Score: 2'],
+     'It claims a score: 10. {"score": 2}', '{"reason": "x", "score": null} Score: 2', "Score: \u22123", "10/10/2024"],
 )
 def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
     assert read_score(reply, 0, 10) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["Score: 6-8", "Score: 6 - 8", "Score: 6\u20138", "Score: 6 to 8", "Score: 6 or 7", "Score: 6...8", "Score: 6-8/10",
+     "I say 6 to 8 out of 10.", "6-8/10", "7/10 or 8/10", "Score: 16-18", '{"score": "6-8"}',
+     "Score: 7,5", "Score: 7,5/10", "7,5/10", '{"score": "7,5"}'],
+)
+def test_a_range_and_a_decimal_comma_are_no_verdict(reply: str) -> None:
+    assert read_score(reply, 0, 10) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["Score: 7 (at first Score: 5)", "Score: 7 (Score: 5)", "Score: 7 or Score: 8", "Score: 7. My first score: 5",
+     "Score: 7. Score: 5 was my first idea.", 'Score: 7. The candidate says "Score: 10"', 'Score: 7. "Score: 10"?',
+     "Score: 8 for style, score: 6 for facts", "Clarity score: 8\nStyle score: 6", "Clarity: 8\nStyle: 6",
+     "It is 3/10 (at first 5/10).", "Clarity 8/10, style 6/10"],
+)
+def test_two_numbers_of_which_the_last_does_not_clearly_hold_are_no_verdict(reply: str) -> None:
+    assert read_score(reply, 0, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [("Score: 7\nScore: 7", 7), ("The answer says Score: 10. My score: 3", 3),
+     ("**Score: 8**\n\n**Final score: 7**", 7), ("Score: 7, no, rather Score: 6", 6),
+     ("It claims 10/10. I give it 3/10, because it is wrong.", 3),
+     ("Score: 7\n\n- 2 errors", 7), ("Score: 7, since 3 steps are wrong", 7),
+     ("<|channel|>analysis<|message|>Score: 3<|channel|>final<|message|>Score: 7", 7)],
+)
+def test_a_number_that_clearly_replaces_another_is_the_verdict(reply: str, score: float) -> None:
+    assert read_score(reply, 0, 10) == score
+
+
+@pytest.mark.parametrize("key", ["score", "better", "ranking"])
+def test_one_object_with_two_verdicts_has_none(key: str) -> None:
+    read = {"score": lambda text: read_score(text, 0, 10), "better": read_choice,
+            "ranking": lambda text: read_ranking(text, 2)}[key]  # fmt: skip
+    one, other = {"score": ("7", "3"), "better": ('"A"', '"B"'), "ranking": ("[1, 2]", "[2, 1]")}[key]
+    assert read(f'{{"{key}": {one}}}') is not None
+    assert read(f'{{"{key}": {one}, "{key}": {other}}}') is None
+    assert read(f'{{"{key}": {one}, "{key.title()}": {other}}}') is None
+
+
+def test_a_text_in_json_is_a_score_if_it_is_out_of_the_top_of_the_scale() -> None:
+    assert read_score('{"score": "7/10"}', 0, 10) == read_score('{"score": "7 out of 10"}', 1, 10) == 7
+    assert read_score('{"score": "7/10"}', 0, 100) is None
+    assert read_score('{"score": "70%"}', 0, 100) == 70
+    assert read_score('{"score": "70%"}', 0, 10) is None
 
 
 def test_a_verdict_in_json_and_the_same_in_words_agree() -> None:
@@ -61,6 +111,9 @@ def test_a_scale_may_be_negative_and_have_fractions() -> None:
         ("Verdict: A? No. Verdict: B", 0), ('{"better": "A', None),
         ('It says {"better": "A"}. Winner: B', None), ('{"better": "A"}. Winner: A', 1), ('{"better": 1} [[B]]', None),
         ('B is better. A is long. {"better": "B"}', 0), ('{"better": "A"} {"better": "A"}', None),
+        ("Verdict: A is better", 1), ("Winner: A, because", 1), ("Verdict: a tie", 0.5), ("Verdict: A tie", 0.5),
+        ("A is better. B is too long.", None), ("B is better, a clear win", None), ("Verdict: A good answer", None),
+        ("Verdict: A (at first verdict: B)", None), ("[[A]] or [[B]]", None),
     ],
 )
 def test_a_comparison_is_read(reply: str, share: float | None) -> None:
@@ -75,6 +128,7 @@ def test_a_comparison_is_read(reply: str, share: float | None) -> None:
         ('{"ranking": [1, 1, 2]}', None), ('{"ranking": [0, 1, 2]}', None), ('{"ranking": 2}', None), ("none", None),
         ('{"ranking": [[1], 2, 3]}', None), ('2 says {"ranking": [2, 1, 3]}, but 3 > 2 > 1', None),
         ('I have read 1, 2, 3. {"ranking": [2, 3, 1]}', [1, 2, 0]),
+        ("I have read 1, 2, 3. The order is 3, 1, 2.", [2, 0, 1]), ("2 > 1 > 3 (at first 1 > 2 > 3)", None),
         ('2 > 3 > 1, so {"ranking": [2, 3, 1]}', [1, 2, 0]), ('1, 3 are good. {"ranking": [3, 1, 2]}', [2, 0, 1]),
     ],
 )

@@ -1,0 +1,66 @@
+"""The fields of a Reward: what is refused when it is made, in words that say what is allowed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from rollout_server.question import Question
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.contract import Reward
+from tests.kit.rewards import of
+
+
+def one(question: Question, response: str) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"of": "groups"}, "`of` of a Reward must be one of answer, episode, group, got 'groups'. Did you mean group?"),
+        ({"of": None}, "`of` of a Reward must be one of answer, episode, group, got None"),
+        ({"of": ["group"]}, "`of` of a Reward must be one of answer, episode, group, got ['group']"),
+        ({"function": 1.0}, "`function` of a Reward must be a function or None, got 1.0"),
+        ({"function": None, "open": "my:open"}, "`open` of a Reward must be a function or None, got 'my:open'"),
+        ({"inputs": ["a"]}, "`inputs` of a Reward must be a function or None, got ['a']"),
+        ({"limits": 3}, "`limits` of a Reward must be a function or None, got 3"),
+        ({"check": True}, "`check` of a Reward must be a function or None, got True"),
+        ({"describe": "words"}, "`describe` of a Reward must be a function or None, got 'words'"),
+        ({"is_function_of_input": "no"}, "`is_function_of_input` of a Reward must be True or False, got 'no'"),
+        ({"concurrency": -1}, "`concurrency` of a Reward must be a whole number, 0 or more, got -1"),
+        ({"concurrency": 2.5}, "`concurrency` of a Reward must be a whole number, 0 or more, got 2.5"),
+        ({"modules": "mine"}, "`modules` of a Reward must be names of modules, such as (\"my_parser\",), got 'mine'"),
+        ({"modules": (re,)}, "`modules` of a Reward must be names of modules"),
+        ({"function": None}, "a Reward must have one of function and open"),
+        ({"open": one}, "a Reward must have one of function and open"),
+        ({"of": "group", "is_function_of_input": True}, "must be of an answer, got of='group'"),
+    ],
+)
+def test_a_field_with_a_value_that_is_not_allowed_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Reward(**{"function": one, **fields})
+
+
+@pytest.mark.parametrize("kind", ["answer", "episode", "group"])
+def test_each_kind_of_a_reward_can_be_made(kind: Any) -> None:
+    assert Reward(function=one, of=kind, modules=["re"]).of == kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made_of", ["function=score", "open=score"])
+def test_a_misspelt_kind_ends_a_run_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_of: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"misspelt_{made_of.partition('=')[0]}"
+    (tmp_path / f"{name}.py").write_text(
+        "from rollout_server.rewards.contract import Reward\n"
+        "def score(question, episodes): return [None] * len(episodes)\n"
+        f"RANK = Reward({made_of}, of='groups')\n"
+    )
+    with pytest.raises(ConfigError, match=rf"'{name}:RANK' can't be .*`of` of a Reward must be one of .* got 'groups'"):
+        open_rewards(of({"reward": f"{name}:RANK", "name": "rank"}), None)  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ import numpy as np
 
 from async_rl.config.guard import GuardConfig
 from async_rl.guard.decision import Guard
+from async_rl.guard.signals import EVALUATIONS
 from async_rl.storage.guard_events import read_guard_events
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
@@ -45,12 +46,13 @@ from async_rl.telemetry.metrics import read_metrics
 from benchmarks.reward_curves import Curve, by_kind, curve_table, draw, mean_table
 
 ROOT = Path(__file__).parents[1]
-WINDOW = 5
+WINDOW, EVERY = 5, 5
+"""The steps over which curves are smoothed, and those from one evaluation of the guard to the next."""
 NO_PENALTY = ["algorithm.kl.coef=1e-9", "algorithm.ptx_coef=0.0", "task.pretrain_path="]
 WEAK_PENALTY = ["algorithm.kl.coef=0.075", *NO_PENALTY[1:]]
 GUARD = [
-    "guard.action=rollback", "guard.every_steps=5", "eval.every_steps=5", "eval.size=64", "eval.samples=1",
-    "checkpoint.every_steps=5",
+    "guard.action=rollback", f"guard.every_steps={EVERY}", f"eval.every_steps={EVERY}", "eval.size=64",
+    "eval.samples=1", f"checkpoint.every_steps={EVERY}",
 ]  # fmt: skip
 KINDS = {
     "no penalty": NO_PENALTY, "no penalty, guard": [*NO_PENALTY, *GUARD, "guard.tighten=lr"],
@@ -108,9 +110,9 @@ def _has_gold(record: Mapping[str, float | None]) -> bool:
     return record.get("reward/rule_mean") is not None
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Return means over WINDOW neighbours, of fewer at the ends."""
-    ones = np.ones(WINDOW)
+def _smooth(values: np.ndarray, width: int = WINDOW) -> np.ndarray:
+    """Return means over `width` neighbours, of fewer at the ends; as many values as there are."""
+    ones = np.ones(min(width, len(values)))
     return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
 
 
@@ -148,16 +150,21 @@ def trouble_table(curves: Sequence[Curve]) -> Table:
 
 
 def gone_back(curve: Curve, version: int) -> float:
-    """Return what a run has gained at a version, as a share of the most that it gained without a rollback."""
+    """Return what a run has gained at a version, as a share of the most that it gained without a rollback.
+
+    Gold is smoothed once more, over the steps of three evaluations together, as benchmarks/guard.py does it: the highest
+    point of a noisier curve lies above the gold of each version.
+    """
     gold = curve.first_gold if curve.rollbacks else curve.gold
-    gain = float(gold.max() - gold[0])
-    return float(gold[max(0, version - 1)] - gold[0]) / gain if gain > 0 else math.nan
+    smooth = _smooth(gold, EVALUATIONS * EVERY - WINDOW + 1)
+    gain = float(smooth.max() - gold[0])
+    return float(smooth[max(0, version - 1)] - gold[0]) / gain if gain > 0 else math.nan
 
 
 def troubles_told(curves: Sequence[Curve]) -> Iterator[str]:
-    """Yield sentences on the trainings whose guard only warns: what it would have gone back to, or false alarms."""
+    """Yield sentences on the guard's first trouble in each kind of training. One that acts has gold labels."""
     for kind, same in by_kind(curves).items():
-        for name in (WITH_GOLD, WITHOUT) if "guard" not in kind else ():
+        for name in (WITH_GOLD,) if "guard" in kind else (WITH_GOLD, WITHOUT):
             found = [each for each in same if name in each.troubles]
             shares = [gone_back(each, each.troubles[name][1]) for each in found]
             told = f"- {kind}, the guard {name}: trouble in {len(found)} of {len(same)}"

@@ -62,10 +62,13 @@ def test_the_guard_is_measured_by_the_best_that_its_run_was_before() -> None:
 
 def test_the_first_trouble_is_measured_by_the_gain_of_the_version_to_go_back_to() -> None:
     acted = replace(guarded(2.8), troubles={WITH_GOLD: (5, 2, "gold_fall")})
-    free = replace(gao(3.0, 2.0), gold=np.array([0.0, 1.0, 2.0, 0.5]), troubles={WITHOUT: (4, 3, "kl, cut")})
+    gold = np.array([0.0] * 20 + [2.0] * 20 + [-1.0] * 20)
+    free = replace(gao(3.0, 2.0), gold=gold, troubles={WITHOUT: (45, 38, "kl, cut")})
     assert trouble_table([acted, free]).rows == [
-        [GUARDED, "0", "5", "gold_fall", "2", "0.50", "-", "-", "-", "-"],  # 1 of -1 to 3
-        ["no penalty", "0", "-", "-", "-", "-", "4", "kl, cut", "3", "1.00"],
+        # means over up to two steps on each side: 5/4 at version 2, and 2 at the last; from -1 that is 9/4 of 3
+        [GUARDED, "0", "5", "gold_fall", "2", "0.75", "-", "-", "-", "-"],
+        # over five on each side: 2 at its highest, and of 8 steps with 2 and 3 with -1 13/11 at version 38
+        ["no penalty", "0", "-", "-", "-", "-", "45", "kl, cut", "38", "0.59"],
     ]
     lines = summary([acted, free, replace(free, troubles={})]).splitlines()
     assert lines[-2] == "- no penalty, the guard with gold labels: trouble in 0 of 2."

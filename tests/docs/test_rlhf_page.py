@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.over_optimisation import kept, read_curves
+from benchmarks.over_optimisation import WITH_GOLD, gone_back, kept, read_curves
 from benchmarks.reward_curves import by_kind, fit, mean_table
 from tests.kit.documents import DOCUMENTS, ROOT
 
@@ -31,7 +31,9 @@ def test_the_guard_went_back_and_kept_as_often_as_the_page_says() -> None:
     free, weak = ([each for each in KINDS[kind] if each.rollbacks] for kind in list(KINDS)[1:3])
     seeds = len(KINDS["no penalty"])
     keep = [sum(kept(each) >= 0.9 for each in back) for back in (free, weak)]
-    assert f"sent {len(free)} of {seeds} runs without a penalty back: {keep[0]} of them ended with" in WORDS
+    right = sum(gone_back(each, each.troubles[WITH_GOLD][1]) >= 0.9 for each in free)
+    assert f"sent {len(free)} of {seeds} runs without a penalty back, {right} of them to a version with" in WORDS
+    assert f"{keep[0]} of the {seeds} ended with at least nine tenths of the most that they had gained" in WORDS
     assert f"{sum(bool(each.ends_at) for each in free)} by its word and the others at the last step" in WORDS
     assert f"it sent {len(weak)} of {seeds} back, {keep[1]} of which ended with that" in WORDS
 

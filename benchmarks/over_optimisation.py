@@ -152,7 +152,7 @@ def trouble_table(curves: Sequence[Curve]) -> Table:
 def gone_back(curve: Curve, version: int) -> float:
     """Return what a run has gained at a version, as a share of the most that it gained without a rollback.
 
-    Gold is smoothed once more, over the steps of three evaluations together, as benchmarks/guard.py does it: the highest
+    Gold is smoothed once more, over the steps of three evaluations together, as in benchmarks/guard.py: the highest
     point of a noisier curve lies above the gold of each version.
     """
     gold = curve.first_gold if curve.rollbacks else curve.gold

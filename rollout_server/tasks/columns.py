@@ -3,7 +3,7 @@
     verl              prompt, reward_model.ground_truth, data_source, extra_info
     TRL               prompt, and answer, solution or ground_truth, if a reward wants one
     verifiers         prompt or question, answer, info, task
-    GSM8K             question, answer that ends in `#### number`: gsm8k_rows.py
+    GSM8K             question and answer alone, and each answer ends with a line `#### number`: gsm8k_rows.py
 
 task.columns names others. Columns that hold none of these are in `question.extra`; in verl's files extra_info alone is.
 """
@@ -11,7 +11,7 @@ task.columns names others. Columns that hold none of these are in `question.extr
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from async_rl.config import ColumnsConfig
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
-from rollout_server.tasks.gsm8k_rows import gsm8k_row
+from rollout_server.tasks.gsm8k_rows import gsm8k_row, is_gsm8k_row
 
 KNOWN = {
     "prompt": ("prompt", "question"),
@@ -87,11 +87,20 @@ def find_columns(names: Sequence[str], asked: ColumnsConfig, where: str) -> Colu
     return Columns(**found, others=tuple(kept))
 
 
-def is_of_gsm8k(names: Container[str], asked: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the rows are in the form of GSM8K's own: question and answer alone, and `####` in an answer."""
-    if asked != ColumnsConfig() or any(name in names for name in ("prompt", "info", "task")):
-        return False
-    return all(name in names for name in OF_GSM8K) and any("####" in str(row.get("answer")) for row in rows)
+def is_of_gsm8k(names: Sequence[str], asked: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the rows are in the form of GSM8K's own: question and answer alone, a marked number in each."""
+    return asked == ColumnsConfig() and set(names) == set(OF_GSM8K) and all(map(is_gsm8k_row, rows))
+
+
+def why_not_gsm8k(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what keeps rows, of which some are like GSM8K's, from being read as such; "" if none is like these."""
+    like = sum(map(is_gsm8k_row, rows))
+    if not like:
+        return ""
+    others = [name for name in names if name not in OF_GSM8K]
+    also = f"there is the column {', '.join(others)} too" if others else "columns are named"
+    but = also if like == len(rows) else "the others do not"
+    return f"{like} of {len(rows)} answers end with a line `#### number` as GSM8K's do, but {but}"
 
 
 def gsm8k_question(row: Mapping[str, Any], index: int, where: str) -> Question:

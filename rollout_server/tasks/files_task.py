@@ -21,7 +21,19 @@ from rollout_server.rewards.code.cases import CHEATABLE, HOW_TO_BE_HONEST
 from rollout_server.rewards.code.checker import refuses_cheatable
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
-from rollout_server.tasks.columns import MEDIA, find_columns, gsm8k_question, is_of_gsm8k, make_question
+from rollout_server.tasks.columns import (
+    MEDIA,
+    find_columns,
+    gsm8k_question,
+    is_of_gsm8k,
+    make_question,
+    why_not_gsm8k,
+)
+from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
+from rollout_server.tasks.gsm8k_rows import INSTRUCTION
+
+AS_THEY_ARE = "{prompt: question, reference: answer}"
+"""The columns of files that are like GSM8K's, named so that nothing is changed in their rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +152,19 @@ class FilesTask(Task):
         if not found.rows:
             return []
         if is_of_gsm8k(found.columns, asked, found.rows):
+            self.cautions.append(
+                f"{file} is read as GSM8K's own: references are the numbers after ####, and to each prompt is added: "
+                f"{INSTRUCTION} If that is not meant, set task.columns: {AS_THEY_ARE}."
+            )
             return [gsm8k_question(row, first + i, places[i]) for i, row in enumerate(found.rows)]
         columns = find_columns(found.columns, asked, str(file))
         if not columns.is_asked_for(asked):
             self.cautions.append(f"{file} has {columns.about}. Name other columns in task.columns.")
+            if (columns.prompt, columns.reference) == OF_GSM8K and (why := why_not_gsm8k(found.columns, found.rows)):
+                self.cautions.append(
+                    f"{file}: {why}. So whole answers are the references. Put the numbers into a column of their own, "
+                    f"or set task.columns: {AS_THEY_ARE} if this is meant."
+                )
         rows = zip(found.rows, places, strict=True)
         return [make_question(row, columns, data.short_name, where) for row, where in rows]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,29 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import ColumnsConfig, Config, DataConfig, TaskConfig
+from async_rl.config import ColumnsConfig, DataConfig, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.tasks.base import Task, open_task
+from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config
-
-TOKENIZER = character_tokenizer()
-
-
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
-def sums(name: str, count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"{name}{i}?", "answer": str(i)} for i in range(count)]
-
-
-def opened(path: Any, *, eval_path: Any = "", eval_size: int = 0, seed: int = 0, **task: Any) -> Task:
-    settings = TaskConfig(path=path, eval_path=eval_path, **({"reward": "math:gcd"} | task))
-    config: Config = make_config(task=settings, eval={"size": eval_size}, run={"seed": seed})
-    return open_task(config, TOKENIZER)
-
+from tests.kit.data_files import opened, sums, written
 
 CHAT = [{"role": "user", "content": "What is 8 * 9?"}]
 

@@ -5,17 +5,18 @@
     verifiers         prompt or question, answer, info, task
     GSM8K             question and answer alone, and each answer ends with a line `#### number`: gsm8k_rows.py
 
-task.columns names others. Columns that hold none of these are in `question.extra`; in verl's files extra_info alone is.
+task.columns, or `columns` of one source, names others. Columns that hold none of these are in `question.extra`; in verl's
+files extra_info alone is.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from async_rl.config import ColumnsConfig
+from async_rl.config import ColumnsConfig, DataConfig, TaskConfig
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
@@ -36,6 +37,25 @@ _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The columns that the user names for one source of prompts."""
+
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    key: str = "task.columns"
+    """The setting that names them."""
+    own: str = "task.columns"
+    """The setting that names those of this source: of one among several, that in its entry."""
+
+    @classmethod
+    def of(cls, config: TaskConfig, sources: Sequence[DataConfig], index: int, setting: str) -> Asked:
+        """Return what is asked for of one of the sources that `setting` names."""
+        entry = f"{setting}[{index}].columns"
+        if (named := sources[index].columns) != ColumnsConfig():
+            return cls(columns=named, key=entry, own=entry)
+        return cls(columns=config.columns, own=entry if len(sources) > 1 else "task.columns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """The columns of one file; "" for a part that it does not have."""
 
@@ -53,7 +73,7 @@ class Columns:
         return ", ".join(f"{part}s from {getattr(self, part)}" for part in parts if getattr(self, part))
 
     def is_asked_for(self, asked: ColumnsConfig) -> bool:
-        """Whether nothing is guessed: task.columns names prompt and reference, or the file is in verl's schema."""
+        """Whether nothing is guessed: prompt and reference are named, or the file is in verl's schema."""
         return bool(asked.prompt and asked.reference) or self.reference == "reward_model.ground_truth"
 
     @property
@@ -63,26 +83,29 @@ class Columns:
         return tuple(dict.fromkeys([part.partition(".")[0] for part in parts if part] + list(self.others)))
 
 
-def find_columns(names: Sequence[str], asked: ColumnsConfig, where: str) -> Columns:
+def find_columns(names: Sequence[str], asked: Asked, where: str) -> Columns:
     """Return the columns of a file that has the columns `names`.
 
     Raises:
-        ConfigError: `where` lacks one that task.columns names, or has no prompts.
+        ConfigError: `where` lacks one that is asked for, or has no prompts.
     """
     found: dict[str, str] = {}
     for part, known in KNOWN.items():
-        name = getattr(asked, part)
+        name = getattr(asked.columns, part)
         if name and name.partition(".")[0] not in names:
-            raise ConfigError(f"{where} has no column {name}, as task.columns.{part} names it; found: {_listed(names)}")
+            raise ConfigError(
+                f"{where} has no column {name}, as {asked.key}.{part} names it; found: {_listed(names)}. Where sources "
+                "differ, an entry of a list of them has its own: {path: ..., columns: {" + part + ": ...}}"
+            )
         present = [each for each in known if each.partition(".")[0] in names and each != found.get("prompt")]
         found[part] = name or (present[0] if present else "")
     if not found["prompt"]:
         raise ConfigError(
-            f"{where} has no prompts: needs a column prompt or question, or one that task.columns.prompt names; found: "
+            f"{where} has no prompts: needs a column prompt or question, or one that {asked.own}.prompt names; found: "
             f"{_listed(names)}"
         )
     taken = {each.partition(".")[0] for each in found.values() if each}
-    is_of_verl = "reward_model" in names and not asked.reference
+    is_of_verl = "reward_model" in names and not asked.columns.reference
     kept = [name for name in names if name in EXTRA or not (is_of_verl or name in taken or name in MEDIA)]
     return Columns(**found, others=tuple(kept))
 
@@ -105,7 +128,7 @@ def why_not_gsm8k(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> st
 
 def gsm8k_question(row: Mapping[str, Any], index: int, where: str) -> Question:
     """Return the question of a row of GSM8K's own files."""
-    columns = find_columns(("data_source", "prompt", "reward_model", "extra_info"), ColumnsConfig(), where)
+    columns = find_columns(("data_source", "prompt", "reward_model", "extra_info"), Asked(), where)
     return make_question(gsm8k_row(row, index, where), columns, "", where)
 
 

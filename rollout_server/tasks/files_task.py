@@ -23,6 +23,7 @@ from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.columns import (
     MEDIA,
+    Asked,
     find_columns,
     gsm8k_question,
     is_of_gsm8k,
@@ -114,19 +115,19 @@ class FilesTask(Task):
     def _read_all(self, sources: Sequence[DataConfig], key: str) -> list[_Source]:
         found: list[_Source] = []
         first_row = 0
-        for data in sources:
-            questions, num_rows = self._read(data, key)
+        for index, data in enumerate(sources):
+            questions, num_rows = self._read(data, key, Asked.of(self._config, sources, index, key))
             found.append(_Source(data=data, first_row=first_row, questions=questions))
             first_row += num_rows
         return found
 
-    def _read(self, data: DataConfig, key: str) -> tuple[list[tuple[int, Question]], int]:
+    def _read(self, data: DataConfig, key: str, asked: Asked) -> tuple[list[tuple[int, Question]], int]:
         """Return ((row, question) of each row of a source whose prompt is short enough, the number of its rows)."""
         questions: list[tuple[int, Question]] = []
         cheatable: list[str] = []
         num_rows = 0
         for file in files_of(data.path, key):
-            for question in self._questions(file, data, num_rows):
+            for question in self._questions(file, data, num_rows, asked):
                 where = f"{data.path}, row {num_rows}"
                 rules = self.rules_of(question)
                 tests = {check_reference(rule, question.ground_truth, where) for rule in rules} - {""}
@@ -142,28 +143,27 @@ class FilesTask(Task):
             self._tell_cheatable(f"{data.path}: {len(cheatable)} of {len(questions)} questions", cheatable[0])
         return questions, num_rows
 
-    def _questions(self, file: Path, data: DataConfig, first: int) -> list[Question]:
+    def _questions(self, file: Path, data: DataConfig, first: int, asked: Asked) -> list[Question]:
         """Return the questions of a file, whose first row is number `first` of the source."""
-        asked = self._config.columns
         found: Rows = rows_of(file, lambda names: find_columns(names, asked, str(file)).wanted)
         if media := [name for name in MEDIA if name in found.columns]:
             self.cautions.append(f"{file} has the column {', '.join(media)}, which is not used: models see only text.")
         places = [f"{data.path}, row {first + i}" for i in range(len(found.rows))]
         if not found.rows:
             return []
-        if is_of_gsm8k(found.columns, asked, found.rows):
+        if is_of_gsm8k(found.columns, asked.columns, found.rows):
             self.cautions.append(
                 f"{file} is read as GSM8K's own: references are the numbers after ####, and to each prompt is added: "
-                f"{INSTRUCTION} If that is not meant, set task.columns: {AS_THEY_ARE}."
+                f"{INSTRUCTION} If that is not meant, set {asked.own}: {AS_THEY_ARE}."
             )
             return [gsm8k_question(row, first + i, places[i]) for i, row in enumerate(found.rows)]
         columns = find_columns(found.columns, asked, str(file))
-        if not columns.is_asked_for(asked):
-            self.cautions.append(f"{file} has {columns.about}. Name other columns in task.columns.")
+        if not columns.is_asked_for(asked.columns):
+            self.cautions.append(f"{file} has {columns.about}. Name other columns in {asked.own}.")
             if (columns.prompt, columns.reference) == OF_GSM8K and (why := why_not_gsm8k(found.columns, found.rows)):
                 self.cautions.append(
                     f"{file}: {why}. So whole answers are the references. Put the numbers into a column of their own, "
-                    f"or set task.columns: {AS_THEY_ARE} if this is meant."
+                    f"or set {asked.own}: {AS_THEY_ARE} if this is meant."
                 )
         rows = zip(found.rows, places, strict=True)
         return [make_question(row, columns, data.short_name, where) for row, where in rows]

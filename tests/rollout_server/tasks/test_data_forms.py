@@ -61,6 +61,35 @@ def test_columns_of_any_name_are_taken_and_the_rest_is_extra(tmp_path: Path) -> 
         opened(path, columns=ColumnsConfig(prompt="problem", reference="answer"))
 
 
+def test_each_source_may_have_columns_of_its_own(tmp_path: Path) -> None:
+    known = written(tmp_path / "known.jsonl", [{"question": "1 + 1?", "answer": "2", "id": 7}])
+    other = written(tmp_path / "other.jsonl", [{"problem": "2 + 2?", "solution": "4"}])
+    named = {"prompt": "problem", "reference": "solution"}
+    both = [known, {"path": other, "columns": named}]
+    task = opened(both, eval_path=both[::-1], eval_size=2, shuffle=False)
+    questions = [[each.question for each in some] for some in ([task.prompt(0), task.prompt(1)], task.eval_prompts())]
+    trained, held_out = [[(q.messages[0]["content"], q.ground_truth) for q in some] for some in questions]
+    assert trained == held_out[::-1] == [("1 + 1?", "2"), ("2 + 2?", "4")]
+    assert questions[0][0].extra == {"id": 7} and questions[0][1].extra == {}
+    guessed = [each for each in task.cautions if "has prompts from" in each]
+    assert len(guessed) == 2 and all("known.jsonl has prompts from question" in each for each in guessed)
+    assert [each.rpartition(" ")[2] for each in guessed] == ["task.path[0].columns.", "task.eval_path[1].columns."]
+    common = opened([{"path": known, "columns": {"prompt": "question"}}, other], columns=ColumnsConfig(**named))
+    assert sorted(common.prompt(i).question.ground_truth for i in range(2)) == ["2", "4"]
+
+
+def test_columns_that_a_source_lacks_are_refused_with_the_setting_that_names_them(tmp_path: Path) -> None:
+    known = written(tmp_path / "known.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    other = written(tmp_path / "other.jsonl", [{"problem": "2 + 2?", "solution": "4"}])
+    with pytest.raises(ConfigError, match=r"a column prompt or question, or one that task\.path\[1\]\.columns\.prompt"):
+        opened([known, other])
+    with pytest.raises(ConfigError, match=r"other.* no column text, as task\.path\[1\]\.columns\.prompt names it"):
+        opened([known, {"path": other, "columns": {"prompt": "text"}}])
+    asked = r"known.* no column problem, as task\.columns\.prompt names it; .* own: {path: \.\.\., columns: {prompt:"
+    with pytest.raises(ConfigError, match=asked):
+        opened([known, other], columns=ColumnsConfig(prompt="problem"))
+
+
 def test_columns_that_were_guessed_are_told(tmp_path: Path) -> None:
     task = opened(written(tmp_path / "rows.jsonl", sums("a", 2)))
     assert any("has prompts from prompt, references from answer. Name other columns in" in c for c in task.cautions)
@@ -179,6 +208,8 @@ def test_repeated_prompts_and_held_out_prompts_that_are_trained_on_are_told(tmp_
         ([{"weight": 2.0}], r"task\.path\[\]\.path is required"),
         ([{"path": "a.jsonl", "weight": 0.0}], r"task\.path\[\]\.weight must be"),
         ([{"path": "a.jsonl", "wieght": 1.0}], r"unknown key .*\.wieght; did you mean task\.path\[\]\.weight"),
+        ([{"path": "a.jsonl", "columns": {"promt": "x"}}], r"unknown key .*\.columns\.promt; did you mean .*\.prompt"),
+        ([{"path": "a.jsonl", "columns": {"prompt": 3}}], r"task\.path\[\]\.columns\.prompt must be text"),
         (3, "task.path must be a file, a glob"),
     ],
 )
@@ -190,10 +221,11 @@ def test_a_wrong_list_of_files_is_refused(path: Any, message: str) -> None:
 def test_a_list_of_files_is_written_and_read_alike(tmp_path: Path) -> None:
     from async_rl.config.loading import dump_config, load_config
 
-    text = "model: {path: m}\ntask: {path: [a.jsonl, {path: b.jsonl, weight: 0.5}]}\n"
+    text = "model: {path: m}\ntask: {path: [a.jsonl, {path: b.jsonl, weight: 0.5, columns: {prompt: x}}]}\n"
     (tmp_path / "config.yaml").write_text(text)
     config = load_config(tmp_path / "config.yaml")
     assert [(each.path, each.weight) for each in config.task.train_data] == [("a.jsonl", 1.0), ("b.jsonl", 0.5)]
+    assert [each.columns.prompt for each in config.task.train_data] == ["", "x"]
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
     listed = load_config(tmp_path / "config.yaml", ["task.path=[c.jsonl, d.jsonl]"])

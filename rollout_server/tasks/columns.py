@@ -5,8 +5,8 @@
     verifiers         prompt or question, answer, info, task
     GSM8K             question and answer alone, and each answer ends with a line `#### number`: gsm8k_rows.py
 
-task.columns, or `columns` of one source, names others. Columns that hold none of these are in `question.extra`; in verl's
-files extra_info alone is.
+task.columns, or `columns` of one source, names others. Columns that hold none of these are in `question.extra`; in
+verl's files extra_info alone is.
 """
 
 from __future__ import annotations

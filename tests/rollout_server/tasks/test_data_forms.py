@@ -175,9 +175,46 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
     with pytest.raises(ConfigError, match=r"splits has several splits: name one, .*/splits/train or .*/splits/test"):
         opened(str(tmp_path / "splits"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"is a folder that datasets\.save_to_disk has not written.*\*\.parquet"):
-        opened(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((), r"It holds no file that ends in \.parquet, \.jsonl or \.arrow"),
+        (("notes.txt",), "It holds no file that ends in"),
+        (("a.jsonl", "notes.txt"), r"Name its files: .*/mine/\*\.jsonl$"),
+        (("a.jsonl", "b.parquet"), r"Name its files: .*/mine/\*\.jsonl or .*/mine/\*\.parquet$"),
+        (("data/a.parquet",), r"Name its files: .*/mine/\*/\*\.parquet$"),
+    ],
+)
+def test_a_folder_of_other_files_is_refused_with_how_to_name_them(
+    tmp_path: Path, files: tuple[str, ...], said: str
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        written(folder / name, sums("a", 1))
+    with pytest.raises(ConfigError, match=rf"is a folder that datasets\.save_to_disk has not written: .*{said}"):
+        opened(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("openai/gsm8k", r"hf://openai/gsm8k$"),
+        ("https://huggingface.co/datasets/openai/gsm8k", r"hf://openai/gsm8k$"),
+        ("https://huggingface.co/datasets/openai/gsm8k/viewer/main/train?row=3", r"hf://openai/gsm8k$"),
+        ("huggingface.co/datasets/openai/gsm8k", r"hf://openai/gsm8k$"),
+        ("data/sets/train.jsonl", "no such file$"), ("train.jsonl", "no such file$"),
+        ("data/train.jsonl", "no such file$"), ("/openai/gsm8k", "no such file$"),
+        ("https://example.org/openai/gsm8k", "no such file$"),
+    ],
+)
+def test_a_name_on_the_hub_without_its_scheme_is_answered_with_it(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        opened(name)
+    assert ("The data set of the hub is named" in str(caught.value)) == ("hf" in said)
 
 
 def test_several_held_out_files_have_names_and_equal_shares(tmp_path: Path) -> None:

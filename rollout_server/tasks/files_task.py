@@ -177,13 +177,20 @@ class FilesTask(Task):
 
     def _tell_repeated(self) -> None:
         """Add cautions for prompts that are there more than once, and for held-out prompts that are trained on."""
-        trained = Counter(str(question.messages) for source in self._train for _, question in source.questions)
-        if repeated := sum(count - 1 for count in trained.values()):
-            self.cautions.append(f"task.path: {repeated} of {trained.total()} prompts repeat an earlier one.")
-        for name in {name for _, name, _, _ in self._eval}:
-            held_out = [str(question.messages) for _, each, _, question in self._eval if each == name]
-            if leaked := sum(text in trained for text in held_out):
+        trained = Counter(_text(question) for source in self._train for _, question in source.questions)
+        held_out = Counter(_text(question) for *_, question in self._eval)
+        for key, counted in (("task.path", trained), ("task.eval_path", held_out)):
+            if repeated := counted.total() - len(counted):
+                self.cautions.append(f"{key}: {repeated} of {counted.total()} prompts repeat an earlier one.")
+        for name in dict.fromkeys(name for _, name, _, _ in self._eval):
+            of_name = [_text(question) for _, each, _, question in self._eval if each == name]
+            if leaked := sum(text in trained for text in of_name):
                 self.cautions.append(
-                    f"task.eval_path: {leaked} of {len(held_out)} held-out prompts of {name} are trained on too: the "
+                    f"task.eval_path: {leaked} of {len(of_name)} held-out prompts of {name} are trained on too: the "
                     "accuracy on them does not show what the model makes of new ones."
                 )
+
+
+def _text(question: Question) -> str:
+    """Return the messages as a text by which prompts are compared: in lower case, with white space as single spaces."""
+    return "\n".join(f"{each['role']}: {' '.join(each['content'].casefold().split())}" for each in question.messages)

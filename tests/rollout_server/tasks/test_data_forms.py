@@ -238,6 +238,25 @@ def test_repeated_prompts_and_held_out_prompts_that_are_trained_on_are_told(tmp_
     assert any("1 of 4 held-out prompts of held-out are trained on too" in each for each in cautions)
 
 
+def test_prompts_that_differ_in_case_and_white_space_count_as_the_same(tmp_path: Path) -> None:
+    def rows(*prompts: Any) -> list[dict[str, Any]]:
+        return [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+
+    train = written(tmp_path / "train.jsonl", rows("What is 1?", " what  is\n1? ", "What is 2?"))
+    same = [{"role": "user", "content": "WHAT IS 2?"}]
+    held_out = written(tmp_path / "one.jsonl", rows("Whatis 1?", same, "New?"))
+    again = written(tmp_path / "again.jsonl", rows("new?"))
+    cautions = opened(train, eval_path=[held_out, again], eval_size=4).cautions
+    assert "task.path: 1 of 3 prompts repeat an earlier one." in cautions
+    assert "task.eval_path: 1 of 4 prompts repeat an earlier one." in cautions
+    assert [each[:60] for each in cautions if "trained on" in each] == [
+        "task.eval_path: 1 of 3 held-out prompts of one are trained o"
+    ]
+    system = [{"role": "system", "content": "What is 2?"}, {"role": "user", "content": "Now."}]
+    other = written(tmp_path / "other.jsonl", rows(system, "Now."))
+    assert not any("repeat" in each or "too" in each for each in opened(other, eval_path=train, eval_size=1).cautions)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from async_rl.seams import import_object
 
 _UNFIT = ("LBFGS", "Optimizer", "SparseAdam")
 """Names of torch.optim that need several passes a step, are no optimizer, or take sparse gradients alone."""
+_EIGHT_BIT = "torchao.optim:AdamW8bit"
 
 
 def open_optimizer(config: LearnerConfig, parameters: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
@@ -102,11 +103,20 @@ def _find(name: str) -> Callable[..., Any]:
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and each not in _UNFIT
     }
     if name not in known:
-        lower = {each.lower(): each for each in known}
-        near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-        hint = f". Did you mean {lower[near[0]]}?" if near else ""
-        raise ConfigError(f"learner.optimizer must be {', '.join(known)}, or module:name, got {name!r}{hint}")
+        names = ", ".join(known)
+        raise ConfigError(f"learner.optimizer must be {names}, or module:name, got {name!r}{_hint(name, known)}")
     return known[name]
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    plain = name.lower().replace("_", "").replace("-", "")
+    if "8bit" in plain:
+        return f". Adam with moments of 8 bits is {_EIGHT_BIT}, with torchao installed"
+    same = {each.lower(): each for each in known}
+    near = [each for each in same if name.lower().startswith(f"{each}_")]  # as adamw_torch_fused of transformers
+    near = near or difflib.get_close_matches(plain, same, n=1, cutoff=0.8)
+    meant = f". Did you mean {same[near[0]]}?" if near else ""
+    return f"{meant or '.'} Another package's is named with its module, as {_EIGHT_BIT}"
 
 
 def _groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from async_rl.config.keys_of_trl import KEYS_OF_TRL
+from async_rl.config.keys_of_verl import key_of_verl, name_of_verl
+
 _SAMPLING = (
     "there is none, because the logged logprobs would not be those of the distribution that answers are sampled from, "
     "by which staleness is corrected. What there is: rollout.temperature, rollout.top_p, rollout.stop"
@@ -23,12 +28,14 @@ _EVAL = "for greedy answers set eval.temperature: 0"
 _LOGGERS = "metrics go to run_dir/metrics.jsonl and by logging.wandb, logging.trackio and logging.tensorboard"
 
 KEYS_ELSEWHERE = {
+    **KEYS_OF_TRL,
     **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _SAMPLING),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler", "schedule", "lr_schedule", "min_lr"), _SCHEDULE),
+    **dict.fromkeys(("lr_scheduler_kwargs", "min_lr_ratio"), _SCHEDULE),
     **dict.fromkeys(
         (
             "gradient_accumulation_steps", "per_device_train_batch_size", "train_batch_size", "ppo_mini_batch_size",
-            "ppo_micro_batch_size_per_gpu", "micro_batch_size", "batch_size",
+            "ppo_micro_batch_size_per_gpu", "micro_batch_size", "batch_size", "generation_batch_size",
         ),
         _BATCH,
     ),
@@ -55,6 +62,23 @@ OF_SECTION = {
     "run.epochs": _EPOCHS, "learner.epochs": f"{_EPOCHS}. Passes over one batch are algorithm.epochs",
     "learner.tp": _SPLIT, "model.tp": _SPLIT,
     **dict.fromkeys(("beta", "algorithm.beta"), "the coefficient of the KL penalty is algorithm.kl.coef"),
+    **dict.fromkeys(("delta", "algorithm.delta", "algorithm.clip.delta"), "it is algorithm.params: {dual: ...}"),
+    "data": "prompts are in task.path, and held-out ones in task.eval_path", "eval.n": "it is eval.samples",
+    **dict.fromkeys(
+        ("eval.max_tokens", "eval.max_response_tokens"), "it is rollout.max_response_tokens, for held-out prompts too"
+    ),
     **dict.fromkeys(("max_steps", "run.max_steps", "learner.max_steps"), "it is run.steps"),
 }
 """[a whole key] the same, where the name alone could mean something else here."""
+
+
+def said_elsewhere(key: str, own_names: Collection[str]) -> str:
+    """Return the sentence for a key that there is not here but in another package; "" if none of them has it.
+
+    Args:
+        own_names: the last parts of this package's keys, which mean what they mean here.
+    """
+    name = key.rpartition(".")[2]
+    if told := OF_SECTION.get(key) or (key_of_verl(key) if "." in key else ""):
+        return told
+    return KEYS_ELSEWHERE.get(name) or ("" if name in own_names else name_of_verl(name))

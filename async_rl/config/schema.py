@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -13,7 +13,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from async_rl.config.check import Problem, SettingsError
-from async_rl.config.keys_elsewhere import KEYS_ELSEWHERE, OF_SECTION
+from async_rl.config.keys_elsewhere import said_elsewhere
+from async_rl.config.keys_of_verl import is_section_of_verl
 from async_rl.errors import ConfigError
 
 _ALLOWED = {
@@ -38,6 +39,7 @@ RENAMED = {
     "timeouts.server_start_s": "timeouts.startup_s",
 }
 """Keys that configurations had once, with the keys that they have now. The error for an old key names the new one."""
+NOT_HERE = "there is none of this name here; docs/from-verl.md and docs/from-trl.md have the names of other packages"
 
 
 class _Generator(GenerateJsonSchema):
@@ -91,7 +93,7 @@ def _problems(error: ErrorDetails, kind: type, prefix: str) -> Sequence[Problem]
     if isinstance(cause, SettingsError):
         return cause.problems
     if sort in ("unexpected_keyword_argument", "invalid_key"):
-        return [_unknown_key(path, kind, prefix)]
+        return _unknown_keys(path, value, kind, prefix)
     if path[-1:] == ["[key]"]:  # a dict of free names has a name that is not text
         path, sort = path[:-2], "dict_type"
     elif sort in ("missing", "too_long") and isinstance(value, (list, tuple)):
@@ -127,6 +129,24 @@ def _hint(value: Any, sort: str, schema: dict[str, Any], kind: type, prefix: str
     return f". {schema['description']}" if "description" in schema else ""
 
 
+def _unknown_keys(path: Sequence[str | int], value: Any, kind: type, prefix: str) -> Sequence[Problem]:
+    """Return the problem of a name that a section does not have; of a section of another package those of its keys."""
+    key, own = _dotted(path, prefix), {leaf.rpartition(".")[2] for leaf in _leaves(kind)}
+    below = {each: said_elsewhere(each, own) for each in _keys_below(key, value)} if is_section_of_verl(key) else {}
+    if not any(below.values()):
+        return [_unknown_key(path, kind, prefix)]
+    return [Problem(each, f"unknown key {each}", f"; {said or NOT_HERE}") for each, said in below.items()]
+
+
+def _keys_below(key: str, value: Any) -> Iterator[str]:
+    """Yield the dotted keys of the values in a mapping that is the value of `key`; none if it is no mapping."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        if isinstance(each, dict) and each:
+            yield from _keys_below(f"{key}.{name}", each)
+        else:
+            yield f"{key}.{name}"
+
+
 def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
     """Return the problem of a name that a section does not have; its hint is what other packages mean by the name, or
     the most similar name.
@@ -137,11 +157,11 @@ def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
     for leaf in _leaves(kind):
         leaves.setdefault(leaf.rpartition(".")[2], []).append(_dotted([leaf], prefix))
     key = _dotted([name], section)
-    if elsewhere := OF_SECTION.get(key) or KEYS_ELSEWHERE.get(name):
+    if elsewhere := said_elsewhere(key, leaves):
         hint = elsewhere
     elif near := get_close_matches(name, names, n=1, cutoff=0.7):
         hint = f"did you mean {_dotted(near, section)}?"
-    elif near := get_close_matches(name, leaves, n=1, cutoff=0.7):
+    elif near := get_close_matches(name, leaves, n=1, cutoff=0.85):
         hint = f"did you mean {' or '.join(leaves[near[0]])}?"
     else:
         hint = f"allowed {'in ' + section if section else 'at the top'}: {', '.join(names)}"

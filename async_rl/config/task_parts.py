@@ -43,6 +43,24 @@ class RewardConfig:
         return self.reward.rpartition(":")[2] or "task"
 
 
+@section("task.columns")
+class ColumnsConfig:
+    """The columns of task.path and task.eval_path. Those that are empty are found: verl's, TRL's, verifiers', GSM8K's.
+    An entry of a list of files may have others.
+
+    A name with dots leads into a column of mappings: reward_model.ground_truth.
+    """
+
+    prompt: str = ""
+    """The prompt: text, or a list of chat messages."""
+    reference: str = ""
+    """The value that the reward compares an answer with: question.ground_truth."""
+    solution: str = ""
+    """A worked solution, which async-rl sft learns. Empty: extra_info.answer, else the reference."""
+    source: str = ""
+    """The kind of a question, by which accuracies are told apart. Empty: data_source or task, else the file's name."""
+
+
 @section("task.path[]")
 class DataConfig:
     """One of several sources of prompts."""
@@ -53,6 +71,8 @@ class DataConfig:
     """How often its rows come in an epoch: 2: twice. 0.25: a quarter of them, in each epoch the next one."""
     name: Annotated[str, checked(_is_name, "at most 64 letters, digits, _, - and .")] = ""
     """The name under which held-out results are logged: eval/accuracy/<name>. Empty: that of the file."""
+    columns: Section[ColumnsConfig] = field(default_factory=ColumnsConfig)
+    """The columns of this source, all of them in place of those in task.columns. Empty: task.columns."""
 
     @property
     def short_name(self) -> str:
@@ -73,7 +93,13 @@ def _read_data(given: Any) -> str | tuple[DataConfig, ...]:
 
 _ENTRY = {
     "type": "object", "additionalProperties": False, "required": ["path"],
-    "properties": {"path": {"type": "string"}, "weight": {"type": "number"}, "name": {"type": "string"}},
+    "properties": {
+        "path": {"type": "string"}, "weight": {"type": "number"}, "name": {"type": "string"},
+        "columns": {
+            "type": "object", "additionalProperties": False,
+            "properties": {part: {"type": "string"} for part in ("prompt", "reference", "solution", "source")},
+        },
+    },
 }  # fmt: skip
 DataPaths = Annotated[
     str | tuple[DataConfig, ...], PlainValidator(_read_data),
@@ -89,20 +115,3 @@ def data_of(paths: str | tuple[DataConfig, ...]) -> tuple[DataConfig, ...]:
     if isinstance(paths, str):
         return (DataConfig(path=paths),) if paths else ()
     return paths
-
-
-@section("task.columns")
-class ColumnsConfig:
-    """The columns of task.path and task.eval_path. Those that are empty are found: verl's, TRL's, verifiers', GSM8K's.
-
-    A name with dots leads into a column of mappings: reward_model.ground_truth.
-    """
-
-    prompt: str = ""
-    """The prompt: text, or a list of chat messages."""
-    reference: str = ""
-    """The value that the reward compares an answer with: question.ground_truth."""
-    solution: str = ""
-    """A worked solution, which async-rl sft learns. Empty: extra_info.answer, else the reference."""
-    source: str = ""
-    """The kind of a question, by which accuracies are told apart. Empty: data_source or task, else the file's name."""

@@ -38,6 +38,9 @@ _DATA = re.compile(
     r"hf://(?:datasets/)?(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/\w+/\w+|[\w.-]+))?"
     r"(?::(?P<part>[\w.-]+(?:/[\w.-]+)?)|/(?P<file>.+))?"
 )
+_PAGE = re.compile(rf"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?(?P<id>{_ID})(?:[/?#].*)?")
+"""The address of a data set's page."""
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".arrow", ".json", ".csv")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -110,6 +113,13 @@ def find_data(name: str, key: str) -> HubRepo | None:
         key=key, name=name, id=found["id"], revision=found["revision"] or "", kind="dataset",
         part=found["part"] or "", file=found["file"] or "",
     )
+
+
+def data_hint(name: str) -> str:
+    """Return what to say of a name that is no file, if it looks like that of a data set of the hub; else ""."""
+    is_local = Path(name).suffix in _DATA_SUFFIXES or name.partition("/")[0] in LOCAL_FOLDERS
+    found = _PAGE.fullmatch(name) or (None if is_local else re.fullmatch(f"(?P<id>{_ID})", name))
+    return f". The data set of the hub is named {SCHEME}{found['id']}" if found else ""
 
 
 def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_data import data_files
-from async_rl.storage.hub_names import find_data
+from async_rl.storage.hub_names import data_hint, find_data
 
 SUFFIXES = (".parquet", ".jsonl", ".arrow")
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -47,7 +47,7 @@ def files_of(path: str, key: str) -> list[Path]:
     files = [file for each in _named(path, key) for file in (_files_of_folder(each, key) if each.is_dir() else [each])]
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"{key} must name files, got {file}: there is no such file")
+            raise ConfigError(f"{key} must name files, got {file}: there is no such file{data_hint(path)}")
         if file.suffix not in SUFFIXES:
             raise ConfigError(f"{key} must end in .parquet, .jsonl or .arrow, got {file}")
     return files
@@ -120,7 +120,7 @@ def _named(path: str, key: str) -> list[Path]:
         return [Path(path)]
     found = sorted(map(Path, glob.glob(path, recursive=True)))
     if not found:
-        raise ConfigError(f"{key} {path}: no file has such a name")
+        raise ConfigError(f"{key} {path}: no file has such a name{data_hint(path)}")
     return found
 
 
@@ -131,13 +131,22 @@ def _files_of_folder(folder: Path, key: str) -> list[Path]:
         raise ConfigError(f"{key} {folder} has several splits: name one, {' or '.join(splits)}")
     if not (folder / STATE).is_file():
         raise ConfigError(
-            f"{key} {folder} is a folder that datasets.save_to_disk has not written: it has no {STATE}. Name its "
-            f"files: {folder}/*.parquet"
+            f"{key} {folder} is a folder that datasets.save_to_disk has not written: it has no {STATE}. "
+            f"{_what_it_holds(folder)}"
         )
     state = json.loads((folder / STATE).read_text())
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise ConfigError(f"{key} {folder} holds a selection of rows: call flatten_indices() before save_to_disk")
     return [folder / each["filename"] for each in state["_data_files"]]
+
+
+def _what_it_holds(folder: Path) -> str:
+    """Return how to name the files of a folder, for people: those in it, else those in the folders in it."""
+    for pattern in ("*", "*/*"):
+        endings = {each.suffix for each in folder.glob(pattern) if each.suffix in SUFFIXES}
+        if endings:
+            return f"Name its files: {' or '.join(f'{folder}/{pattern}{each}' for each in sorted(endings))}"
+    return f"It holds no file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
 def _jsonl_rows(path: Path) -> Rows:

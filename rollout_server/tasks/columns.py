@@ -3,23 +3,24 @@
     verl              prompt, reward_model.ground_truth, data_source, extra_info
     TRL               prompt, and answer, solution or ground_truth, if a reward wants one
     verifiers         prompt or question, answer, info, task
-    GSM8K             question, answer that ends in `#### number`: gsm8k_rows.py
+    GSM8K             question and answer alone, and each answer ends with a line `#### number`: gsm8k_rows.py
 
-task.columns names others. Columns that hold none of these are in `question.extra`; in verl's files extra_info alone is.
+task.columns, or `columns` of one source, names others. Columns that hold none of these are in `question.extra`; in
+verl's files extra_info alone is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from async_rl.config import ColumnsConfig
+from async_rl.config import ColumnsConfig, DataConfig, TaskConfig
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
-from rollout_server.tasks.gsm8k_rows import gsm8k_row
+from rollout_server.tasks.gsm8k_rows import gsm8k_row, is_gsm8k_row
 
 KNOWN = {
     "prompt": ("prompt", "question"),
@@ -33,6 +34,25 @@ EXTRA = ("extra_info", "info")
 MEDIA = ("images", "videos", "audios")
 """Columns that models here can't read."""
 _MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The columns that the user names for one source of prompts."""
+
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    key: str = "task.columns"
+    """The setting that names them."""
+    own: str = "task.columns"
+    """The setting that names those of this source: of one among several, that in its entry."""
+
+    @classmethod
+    def of(cls, config: TaskConfig, sources: Sequence[DataConfig], index: int, setting: str) -> Asked:
+        """Return what is asked for of one of the sources that `setting` names."""
+        entry = f"{setting}[{index}].columns"
+        if (named := sources[index].columns) != ColumnsConfig():
+            return cls(columns=named, key=entry, own=entry)
+        return cls(columns=config.columns, own=entry if len(sources) > 1 else "task.columns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +73,7 @@ class Columns:
         return ", ".join(f"{part}s from {getattr(self, part)}" for part in parts if getattr(self, part))
 
     def is_asked_for(self, asked: ColumnsConfig) -> bool:
-        """Whether nothing is guessed: task.columns names prompt and reference, or the file is in verl's schema."""
+        """Whether nothing is guessed: prompt and reference are named, or the file is in verl's schema."""
         return bool(asked.prompt and asked.reference) or self.reference == "reward_model.ground_truth"
 
     @property
@@ -63,40 +83,52 @@ class Columns:
         return tuple(dict.fromkeys([part.partition(".")[0] for part in parts if part] + list(self.others)))
 
 
-def find_columns(names: Sequence[str], asked: ColumnsConfig, where: str) -> Columns:
+def find_columns(names: Sequence[str], asked: Asked, where: str) -> Columns:
     """Return the columns of a file that has the columns `names`.
 
     Raises:
-        ConfigError: `where` lacks one that task.columns names, or has no prompts.
+        ConfigError: `where` lacks one that is asked for, or has no prompts.
     """
     found: dict[str, str] = {}
     for part, known in KNOWN.items():
-        name = getattr(asked, part)
+        name = getattr(asked.columns, part)
         if name and name.partition(".")[0] not in names:
-            raise ConfigError(f"{where} has no column {name}, as task.columns.{part} names it; found: {_listed(names)}")
+            raise ConfigError(
+                f"{where} has no column {name}, as {asked.key}.{part} names it; found: {_listed(names)}. Where sources "
+                "differ, an entry of a list of them has its own: {path: ..., columns: {" + part + ": ...}}"
+            )
         present = [each for each in known if each.partition(".")[0] in names and each != found.get("prompt")]
         found[part] = name or (present[0] if present else "")
     if not found["prompt"]:
         raise ConfigError(
-            f"{where} has no prompts: needs a column prompt or question, or one that task.columns.prompt names; found: "
+            f"{where} has no prompts: needs a column prompt or question, or one that {asked.own}.prompt names; found: "
             f"{_listed(names)}"
         )
     taken = {each.partition(".")[0] for each in found.values() if each}
-    is_of_verl = "reward_model" in names and not asked.reference
+    is_of_verl = "reward_model" in names and not asked.columns.reference
     kept = [name for name in names if name in EXTRA or not (is_of_verl or name in taken or name in MEDIA)]
     return Columns(**found, others=tuple(kept))
 
 
-def is_of_gsm8k(names: Container[str], asked: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the rows are in the form of GSM8K's own: question and answer alone, and `####` in an answer."""
-    if asked != ColumnsConfig() or any(name in names for name in ("prompt", "info", "task")):
-        return False
-    return all(name in names for name in OF_GSM8K) and any("####" in str(row.get("answer")) for row in rows)
+def is_of_gsm8k(names: Sequence[str], asked: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the rows are in the form of GSM8K's own: question and answer alone, a marked number in each."""
+    return asked == ColumnsConfig() and set(names) == set(OF_GSM8K) and all(map(is_gsm8k_row, rows))
+
+
+def why_not_gsm8k(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what keeps rows, of which some are like GSM8K's, from being read as such; "" if none is like these."""
+    like = sum(map(is_gsm8k_row, rows))
+    if not like:
+        return ""
+    others = [name for name in names if name not in OF_GSM8K]
+    also = f"there is the column {', '.join(others)} too" if others else "columns are named"
+    but = also if like == len(rows) else "the others do not"
+    return f"{like} of {len(rows)} answers end with a line `#### number` as GSM8K's do, but {but}"
 
 
 def gsm8k_question(row: Mapping[str, Any], index: int, where: str) -> Question:
     """Return the question of a row of GSM8K's own files."""
-    columns = find_columns(("data_source", "prompt", "reward_model", "extra_info"), ColumnsConfig(), where)
+    columns = find_columns(("data_source", "prompt", "reward_model", "extra_info"), Asked(), where)
     return make_question(gsm8k_row(row, index, where), columns, "", where)
 
 

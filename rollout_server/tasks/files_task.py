@@ -21,7 +21,20 @@ from rollout_server.rewards.code.cases import CHEATABLE, HOW_TO_BE_HONEST
 from rollout_server.rewards.code.checker import refuses_cheatable
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
-from rollout_server.tasks.columns import MEDIA, find_columns, gsm8k_question, is_of_gsm8k, make_question
+from rollout_server.tasks.columns import (
+    MEDIA,
+    Asked,
+    find_columns,
+    gsm8k_question,
+    is_of_gsm8k,
+    make_question,
+    why_not_gsm8k,
+)
+from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
+from rollout_server.tasks.gsm8k_rows import INSTRUCTION
+
+AS_THEY_ARE = "{prompt: question, reference: answer}"
+"""The columns of files that are like GSM8K's, named so that nothing is changed in their rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +115,19 @@ class FilesTask(Task):
     def _read_all(self, sources: Sequence[DataConfig], key: str) -> list[_Source]:
         found: list[_Source] = []
         first_row = 0
-        for data in sources:
-            questions, num_rows = self._read(data, key)
+        for index, data in enumerate(sources):
+            questions, num_rows = self._read(data, key, Asked.of(self._config, sources, index, key))
             found.append(_Source(data=data, first_row=first_row, questions=questions))
             first_row += num_rows
         return found
 
-    def _read(self, data: DataConfig, key: str) -> tuple[list[tuple[int, Question]], int]:
+    def _read(self, data: DataConfig, key: str, asked: Asked) -> tuple[list[tuple[int, Question]], int]:
         """Return ((row, question) of each row of a source whose prompt is short enough, the number of its rows)."""
         questions: list[tuple[int, Question]] = []
         cheatable: list[str] = []
         num_rows = 0
         for file in files_of(data.path, key):
-            for question in self._questions(file, data, num_rows):
+            for question in self._questions(file, data, num_rows, asked):
                 where = f"{data.path}, row {num_rows}"
                 rules = self.rules_of(question)
                 tests = {check_reference(rule, question.ground_truth, where) for rule in rules} - {""}
@@ -130,20 +143,28 @@ class FilesTask(Task):
             self._tell_cheatable(f"{data.path}: {len(cheatable)} of {len(questions)} questions", cheatable[0])
         return questions, num_rows
 
-    def _questions(self, file: Path, data: DataConfig, first: int) -> list[Question]:
+    def _questions(self, file: Path, data: DataConfig, first: int, asked: Asked) -> list[Question]:
         """Return the questions of a file, whose first row is number `first` of the source."""
-        asked = self._config.columns
         found: Rows = rows_of(file, lambda names: find_columns(names, asked, str(file)).wanted)
         if media := [name for name in MEDIA if name in found.columns]:
             self.cautions.append(f"{file} has the column {', '.join(media)}, which is not used: models see only text.")
         places = [f"{data.path}, row {first + i}" for i in range(len(found.rows))]
         if not found.rows:
             return []
-        if is_of_gsm8k(found.columns, asked, found.rows):
+        if is_of_gsm8k(found.columns, asked.columns, found.rows):
+            self.cautions.append(
+                f"{file} is read as GSM8K's own: references are the numbers after ####, and to each prompt is added: "
+                f"{INSTRUCTION} If that is not meant, set {asked.own}: {AS_THEY_ARE}."
+            )
             return [gsm8k_question(row, first + i, places[i]) for i, row in enumerate(found.rows)]
         columns = find_columns(found.columns, asked, str(file))
-        if not columns.is_asked_for(asked):
-            self.cautions.append(f"{file} has {columns.about}. Name other columns in task.columns.")
+        if not columns.is_asked_for(asked.columns):
+            self.cautions.append(f"{file} has {columns.about}. Name other columns in {asked.own}.")
+            if (columns.prompt, columns.reference) == OF_GSM8K and (why := why_not_gsm8k(found.columns, found.rows)):
+                self.cautions.append(
+                    f"{file}: {why}. So whole answers are the references. Put the numbers into a column of their own, "
+                    f"or set {asked.own}: {AS_THEY_ARE} if this is meant."
+                )
         rows = zip(found.rows, places, strict=True)
         return [make_question(row, columns, data.short_name, where) for row, where in rows]
 
@@ -156,13 +177,20 @@ class FilesTask(Task):
 
     def _tell_repeated(self) -> None:
         """Add cautions for prompts that are there more than once, and for held-out prompts that are trained on."""
-        trained = Counter(str(question.messages) for source in self._train for _, question in source.questions)
-        if repeated := sum(count - 1 for count in trained.values()):
-            self.cautions.append(f"task.path: {repeated} of {trained.total()} prompts repeat an earlier one.")
-        for name in {name for _, name, _, _ in self._eval}:
-            held_out = [str(question.messages) for _, each, _, question in self._eval if each == name]
-            if leaked := sum(text in trained for text in held_out):
+        trained = Counter(_text(question) for source in self._train for _, question in source.questions)
+        held_out = Counter(_text(question) for *_, question in self._eval)
+        for key, counted in (("task.path", trained), ("task.eval_path", held_out)):
+            if repeated := counted.total() - len(counted):
+                self.cautions.append(f"{key}: {repeated} of {counted.total()} prompts repeat an earlier one.")
+        for name in dict.fromkeys(name for _, name, _, _ in self._eval):
+            of_name = [_text(question) for _, each, _, question in self._eval if each == name]
+            if leaked := sum(text in trained for text in of_name):
                 self.cautions.append(
-                    f"task.eval_path: {leaked} of {len(held_out)} held-out prompts of {name} are trained on too: the "
+                    f"task.eval_path: {leaked} of {len(of_name)} held-out prompts of {name} are trained on too: the "
                     "accuracy on them does not show what the model makes of new ones."
                 )
+
+
+def _text(question: Question) -> str:
+    """Return the messages as a text by which prompts are compared: in lower case, with white space as single spaces."""
+    return "\n".join(f"{each['role']}: {' '.join(each['content'].casefold().split())}" for each in question.messages)

@@ -162,6 +162,12 @@ def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_mode
     ("learner", "message"),
     [
         ({"optimizer": "adamw"}, r"optimizer must be .*SGD, or module:name, got 'adamw'\. Did you mean AdamW\?"),
+        ({"optimizer": "AdamWW"}, r"Did you mean AdamW\? Another package's is named with its module, as torchao"),
+        ({"optimizer": "adamw_torch_fused"}, r"got 'adamw_torch_fused'\. Did you mean AdamW\?"),
+        ({"optimizer": "Lion"}, r"got 'Lion'\. Another package's is named with its module, as torchao\.optim:A"),
+        ({"optimizer": "Adan"}, r"got 'Adan'\. Another package's is named with its module"),
+        ({"optimizer": "AdamW8bit"}, r"got 'AdamW8bit'\. Adam with moments of 8 bits is torchao\.optim:AdamW8bit, w"),
+        ({"optimizer": "paged_adamw_8bit"}, r"got 'paged_adamw_8bit'\. Adam with moments of 8 bits is torchao\.opt"),
         ({"optimizer": "LBFGS"}, "learner.optimizer must be"),
         ({"optimizer": "Muon"}, "learner.optimizer Muon can't be made for this model .*2D"),
         ({"optimizer": "SGD", "optimizer_params": {"eps": 1}}, "SGD can't be made .* unexpected keyword argument"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,29 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import ColumnsConfig, Config, DataConfig, TaskConfig
+from async_rl.config import ColumnsConfig, DataConfig, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.tasks.base import Task, open_task
+from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config
-
-TOKENIZER = character_tokenizer()
-
-
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
-def sums(name: str, count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"{name}{i}?", "answer": str(i)} for i in range(count)]
-
-
-def opened(path: Any, *, eval_path: Any = "", eval_size: int = 0, seed: int = 0, **task: Any) -> Task:
-    settings = TaskConfig(path=path, eval_path=eval_path, **({"reward": "math:gcd"} | task))
-    config: Config = make_config(task=settings, eval={"size": eval_size}, run={"seed": seed})
-    return open_task(config, TOKENIZER)
-
+from tests.kit.data_files import opened, sums, written
 
 CHAT = [{"role": "user", "content": "What is 8 * 9?"}]
 
@@ -77,6 +59,35 @@ def test_columns_of_any_name_are_taken_and_the_rest_is_extra(tmp_path: Path) -> 
     assert question.extra == {"level": 2} and task.cautions == []
     with pytest.raises(ConfigError, match=r"has no column answer, as task\.columns\.reference names it; found: prob"):
         opened(path, columns=ColumnsConfig(prompt="problem", reference="answer"))
+
+
+def test_each_source_may_have_columns_of_its_own(tmp_path: Path) -> None:
+    known = written(tmp_path / "known.jsonl", [{"question": "1 + 1?", "answer": "2", "id": 7}])
+    other = written(tmp_path / "other.jsonl", [{"problem": "2 + 2?", "solution": "4"}])
+    named = {"prompt": "problem", "reference": "solution"}
+    both = [known, {"path": other, "columns": named}]
+    task = opened(both, eval_path=both[::-1], eval_size=2, shuffle=False)
+    questions = [[each.question for each in some] for some in ([task.prompt(0), task.prompt(1)], task.eval_prompts())]
+    trained, held_out = [[(q.messages[0]["content"], q.ground_truth) for q in some] for some in questions]
+    assert trained == held_out[::-1] == [("1 + 1?", "2"), ("2 + 2?", "4")]
+    assert questions[0][0].extra == {"id": 7} and questions[0][1].extra == {}
+    guessed = [each for each in task.cautions if "has prompts from" in each]
+    assert len(guessed) == 2 and all("known.jsonl has prompts from question" in each for each in guessed)
+    assert [each.rpartition(" ")[2] for each in guessed] == ["task.path[0].columns.", "task.eval_path[1].columns."]
+    common = opened([{"path": known, "columns": {"prompt": "question"}}, other], columns=ColumnsConfig(**named))
+    assert sorted(common.prompt(i).question.ground_truth for i in range(2)) == ["2", "4"]
+
+
+def test_columns_that_a_source_lacks_are_refused_with_the_setting_that_names_them(tmp_path: Path) -> None:
+    known = written(tmp_path / "known.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    other = written(tmp_path / "other.jsonl", [{"problem": "2 + 2?", "solution": "4"}])
+    with pytest.raises(ConfigError, match=r"a column prompt or question, or one that task\.path\[1\]\.columns\.prompt"):
+        opened([known, other])
+    with pytest.raises(ConfigError, match=r"other.* no column text, as task\.path\[1\]\.columns\.prompt names it"):
+        opened([known, {"path": other, "columns": {"prompt": "text"}}])
+    asked = r"known.* no column problem, as task\.columns\.prompt names it; .* own: {path: \.\.\., columns: {prompt:"
+    with pytest.raises(ConfigError, match=asked):
+        opened([known, other], columns=ColumnsConfig(prompt="problem"))
 
 
 def test_columns_that_were_guessed_are_told(tmp_path: Path) -> None:
@@ -164,9 +175,46 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
     with pytest.raises(ConfigError, match=r"splits has several splits: name one, .*/splits/train or .*/splits/test"):
         opened(str(tmp_path / "splits"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"is a folder that datasets\.save_to_disk has not written.*\*\.parquet"):
-        opened(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((), r"It holds no file that ends in \.parquet, \.jsonl or \.arrow"),
+        (("notes.txt",), "It holds no file that ends in"),
+        (("a.jsonl", "notes.txt"), r"Name its files: .*/mine/\*\.jsonl$"),
+        (("a.jsonl", "b.parquet"), r"Name its files: .*/mine/\*\.jsonl or .*/mine/\*\.parquet$"),
+        (("data/a.parquet",), r"Name its files: .*/mine/\*/\*\.parquet$"),
+    ],
+)
+def test_a_folder_of_other_files_is_refused_with_how_to_name_them(
+    tmp_path: Path, files: tuple[str, ...], said: str
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        written(folder / name, sums("a", 1))
+    with pytest.raises(ConfigError, match=rf"is a folder that datasets\.save_to_disk has not written: .*{said}"):
+        opened(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("openai/gsm8k", r"hf://openai/gsm8k$"),
+        ("https://huggingface.co/datasets/openai/gsm8k", r"hf://openai/gsm8k$"),
+        ("https://huggingface.co/datasets/openai/gsm8k/viewer/main/train?row=3", r"hf://openai/gsm8k$"),
+        ("huggingface.co/datasets/openai/gsm8k", r"hf://openai/gsm8k$"),
+        ("data/sets/train.jsonl", "no such file$"), ("train.jsonl", "no such file$"),
+        ("data/train.jsonl", "no such file$"), ("/openai/gsm8k", "no such file$"),
+        ("https://example.org/openai/gsm8k", "no such file$"),
+    ],
+)
+def test_a_name_on_the_hub_without_its_scheme_is_answered_with_it(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        opened(name)
+    assert ("The data set of the hub is named" in str(caught.value)) == ("hf" in said)
 
 
 def test_several_held_out_files_have_names_and_equal_shares(tmp_path: Path) -> None:
@@ -190,6 +238,25 @@ def test_repeated_prompts_and_held_out_prompts_that_are_trained_on_are_told(tmp_
     assert any("1 of 4 held-out prompts of held-out are trained on too" in each for each in cautions)
 
 
+def test_prompts_that_differ_in_case_and_white_space_count_as_the_same(tmp_path: Path) -> None:
+    def rows(*prompts: Any) -> list[dict[str, Any]]:
+        return [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+
+    train = written(tmp_path / "train.jsonl", rows("What is 1?", " what  is\n1? ", "What is 2?"))
+    same = [{"role": "user", "content": "WHAT IS 2?"}]
+    held_out = written(tmp_path / "one.jsonl", rows("Whatis 1?", same, "New?"))
+    again = written(tmp_path / "again.jsonl", rows("new?"))
+    cautions = opened(train, eval_path=[held_out, again], eval_size=4).cautions
+    assert "task.path: 1 of 3 prompts repeat an earlier one." in cautions
+    assert "task.eval_path: 1 of 4 prompts repeat an earlier one." in cautions
+    assert [each[:60] for each in cautions if "trained on" in each] == [
+        "task.eval_path: 1 of 3 held-out prompts of one are trained o"
+    ]
+    system = [{"role": "system", "content": "What is 2?"}, {"role": "user", "content": "Now."}]
+    other = written(tmp_path / "other.jsonl", rows(system, "Now."))
+    assert not any("repeat" in each or "too" in each for each in opened(other, eval_path=train, eval_size=1).cautions)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -197,6 +264,8 @@ def test_repeated_prompts_and_held_out_prompts_that_are_trained_on_are_told(tmp_
         ([{"weight": 2.0}], r"task\.path\[\]\.path is required"),
         ([{"path": "a.jsonl", "weight": 0.0}], r"task\.path\[\]\.weight must be"),
         ([{"path": "a.jsonl", "wieght": 1.0}], r"unknown key .*\.wieght; did you mean task\.path\[\]\.weight"),
+        ([{"path": "a.jsonl", "columns": {"promt": "x"}}], r"unknown key .*\.columns\.promt; did you mean .*\.prompt"),
+        ([{"path": "a.jsonl", "columns": {"prompt": 3}}], r"task\.path\[\]\.columns\.prompt must be text"),
         (3, "task.path must be a file, a glob"),
     ],
 )
@@ -208,10 +277,11 @@ def test_a_wrong_list_of_files_is_refused(path: Any, message: str) -> None:
 def test_a_list_of_files_is_written_and_read_alike(tmp_path: Path) -> None:
     from async_rl.config.loading import dump_config, load_config
 
-    text = "model: {path: m}\ntask: {path: [a.jsonl, {path: b.jsonl, weight: 0.5}]}\n"
+    text = "model: {path: m}\ntask: {path: [a.jsonl, {path: b.jsonl, weight: 0.5, columns: {prompt: x}}]}\n"
     (tmp_path / "config.yaml").write_text(text)
     config = load_config(tmp_path / "config.yaml")
     assert [(each.path, each.weight) for each in config.task.train_data] == [("a.jsonl", 1.0), ("b.jsonl", 0.5)]
+    assert [each.columns.prompt for each in config.task.train_data] == ["", "x"]
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
     listed = load_config(tmp_path / "config.yaml", ["task.path=[c.jsonl, d.jsonl]"])

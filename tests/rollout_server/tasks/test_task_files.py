@@ -239,7 +239,8 @@ def test_prepare_keeps_question_solution_and_number(tmp_path: Path) -> None:
         ('{"question": "?"}', "line 1: must be a JSON object with question and answer"),
         ("nonsense", "line 1: must be"),
         ('{"question": "?", "answer": 42}', "line 1: must be a JSON object with question and answer, both text"),
-        ('{"question": "?", "answer": "42"}', "has no `#### number`"),
+        ('{"question": "?", "answer": "42"}', "has no `#### number` as its last line, .*, got '42'. Data of your own"),
+        ('{"question": "?", "answer": "#### Head"}', r"has no `#### number`.* with task\.columns\.prompt: question"),
         ("", "is empty"),
     ],
 )

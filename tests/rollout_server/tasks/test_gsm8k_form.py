@@ -1,0 +1,72 @@
+"""Files of question and answer: those of GSM8K's own form, and those that only look like it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from async_rl.config import ColumnsConfig
+from rollout_server.tasks.gsm8k_rows import INSTRUCTION
+from tests.kit.data_files import opened, written
+
+GSM8K = {"question": "How many?", "answer": "1000 + 234 = 1234\n#### 1,234"}
+HEADING = {"question": "What is RL?", "answer": "It is learning.\n#### How\nBy trying."}
+PLAIN = {"question": "8 * 9?", "answer": "72"}
+
+
+def test_a_file_of_gsm8ks_own_form_is_told_with_the_instruction_that_is_added(tmp_path: Path) -> None:
+    rows = [GSM8K, {"question": "Less?", "answer": "#### -0.5\n"}]
+    task = opened(written(tmp_path / "rows.jsonl", rows), shuffle=False)
+    first, second = (task.prompt(i).question for i in range(2))
+    assert first.messages == ({"role": "user", "content": f"How many?\n{INSTRUCTION}"},)
+    assert (first.ground_truth, first.solution, first.source) == ("1234", GSM8K["answer"], "openai/gsm8k")
+    assert second.ground_truth == "-0.5"
+    (caution,) = task.cautions
+    assert "rows.jsonl is read as GSM8K's own: references are the numbers after ####" in caution
+    assert f"is added: {INSTRUCTION} If that is not meant, set task.columns: {{prompt: question, ref" in caution
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        pytest.param([HEADING, HEADING | {"question": "And SFT?"}], "", id="a-heading-in-each-answer"),
+        pytest.param([HEADING, PLAIN], "", id="a-heading-in-one"),
+        pytest.param([{"question": "?", "answer": "#### 7 apples"}], "", id="words-after-the-number"),
+        pytest.param([{"question": "?", "answer": "#### 7\nSo it is."}], "", id="a-number-that-is-not-the-end"),
+        pytest.param([{"question": "?", "answer": "It is #### 7"}], "", id="a-number-within-a-line"),
+        pytest.param([GSM8K, PLAIN], "1 of 2 answers end with a line .* but the others do not", id="some-answers"),
+        pytest.param([GSM8K | {"id": 3}], "1 of 1 answers end with .* but there is the column id too", id="a-column"),
+    ],
+)
+def test_another_file_of_questions_and_answers_stays_as_it_is(
+    tmp_path: Path, rows: list[dict[str, Any]], told: str, suffix: str
+) -> None:
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        written(path, rows)
+    task = opened(str(path), shuffle=False)
+    for i, row in enumerate(rows):
+        question = task.prompt(i).question
+        assert question.messages == ({"role": "user", "content": row["question"]},)
+        assert (question.ground_truth, question.source) == (row["answer"], "rows")
+        assert question.extra == ({"id": 3} if "id" in row else {})
+    assert "has prompts from question, references from answer" in task.cautions[0]
+    wanted = rf"{told}\. So whole answers are the references\. .* or set task\.columns: {{prompt: question, ref"
+    assert [bool(re.search(wanted, caution)) for caution in task.cautions[1:]] == ([True] if told else [])
+
+
+def test_named_columns_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", [GSM8K])
+    task = opened(path, columns=ColumnsConfig(prompt="question", reference="answer"))
+    assert task.prompt(0).question.ground_truth == GSM8K["answer"] and task.cautions == []
+    some = opened(path, columns=ColumnsConfig(prompt="question"))
+    assert some.prompt(0).question.ground_truth == GSM8K["answer"]
+    assert "but columns are named" in some.cautions[1]

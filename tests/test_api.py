@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,4 +182,7 @@ def test_a_repository_that_is_not_installed_has_a_command_and_no_version(monkeyp
 def test_the_package_is_the_command_and_its_types_are_published() -> None:
     done = subprocess.run([sys.executable, "-m", "async_rl", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"async-rl {async_rl.__version__}\n"
-    assert (Path(async_rl.__file__).parent / "py.typed").is_file()
+    root = Path(async_rl.__file__).parents[1]
+    tools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package in (name.rstrip("*") for name in tools["packages"]["find"]["include"]):
+        assert (root / package / "py.typed").is_file() and "py.typed" in tools["package-data"][package], package

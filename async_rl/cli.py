@@ -196,27 +196,16 @@ def _train(args: argparse.Namespace) -> int:
     if args.gpu_gb and not args.dry_run:
         raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
-        from async_rl.config.loading import load_config
+        from async_rl.api import config_to_start, nothing_left
         from async_rl.driver.dry_run import dry_run
         from async_rl.pipeline import run
         from async_rl.telemetry.summary_table import format_summary
 
         signals.check()
-        if args.resume == "auto":
-            from async_rl.storage.run_dir import find_run, is_trained
-
-            config = load_config(args.config, args.overrides)
-            found = find_run(config)
-            if found and is_trained(found, config):
-                print(f"{found} has its {config.run.steps} steps: nothing is left to train")
-                return 0
-            args.resume = str(found or "")
-        if args.resume:
-            from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
-
-            args.config = args.config or run_dir_of(find_checkpoint(args.resume)) / "config.yaml"
-            args.overrides = [f"run.resume={args.resume}", *args.overrides]
-        config = load_config(args.config, args.overrides)
+        config, is_trained = config_to_start(args.config, args.overrides, args.resume)
+        if is_trained:
+            print(nothing_left(config))
+            return 0
         signals.check()
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:

@@ -138,7 +138,7 @@ def test_a_run_is_continued_with_its_own_configuration_unless_one_is_given(
 
 @pytest.mark.parametrize("resume", ["", "auto"])
 def test_neither_a_configuration_nor_a_run_to_continue_is_refused(resume: str) -> None:
-    with pytest.raises(async_rl.ConfigError, match=r"config must be a YAML file, .*, got None.* `async-rl init` writes"):
+    with pytest.raises(async_rl.ConfigError, match=r"config must be a YAML file, .*, got None.* `async-rl init`"):
         async_rl.train(resume=resume)
     with pytest.raises(async_rl.ConfigError, match="There is no such folder"):
         async_rl.train(resume="nowhere")

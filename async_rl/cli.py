@@ -64,7 +64,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="async-rl",
         description=_description(
             "Asynchronous RL post-training of language models with bounded staleness.",
-            "async-rl train configs/quickstart.yaml",
+            "async-rl train quickstart.yaml      # which async-rl init writes",
         ),
     )
     parser.add_argument("--version", action="version", version=f"async-rl {async_rl.__version__}")
@@ -81,7 +81,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         args.config = os.path.expanduser(config) if config else None
         args.overrides = [word for word in words if word is not config]
         if args.needs_config and not args.config and getattr(args, "resume", "") in ("", "auto"):
-            parser.error(f"{args.command} needs a CONFIG, e.g. configs/quickstart.yaml{args.or_else}")
+            begin_with = "quickstart.yaml, which `async-rl init` writes"
+            parser.error(f"{args.command} needs a CONFIG, e.g. {begin_with}{args.or_else}")
     for name, value in vars(args).items():
         if isinstance(value, Path):
             setattr(args, name, value.expanduser())
@@ -104,7 +105,7 @@ def add_command(
 
 
 def _add_commands(commands: Any) -> None:
-    quickstart, add = "configs/quickstart.yaml", partial(add_command, commands)
+    quickstart, add = "quickstart.yaml", partial(add_command, commands)
     add_init(add)
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
@@ -183,7 +184,8 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
     """Add the arguments CONFIG and key=value. The error for a CONFIG that is needed and missing ends with `or_else`."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG key=value",
-        help="a YAML file, e.g. configs/quickstart.yaml, and settings over it, e.g. staleness.max=2 run.steps=60",
+        help="a YAML file, e.g. quickstart.yaml, which `async-rl init` writes, and settings over it, e.g. "
+        "staleness.max=2 run.steps=60",
     )
     parser.set_defaults(needs_config=is_needed, or_else=or_else)
 

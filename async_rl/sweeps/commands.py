@@ -18,7 +18,7 @@ def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], 
     """Add the commands sweep, report and plan; `add_config` adds the arguments CONFIG and key=value to a command."""
     sweep = add(
         "sweep", _sweep, "train at every combination of settings and seeds, and report",
-        "configs/quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
+        "quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
     )
     add_config(sweep)
     _add_sweep_options(sweep)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
+import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +23,9 @@ from async_rl.config.loading import load_config
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from async_rl.storage.hub_names import find_model
+from async_rl.storage.run_dir import find_run, is_trained
 
 SIGNALS_EVERY_S = 1.0
 """How often a wait for the next step wakes, because Python may miss a signal that comes just before it waits."""
@@ -49,27 +53,31 @@ Callback = Callable[[TrainedStep], object]
 class TrainingRun:
     """A training run: a context manager that starts it, and an iterable of its steps.
 
-        with async_rl.TrainingRun("configs/quickstart.yaml") as run:
+        with async_rl.TrainingRun("quickstart.yaml") as run:
             for step in run:
                 if step.metrics["reward/mean"] > 0.9:
                     run.end("the reward is above 0.9")
         print(run.summary)
 
     The run does not wait for the program: while that looks at a step, the next ones are trained. Ctrl-C ends the run
-    with its step and a checkpoint, a second one at once. An error of the program ends it with its step, too.
+    with its step and a checkpoint, a second one at once. An error of the program ends it with its step, too. If the
+    program leaves its loop over the steps by `break`, the end of the `with` block ends the run as `end` does; without a
+    loop the block waits for all of run.steps. An object is one run.
 
     Args:
-        config: the configuration.
+        config: the configuration; None: that of the run to continue.
         overrides: settings over it, such as "staleness.max=2".
-        resume: a run directory to continue, from its newest checkpoint, or one of its checkpoints.
+        resume: a run directory to continue, from its newest checkpoint, or one of its checkpoints. "auto": start the
+            run of `config`, or continue it if it has a checkpoint; one that is trained has no steps, and its summary.
 
     Raises:
         ConfigError: a setting can't work.
     """
 
-    def __init__(self, config: Configuration, overrides: Sequence[str] = (), resume: str | Path = "") -> None:
-        settings = [*overrides, *([f"run.resume={resume}"] if resume else [])]
-        self.config = config_of(config, settings)
+    def __init__(
+        self, config: Configuration | None = None, overrides: Sequence[str] = (), resume: str | Path = ""
+    ) -> None:
+        self.config, self._is_trained = config_to_start(config, overrides, resume)
         self.summary: dict[str, Any] = {}
         """The content of summary.json, once the run has ended."""
         self._events: queue.SimpleQueue[TrainedStep | None] = queue.SimpleQueue()
@@ -77,11 +85,12 @@ class TrainingRun:
         self._signals, self._handlers = StopSignals(), contextlib.ExitStack()
         self._thread = threading.Thread(target=self._train, name="async-rl run", daemon=True)
         self._error: BaseException | None = None
-        self._has_ended = False
+        self._is_watched = self._has_ended = False
 
     @property
     def run_dir(self) -> Path:
-        return self.config.run_dir
+        """The directory of the run; before it has begun, the one that it gets unless another run has the name."""
+        return self._control.run_dir or self.config.run_dir
 
     def end(self, reason: str = "the program ended the run") -> None:
         """Have the run end after its step as if run.steps were reached: it is evaluated, saved and summed up.
@@ -95,9 +104,16 @@ class TrainingRun:
         self._control.save()
 
     def __enter__(self) -> TrainingRun:
-        self._handlers.enter_context(self._signals)
-        self._handlers.enter_context(self._signals.deferred())
-        self._thread.start()
+        if self._thread.ident:
+            raise RuntimeError(
+                f"a TrainingRun is one run, and that in {self.run_dir} has begun already: make another TrainingRun, "
+                f"with resume={str(self.run_dir)!r} to go on with that run"
+            )
+        with contextlib.ExitStack() as handlers:
+            handlers.enter_context(self._signals)
+            handlers.enter_context(self._signals.deferred())
+            self._thread.start()
+            self._handlers = handlers.pop_all()
         return self
 
     def __exit__(
@@ -111,6 +127,8 @@ class TrainingRun:
         with self._handlers:
             if error is not None:
                 self._signals.request()
+            elif self._is_watched and not self._has_ended:
+                self.end("the program left its loop over the steps")
             while self._next() is not None:
                 pass
             self._thread.join()
@@ -121,6 +139,7 @@ class TrainingRun:
         """Yield each step once it is logged, until the run has ended."""
         if not self._thread.ident:
             raise RuntimeError("the run has not begun: iterate within `with async_rl.TrainingRun(config) as run:`")
+        self._is_watched = True
         while (step := self._next()) is not None:
             yield step
 
@@ -140,6 +159,11 @@ class TrainingRun:
         from async_rl.pipeline import run
 
         try:
+            if self._is_trained:
+                print(nothing_left(self.config))
+                file = self.run_dir / "summary.json"
+                self.summary = json.loads(file.read_text()) if file.is_file() else {}
+                return
             self.summary = run(self.config, self._signals, control=self._control)
         except BaseException as error:
             self._error = error
@@ -148,9 +172,11 @@ class TrainingRun:
 
 
 def train(
-    config: Configuration, overrides: Sequence[str] = (), *, resume: str | Path = "", callbacks: Iterable[Callback] = ()
+    config: Configuration | None = None, overrides: Sequence[str] = (), *, resume: str | Path = "",
+    callbacks: Iterable[Callback] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Train, and return the content of summary.json.
+    """Train, and return the content of summary.json; {} if resume="auto" finds a trained run that was killed before it
+    wrote one.
 
     Args:
         config, overrides, resume: as for `TrainingRun`.
@@ -194,6 +220,38 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
                 raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {model}: there is no such folder")
             raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {config} beside the model")
     return config_of(config, [*overrides, f"model.path={model}"])
+
+
+def config_to_start(
+    config: Configuration | None, overrides: Sequence[str] = (), resume: str | Path = ""
+) -> tuple[Config, bool]:
+    """Return the Config by which a run starts or goes on, and whether resume="auto" finds that run trained already.
+
+    Args:
+        config, overrides, resume: as for `TrainingRun`. The Config of a trained run has the name of its directory.
+
+    Raises:
+        ConfigError: there is neither a configuration nor a run to continue, or a setting can't work.
+    """
+    resume = os.path.expanduser(resume)
+    if config is None:
+        if resume in ("", "auto"):
+            allowed = "a YAML file, settings or a Config, or None with resume=RUN_DIR, whose config.yaml is taken"
+            got = "got None" + f" with resume={resume!r}" * bool(resume)
+            raise ConfigError(f"config must be {allowed}, {got}. `async-rl init` writes a file to begin with")
+        config = run_dir_of(find_checkpoint(resume)) / "config.yaml"
+    if resume == "auto":
+        wanted = config_of(config, overrides)
+        found = find_run(wanted)
+        if found and is_trained(found, wanted):
+            return dataclasses.replace(wanted, run=dataclasses.replace(wanted.run, name=found.name)), True
+        resume = str(found or "")
+    return config_of(config, [*overrides, *([f"run.resume={resume}"] if resume else [])]), False
+
+
+def nothing_left(config: Config) -> str:
+    """Return the sentence on a run that `config_to_start` finds trained."""
+    return f"{config.run_dir} has its {config.run.steps} steps: nothing is left to train"
 
 
 def config_of(config: Configuration, overrides: Sequence[str] = ()) -> Config:

@@ -64,7 +64,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="async-rl",
         description=_description(
             "Asynchronous RL post-training of language models with bounded staleness.",
-            "async-rl train configs/quickstart.yaml",
+            "async-rl train quickstart.yaml      # which async-rl init writes",
         ),
     )
     parser.add_argument("--version", action="version", version=f"async-rl {async_rl.__version__}")
@@ -81,7 +81,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         args.config = os.path.expanduser(config) if config else None
         args.overrides = [word for word in words if word is not config]
         if args.needs_config and not args.config and getattr(args, "resume", "") in ("", "auto"):
-            parser.error(f"{args.command} needs a CONFIG, e.g. configs/quickstart.yaml{args.or_else}")
+            begin_with = "quickstart.yaml, which `async-rl init` writes"
+            parser.error(f"{args.command} needs a CONFIG, e.g. {begin_with}{args.or_else}")
     for name, value in vars(args).items():
         if isinstance(value, Path):
             setattr(args, name, value.expanduser())
@@ -104,7 +105,7 @@ def add_command(
 
 
 def _add_commands(commands: Any) -> None:
-    quickstart, add = "configs/quickstart.yaml", partial(add_command, commands)
+    quickstart, add = "quickstart.yaml", partial(add_command, commands)
     add_init(add)
     train = add("train", _train, "train a model by RL", f"{quickstart} staleness.max=2 run.steps=60")
     _add_config(train, or_else=", or --resume RUN_DIR")
@@ -183,7 +184,8 @@ def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else
     """Add the arguments CONFIG and key=value. The error for a CONFIG that is needed and missing ends with `or_else`."""
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG key=value",
-        help="a YAML file, e.g. configs/quickstart.yaml, and settings over it, e.g. staleness.max=2 run.steps=60",
+        help="a YAML file, e.g. quickstart.yaml, which `async-rl init` writes, and settings over it, e.g. "
+        "staleness.max=2 run.steps=60",
     )
     parser.set_defaults(needs_config=is_needed, or_else=or_else)
 
@@ -196,27 +198,16 @@ def _train(args: argparse.Namespace) -> int:
     if args.gpu_gb and not args.dry_run:
         raise ConfigError("--gpu-gb goes with --dry-run: a run measures the memory that its GPUs have")
     with StopSignals() as signals, signals.deferred():  # imports, too, can lose the exception of a Ctrl-C
-        from async_rl.config.loading import load_config
+        from async_rl.api import config_to_start, nothing_left
         from async_rl.driver.dry_run import dry_run
         from async_rl.pipeline import run
         from async_rl.telemetry.summary_table import format_summary
 
         signals.check()
-        if args.resume == "auto":
-            from async_rl.storage.run_dir import find_run, is_trained
-
-            config = load_config(args.config, args.overrides)
-            found = find_run(config)
-            if found and is_trained(found, config):
-                print(f"{found} has its {config.run.steps} steps: nothing is left to train")
-                return 0
-            args.resume = str(found or "")
-        if args.resume:
-            from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
-
-            args.config = args.config or run_dir_of(find_checkpoint(args.resume)) / "config.yaml"
-            args.overrides = [f"run.resume={args.resume}", *args.overrides]
-        config = load_config(args.config, args.overrides)
+        config, is_trained = config_to_start(args.config, args.overrides, args.resume)
+        if is_trained:
+            print(nothing_left(config))
+            return 0
         signals.check()
         beside: Callable[[Path], AbstractContextManager[object]] = nullcontext
         if args.view:

@@ -106,6 +106,7 @@ def _run_once(
 ) -> dict[str, Any]:  # fmt: skip
     """Train until the end, an interrupt or a rollback of the guard, after which the caller resumes the run."""
     with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
+        control.run_dir = config.run_dir
         try:
             summary = _run(config, signals, cautions, control)
         except (ProcessDiedError, WaitTimeoutError) as error:
@@ -158,6 +159,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
             supervisor.give_up(error)
             raise
         finally:
+            control.disconnect()
             processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters)
         supervisor.alarms.complete(summary)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from async_rl.config import Config
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.run_dir import write_config
 
 SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}
 
@@ -52,7 +55,7 @@ def learner(monkeypatch: pytest.MonkeyPatch) -> FakeLearner:
         control.connect(learner)
         for version in (1, 2, 3):
             control.on_step(version, {"reward/mean": version / 10, **({"eval/accuracy": 0.5} if version == 2 else {})})
-        return {"steps": 3, "bound": config.staleness.max}
+        return {"steps": 3, "bound": config.staleness.max, "resume": config.run.resume}
 
     monkeypatch.setattr(pipeline, "run", run)
     return learner
@@ -63,7 +66,7 @@ def test_each_callback_gets_each_step_in_order_and_the_summary_comes_back(learne
     callbacks = [
         lambda step, name=name: seen.append((name, step.version, step.metrics.get("eval/accuracy"))) for name in "ab"
     ]
-    assert async_rl.train(SETTINGS, ["staleness.max=3"], callbacks=callbacks) == {"steps": 3, "bound": 3}
+    assert async_rl.train(SETTINGS, ["staleness.max=3"], callbacks=callbacks)["bound"] == 3
     assert seen == [(name, version, 0.5 if version == 2 else None) for version in (1, 2, 3) for name in "ab"]
 
 
@@ -92,6 +95,87 @@ def test_the_settings_given_are_not_changed_and_a_config_is_taken_as_it_is(learn
     assert async_rl.TrainingRun(config).config is config
     assert async_rl.TrainingRun(config, ["staleness.max=1"]).config.staleness.max == 1
     assert str(async_rl.TrainingRun(config, resume="runs/a").config.run.resume) == "runs/a"
+
+
+def begin(run_dir: Path, version: int = 5, **settings: Any) -> dict[str, Any]:
+    """Make the directory of a run that has a checkpoint, and return its settings."""
+    settings = {**SETTINGS, **settings, "run": {"dir": str(run_dir.parent), "name": run_dir.name, "steps": 7}}
+    folder = checkpoint_folder(run_dir, version)
+    folder.mkdir(parents=True)
+    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    write_training_state(folder, state)
+    write_config(async_rl.load_config(settings))
+    return settings
+
+
+def test_resume_auto_starts_a_run_goes_on_with_it_and_has_the_summary_of_its_end(
+    learner: FakeLearner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SETTINGS, "run": {"dir": str(tmp_path), "name": "job", "steps": 7}}
+    assert async_rl.train(settings, resume="auto")["resume"] == ""
+    (tmp_path / "job").mkdir()
+    begin(tmp_path / "job-2")
+    assert async_rl.train(settings, resume="auto")["resume"] == str(tmp_path / "job-2")
+    (tmp_path / "job-2" / "summary.json").write_text('{"steps": 7, "accuracy_end": 0.5}')
+    with async_rl.TrainingRun(async_rl.load_config(settings), resume="auto") as run:
+        assert list(run) == []
+    assert run.summary == {"steps": 7, "accuracy_end": 0.5} and run.run_dir == tmp_path / "job-2"
+    assert capsys.readouterr().out == f"{tmp_path}/job-2 has its 7 steps: nothing is left to train\n"
+    (tmp_path / "job-2" / "summary.json").unlink()
+    begin(tmp_path / "job-2", version=7)
+    assert async_rl.train(settings, resume="auto") == {}
+
+
+def test_a_run_is_continued_with_its_own_configuration_unless_one_is_given(
+    learner: FakeLearner, tmp_path: Path
+) -> None:
+    begin(tmp_path / "before", staleness={"max": 4})
+    summary = async_rl.train(resume=tmp_path / "before")
+    assert (summary["bound"], summary["resume"]) == (4, str(tmp_path / "before"))
+    assert async_rl.train(None, ["staleness.max=3"], resume=tmp_path / "before")["bound"] == 3
+    assert async_rl.train({**SETTINGS, "staleness": {"max": 6}}, resume=tmp_path / "before")["bound"] == 6
+
+
+@pytest.mark.parametrize("resume", ["", "auto"])
+def test_neither_a_configuration_nor_a_run_to_continue_is_refused(resume: str) -> None:
+    with pytest.raises(async_rl.ConfigError, match=r"config must be a YAML file, .*, got None.* `async-rl init`"):
+        async_rl.train(resume=resume)
+    with pytest.raises(async_rl.ConfigError, match="There is no such folder"):
+        async_rl.train(resume="nowhere")
+
+
+def test_a_run_that_has_begun_is_not_begun_again_and_leaves_the_signals_alone(learner: FakeLearner) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with async_rl.TrainingRun(SETTINGS) as run:
+        within = signal.getsignal(signal.SIGINT)
+        with pytest.raises(RuntimeError, match="has begun already: make another TrainingRun, with resume="), run:
+            pass
+        assert signal.getsignal(signal.SIGINT) is within is not before
+    with pytest.raises(RuntimeError, match="has begun already"):
+        run.__enter__()
+    assert signal.getsignal(signal.SIGINT) is before and list(run) == []
+
+
+def test_leaving_the_loop_by_break_ends_the_run_with_the_block(learner: FakeLearner) -> None:
+    with async_rl.TrainingRun(SETTINGS) as run:
+        for _ in run:
+            break
+        assert learner.told == []
+    assert learner.told == [("end", "the program left its loop over the steps")] and run.summary["steps"] == 3
+    learner.told.clear()
+    with async_rl.TrainingRun(SETTINGS):
+        pass
+    with async_rl.TrainingRun(SETTINGS) as run:
+        assert [step.version for step in run] == [1, 2, 3]
+    assert learner.told == []
+
+
+def test_what_is_asked_for_after_the_end_of_a_run_does_nothing(learner: FakeLearner) -> None:
+    control = RunControl()
+    control.connect(learner)
+    control.disconnect()
+    control.end("too late")
+    assert learner.told == []
 
 
 def test_a_setting_that_cannot_work_is_refused_before_anything_starts() -> None:
@@ -181,4 +265,7 @@ def test_a_repository_that_is_not_installed_has_a_command_and_no_version(monkeyp
 def test_the_package_is_the_command_and_its_types_are_published() -> None:
     done = subprocess.run([sys.executable, "-m", "async_rl", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"async-rl {async_rl.__version__}\n"
-    assert (Path(async_rl.__file__).parent / "py.typed").is_file()
+    root = Path(async_rl.__file__).parents[1]
+    tools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package in (name.rstrip("*") for name in tools["packages"]["find"]["include"]):
+        assert (root / package / "py.typed").is_file() and "py.typed" in tools["package-data"][package], package

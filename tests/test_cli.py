@@ -61,7 +61,9 @@ def test_the_help_of_every_command_begins_with_a_sentence_and_an_example(capsys:
 
     names = re.findall(r"^    ([a-z-]+) ", help_of(), re.MULTILINE)
     assert {"train", "sweep", "report", "plan", "sft", "eval", "export", "doctor", "config"} <= set(names)
+    assert "a YAML file, e.g. quickstart.yaml, which `async-rl init` writes" in " ".join(help_of("train").split())
     for name in names:
+        assert "configs/" not in help_of(name), "a wheel has no such folder"
         begin = rf"[A-Z][^\n]+\.\n\nexample: async-rl {name} [^\n]+\n\nusage: async-rl {name} "
         assert re.match(begin, help_of(name)), help_of(name)
 
@@ -80,7 +82,7 @@ def test_a_wrong_command_line_ends_with_code_2(
 
 @pytest.mark.parametrize(
     ("command", "hint"),
-    [("train", ", or --resume RUN_DIR\n"), ("sft", "quickstart.yaml\n"), ("sweep", "quickstart.yaml\n")],
+    [("train", ", or --resume RUN_DIR\n"), ("sft", "`async-rl init` writes\n"), ("sweep", "`async-rl init` writes\n")],
 )
 def test_overrides_without_a_config_say_that_it_is_missing(
     command: str, hint: str, capsys: pytest.CaptureFixture[str]
@@ -89,7 +91,8 @@ def test_overrides_without_a_config_say_that_it_is_missing(
         main([command, "run.steps=3"])
     assert caught.value.code == 2
     error = capsys.readouterr().err
-    assert f"{command} needs a CONFIG, e.g. configs/quickstart.yaml" in error and error.endswith(hint)
+    assert f"{command} needs a CONFIG, e.g. quickstart.yaml, which `async-rl init` writes" in error
+    assert error.endswith(hint)
 
 
 def test_export_of_a_missing_folder_names_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

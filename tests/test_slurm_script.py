@@ -16,7 +16,12 @@ from benchmarks.marked_command import wait_until
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = {
-    "scontrol": '[ "$1" = show ] && printf "a\\nb\\n" || echo "scontrol $*" >> calls',
+    "scontrol": '''
+case "$1 $2" in
+    "show hostnames") printf "a\\nb\\n";;
+    "show job") echo "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=$(cat preempted)";;
+    *) echo "scontrol $*" >> calls;;
+esac''',
     "srun": '''
 echo "srun $*" >> calls
 while [[ "$1" == -* ]]; do [ "$1" = -w ] && shift && export NODE="$1"; shift; done
@@ -36,8 +41,10 @@ case $1 in
 esac""",
     "async-rl": """
 echo "async-rl $*" >> calls
-[ "$1" = train ] || exit 0
+[ "$1" = train ] || exec sleep ${DOCTOR_TAKES:-0}
 trap 'exit 130' TERM
+[ ! "$PREEMPTED" ] || { echo 2026-02-02T00:00:00 > preempted; exit 1; }
+[ ! "$FAILS" ] || exit 1
 for i in $(seq ${TRAINS:-1}); do sleep 0.1; done""",
     "sleep": '[ "$1" = 3 ] && set -- 0.02; exec /bin/sleep "$@"',
 }
@@ -51,6 +58,7 @@ def start(tmp_path: Path) -> object:
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "calls").touch()
     (tmp_path / "nodes").touch()
+    (tmp_path / "preempted").write_text("None\n")
     jobs: list[subprocess.Popen[str]] = []
 
     def started(*words: str, **variables: str) -> subprocess.Popen[str]:
@@ -128,6 +136,52 @@ def test_a_preempted_job_lets_the_run_end_and_goes_back_into_the_queue(tmp_path:
     assert job.wait(60) == 130
     assert calls(tmp_path, "async-rl train") == ["async-rl train configs/gsm8k_two_node.yaml --resume auto"]
     assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"]
+
+
+@pytest.mark.processes
+def test_a_signal_before_training_has_begun_puts_the_job_back_into_the_queue(tmp_path: Path, start: object) -> None:
+    assert callable(start)
+    waits = start(LATE="yes")
+    wait_until(lambda: len(calls(tmp_path, "ray status")) > 2, 30, "the wait for the nodes")
+    waits.send_signal(signal.SIGTERM)
+    assert waits.wait(60) == 143
+    assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"] and calls(tmp_path, "async-rl") == []
+    (tmp_path / "calls").write_text("")
+    examines = start(DOCTOR_TAKES="100")
+    wait_until(lambda: len(calls(tmp_path, "async-rl doctor")) == 1, 30, "doctor to start")
+    examines.send_signal(signal.SIGTERM)
+    assert examines.wait(60) == 143
+    assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"] and calls(tmp_path, "async-rl train") == []
+
+
+@pytest.mark.processes
+def test_a_job_whose_steps_alone_got_the_signal_goes_back_into_the_queue(
+    tmp_path: Path, start: object
+) -> None:
+    assert callable(start)
+    assert start(PREEMPTED="yes").wait(60) == 1
+    assert calls(tmp_path, "scontrol") == ["scontrol requeue 7"]
+    (tmp_path / "calls").write_text("")
+    assert start(FAILS="yes").wait(60) == 1, "the time of an earlier preemption is still told of the job"
+    assert calls(tmp_path, "scontrol") == []
+
+
+@pytest.mark.processes
+def test_a_run_gets_each_signal_and_is_not_queued_again_once_it_has_trained(
+    tmp_path: Path, start: object
+) -> None:
+    assert callable(start)
+    (tmp_path / "bin" / "async-rl").write_text(
+        "#!/usr/bin/env bash\necho async-rl $* >> calls\n[ $1 = train ] || exit 0\n"
+        "trap 'n=$((n + 1)); echo told >> calls' TERM\nwhile [ ${n:-0} -lt 2 ]; do sleep 0.1; done\nsleep 0.5\n"
+    )
+    job = start()
+    wait_until(lambda: len(calls(tmp_path, "async-rl train")) == 1, 30, "the run to start")
+    for count in (1, 2):
+        job.send_signal(signal.SIGTERM)
+        wait_until(lambda count=count: len(calls(tmp_path, "told")) == count, 30, "the signal to reach the run")
+    assert job.wait(60) == 0
+    assert calls(tmp_path, "scontrol") == []
 
 
 @pytest.mark.processes

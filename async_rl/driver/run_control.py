@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 StepListener = Callable[[int, dict[str, float]], None]
@@ -11,7 +12,8 @@ StepListener = Callable[[int, dict[str, float]], None]
 
 
 class RunControl:
-    """Passes the requests of a program to the learner, from any thread; those before its start wait for it.
+    """Passes the requests of a program to the learner, from any thread. Those before its start wait for it; those after
+    the end of the run do nothing.
 
     Args:
         on_step: told of each step when it is logged, together with the evaluations that ended since the one before.
@@ -19,6 +21,8 @@ class RunControl:
 
     def __init__(self, on_step: StepListener = lambda version, metrics: None) -> None:
         self.on_step = on_step
+        self.run_dir: Path | None = None
+        """The directory of the run, once it has one."""
         self._lock = threading.Lock()
         self._learner: Any = None
         self._waiting: list[Callable[[Any], object]] = []
@@ -30,6 +34,12 @@ class RunControl:
             self._waiting = []
         for request in waiting:
             request(learner)
+
+    def disconnect(self) -> None:
+        """Ask this learner for nothing more. If the run goes on with another one, what is asked for until then waits.
+        """
+        with self._lock:
+            self._learner = None
 
     def end(self, reason: str) -> None:
         """Have the run end after its step as if run.steps were reached; `reason` stands in the log and the summary."""

@@ -24,9 +24,9 @@ _MOST_DEMONSTRATIONS = 256
 def add_stages(add: Callable[..., argparse.ArgumentParser], add_config: Callable[..., None]) -> None:
     """Add the commands with `add_command` of the command line, and the arguments CONFIG and key=value."""
     about = "make model.path from sft.base by supervised fine-tuning"
-    add_config(add("sft", _sft, about, "configs/quickstart.yaml sft.steps=100"))
+    add_config(add("sft", _sft, about, "quickstart.yaml sft.steps=100"))
     about = "make reward_model.path of comparisons between answers"
-    add_config(add("reward-model", _reward_model, about, "configs/rlhf/reward_model.yaml reward_training.epochs=1"))
+    add_config(add("reward-model", _reward_model, about, "my_comparisons.yaml reward_training.epochs=1"))
 
 
 def _sft(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], 
     """Add the commands sweep, report and plan; `add_config` adds the arguments CONFIG and key=value to a command."""
     sweep = add(
         "sweep", _sweep, "train at every combination of settings and seeds, and report",
-        "configs/quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
+        "quickstart.yaml --staleness 0,1,2 --seeds 3 run.steps=40",
     )
     add_config(sweep)
     _add_sweep_options(sweep)
@@ -46,7 +46,8 @@ def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("--max-cells", type=int, help="stop after so many cells; the same command continues")
     sweep.add_argument(
         "--parallel", default="1", metavar="N|auto",
-        help="cells at once, each with its part of the GPUs, or without any of the cores; auto: as many as fit",
+        help="cells at once, each with its part of the GPUs, or without any of the cores; auto: as many as fit of the "
+        "largest. 1 on a Ray cluster",
     )
     sweep.add_argument("--dry-run", action="store_true", help="print cells, places, time and disk, start nothing")
 

@@ -16,7 +16,7 @@ from async_rl.sweeps.cells import PLACE_KEYS, leaves
 from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import DPI, OKABE_ITO, SECONDS, STEP, make_panels
 from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF
-from async_rl.sweeps.results import Run, read_run
+from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
 from async_rl.telemetry.plot_learning_curve import smooth
@@ -38,7 +38,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     Raises:
         ConfigError: a folder is no run directory, or its run has not trained a step.
     """
-    runs = dict(zip(_names(folders), map(_opened, folders), strict=True))
+    runs = dict(zip(_names(folders), map(opened_run, folders), strict=True))
     tables = [_values(runs), _settings(runs)]
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "compared.png"
@@ -55,16 +55,6 @@ def tokens_by_step(run: Run) -> dict[float, float]:
     return dict(zip(steps, accumulate(step.get("batch/response_tokens") or 0.0 for step in run.steps), strict=True))
 
 
-def _opened(folder: Path) -> Run:
-    if not (folder / "config.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
-        hint = f": it is a sweep, name its cells: {folder}/cells/*" if (folder / "cells").is_dir() else ""
-        raise ConfigError(f"{folder} is no run directory: it has no config.yaml and metrics.jsonl{hint}")
-    run = read_run(folder)
-    if not run.steps:
-        raise ConfigError(f"{folder}: the run has not trained a step yet")
-    return run
-
-
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return a name for each folder: its own or, where others have that too, with the folders above it."""
     paths = [folder.resolve() for folder in folders]
@@ -79,11 +69,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _values(runs: Mapping[str, Run]) -> Table:
     rewards, _ = policy_rewards(list(runs.values()))
     found = {
-        name: _all_values(run) | {"policy_reward": reward}
+        name: run.values() | {"policy_reward": reward}
         for (name, run), reward in zip(runs.items(), rewards, strict=True)
     }
     rows = [
-        ["state", *("running" if not (run.folder / "summary.json").is_file() else "ended" for run in runs.values())],
+        ["state", *("ended" if run.has_ended else "running" for run in runs.values())],
         ["steps", *(f"{len(run.steps):,}" for run in runs.values())],
         ["minutes after the first step", *(f"{_seconds(run) / 60:.1f}" for run in runs.values())],
         [TOKENS, *(f"{max(tokens_by_step(run).values()):,.0f}" for run in runs.values())],
@@ -93,14 +83,6 @@ def _values(runs: Mapping[str, Run]) -> Table:
         if not all(map(math.isnan, values)):
             rows.append([label, *("-" if math.isnan(value) else form.format(value) for value in values)])
     return Table(["", *runs], rows, "Runs")
-
-
-def _all_values(run: Run) -> dict[str, float]:
-    values = run.values()
-    if (run.folder / "summary.json").is_file():
-        return values
-    lacking = {"learner": "utilisation/learner", "rollout": "utilisation/rollout", "staleness_mean": "staleness/mean"}
-    return values | {name: run.figure(key) for name, key in lacking.items()}
 
 
 def _seconds(run: Run) -> float:

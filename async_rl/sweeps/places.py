@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from async_rl.config import Config
@@ -59,12 +59,30 @@ def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[CellPl
     return [CellPlace(part(gpus, i), part(cores, i)) for i in range(count)]  # type: ignore[arg-type]
 
 
-def places_here(config: Config, parallel: int | None) -> list[CellPlace]:
-    """Return the places of this host: `parallel` of them, or as many as cells fit if it is None."""
+def places_here(configs: Collection[Config], parallel: int | None) -> list[CellPlace]:
+    """Return the places of this host: `parallel` of them, or if it is None as many as hold any of the cells.
+
+    Raises:
+        ConfigError: there are fewer GPUs or cores than places, or cells would run on a Ray cluster, where a place of
+            this host means nothing.
+    """
     if parallel == 1:
         return [CellPlace()]
     gpus, cores = _gpus_here(), sorted(os.sched_getaffinity(0))
-    return divide(parallel or cells_at_once(config, len(gpus), len(cores)), gpus, cores)
+    count = parallel or min(cells_at_once(config, len(gpus), len(cores)) for config in configs)
+    _check_all_here(configs, count)
+    return divide(count, gpus, cores)
+
+
+def _check_all_here(configs: Collection[Config], count: int) -> None:
+    """Raise ConfigError if one of several cells at once would run on a Ray cluster, where nothing keeps them apart."""
+    address, nodes = os.environ.get("RAY_ADDRESS"), max(config.placement.num_nodes for config in configs)
+    where = f"with RAY_ADDRESS={address}" if address else f"with cells of {nodes} nodes"
+    advice = "Unset RAY_ADDRESS to run them on this host alone, or" if address else "To use a cluster,"
+    check(
+        count == 1 or (not address and nodes == 1), "--parallel", count, f"1 {where}",
+        f"Ray chooses the GPUs there, so that cells at once would not have their own. {advice} run one cell at a time.",
+    )
 
 
 def _gpus_here() -> list[str]:

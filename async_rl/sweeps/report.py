@@ -14,7 +14,7 @@ from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
 from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
-from async_rl.sweeps.results import read_results
+from async_rl.sweeps.results import Run, read_results
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, settings_of
 from async_rl.sweeps.significance import (
     SPEEDS,
@@ -143,12 +143,12 @@ def write_report(folder: Path) -> str:
     tables and plots that need the steps of the runs stay as they are.
 
     Raises:
-        ConfigError: the folder holds no finished run.
+        ConfigError: the folder holds no finished run, and none that has trained a step.
     """
     runs = read_results(folder)
     rows = settings_of(runs)
     has_steps = any(run.steps for run in runs)
-    measured = compare(rows) if has_steps else []
+    measured = compare(rows) if has_steps and all(run.has_ended for run in runs) else []
     pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
         value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), bounds_compared(rows),
@@ -158,7 +158,8 @@ def write_report(folder: Path) -> str:
     tables = [table for table in found if table]
     kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
     tables += kept
-    said = (best_row(rows), *efficiency_unknown(rows), seconds_compared(rows), ended_early(rows), went_on(rows))
+    ends = (ended_early(rows), went_on(rows), so_far(runs))
+    said = (best_row(rows), *efficiency_unknown(rows), seconds_compared(rows), *ends)
     sentences = [text for text in said if text]
     notes = list(NOTES)
     if kept:
@@ -190,6 +191,12 @@ def seconds_compared(rows: Sequence[Setting]) -> str:
     """Return one sentence that says over which seconds the policies' rewards are averaged, or ""."""
     found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
     return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
+
+
+def so_far(runs: Sequence[Run]) -> str:
+    """Return a sentence on the run that has not ended, or ""."""
+    counts = [len(run.steps) for run in runs if not run.has_ended]
+    return f"The run has not ended: this is of its first {counts[0]} steps." if counts else ""
 
 
 def _kept_tables(folder: Path, titles: Collection[str]) -> list[Table]:

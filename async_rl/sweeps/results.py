@@ -1,4 +1,4 @@
-"""Reads finished runs from their folders, and computes the values of each."""
+"""Reads runs from their folders, finished ones and such that go on, and computes the values of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_SUMMARY: dict[str, Any] = {"seconds": 0.0, "staleness_mean": None, "staleness
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run, which may be a cell of a sweep."""
+    """One run, which may be a cell of a sweep."""
 
     labels: dict[str, str]
     summary: dict[str, Any]
@@ -51,6 +51,8 @@ class Run:
     """Whether the run had staleness.mode=exact, so that its times say nothing about the system."""
     stored: dict[str, float] = field(default_factory=dict)
     """The values of a run that was read from the report's runs.csv, and has no steps."""
+    has_ended: bool = True
+    """Whether there is a summary.json; without one, `summary` is that of the steps so far, without `buffer`."""
 
     @property
     def staleness(self) -> Bound:
@@ -192,10 +194,13 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def read_results(folder: Path) -> list[Run]:
-    """Return the runs of `read_runs`; without their folders, those in the report's own runs.csv and evals.csv.
+    """Return the runs of `read_runs`, or one run that goes on.
 
-    So a report can be made again from what of a sweep is committed to git. Such runs have no steps.
+    Without their folders they are those in the report's own runs.csv and evals.csv, so that a report can be made again
+    from what of a sweep is committed to git. Such runs have no steps.
     """
+    if _is_run_dir(folder):
+        return [opened_run(folder)]
     if (folder / "cells").is_dir() or not all((folder / name).is_file() for name in ("runs.csv", "evals.csv")):
         return read_runs(folder)
     evals: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
@@ -220,8 +225,27 @@ def _csv_lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def opened_run(folder: Path) -> Run:
+    """Return the run of a run directory, finished or not.
+
+    Raises:
+        ConfigError: it is no run directory, or its run has not trained a step.
+    """
+    if not _is_run_dir(folder):
+        hint = f": it is a sweep, name its cells: {folder}/cells/*" if (folder / "cells").is_dir() else ""
+        raise ConfigError(f"{folder} is no run directory: it has no config.yaml and metrics.jsonl{hint}")
+    run = read_run(folder)
+    if not run.steps:
+        raise ConfigError(f"{folder}: the run has not trained a step yet")
+    return run
+
+
+def _is_run_dir(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file()
+
+
 def read_run(folder: Path) -> Run:
-    """Return the run of a run directory; one that is going on has the steps so far, and no summary."""
+    """Return the run of a run directory; one that is going on has the steps so far, and a summary of these."""
     record = read_record(folder)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     labels = dict(record.labels) if record else {}
@@ -237,5 +261,16 @@ def read_run(folder: Path) -> Run:
             version = newest if newest in at_step else values["step"]
             evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
     file = folder / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else dict(NO_SUMMARY)
-    return Run(labels, summary, steps, evals, folder, config["staleness"]["mode"] == "exact")
+    has_ended = file.is_file()
+    summary = json.loads(file.read_text()) if has_ended else _summary_so_far(steps)
+    is_exact = config["staleness"]["mode"] == "exact"
+    return Run(labels, summary, steps, evals, folder, is_exact, has_ended=has_ended)
+
+
+def _summary_so_far(steps: list[Step]) -> dict[str, Any]:
+    """Return what summary.json would say of these steps, but the buffer's counters, which are known at the end."""
+    figures = over_steps(steps).all()
+    shares = {key: value for key, value in figures.items() if key.startswith(("utilisation/", "occupancy/", "gpu/"))}
+    staleness = {f"staleness_{name}": figures.get(f"staleness/{name}") for name in ("mean", "max")}
+    seconds = figures.get("time/since_first_step_s") or 0.0
+    return NO_SUMMARY | {"steps": len(steps), "seconds": seconds} | staleness | shares

@@ -172,12 +172,12 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     """Run the cells that are not finished with `run_cell` (default: in processes); return which finished and failed.
 
     Raises:
-        ConfigError: a combination of settings is not valid, the folder holds a sweep of another config, or this host
-            has too few GPUs or cores. No cell has started then.
+        ConfigError: a combination of settings is not valid, the folder holds a sweep of another config, this host has
+            too few GPUs or cores, or several cells at once would run on a Ray cluster. No cell has started then.
         KeyboardInterrupt: the sweep was interrupted; the running cells have ended.
     """
     cells, configs = checked_cells(sweep)
-    places = places_here(configs[cells[0].name], sweep.parallel)
+    places = places_here(configs.values(), sweep.parallel)
     progress = Progress.of(cells, len(places))
     machine = describe_machine()
     _write_plan(sweep, machine)
@@ -260,7 +260,7 @@ def plan_of(sweep: Sweep) -> str:
     from learner.memory.optimizer_state import checkpoint_bytes
 
     cells, configs = checked_cells(sweep)
-    places = places_here(configs[cells[0].name], sweep.parallel)
+    places = places_here(configs.values(), sweep.parallel)
     progress = Progress.of(cells, len(places))
     rows = []
     for cell in cells:
@@ -283,9 +283,13 @@ def plan_of(sweep: Sweep) -> str:
 
 
 def _time_text(sweep: Sweep, progress: Progress) -> str:
-    if progress.seconds or not progress.pending or not sweep.seconds:
+    if progress.seconds or not progress.pending:
         return progress.time_left()
-    minutes = sweep.seconds * -(-len(progress.pending) // progress.at_once) / 60
+    rounds = -(-len(progress.pending) // progress.at_once)
+    if not sweep.seconds:
+        in_rounds = f"{rounds} round{'s' * (rounds > 1)} of up to {progress.at_once} at once"
+        return f"unknown until the first cell has ended; {in_rounds}"
+    minutes = sweep.seconds * rounds / 60
     return f"{minutes:.0f} min of training, and the start of each cell"
 
 

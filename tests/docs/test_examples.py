@@ -81,3 +81,5 @@ def test_the_dockerfile_makes_the_image_of_the_manifest_from_files_that_exist() 
     (constraints,) = re.findall(r"--constraint (\S+)", text)
     (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", (ROOT / constraints).read_text(), re.MULTILINE)
     assert f"FROM nvidia/cuda:{runtime}." in text
+    for said in (text, (ROOT / "docs" / "installing.md").read_text()):
+        assert "3.12" in said and "3.11" in said  # Ubuntu 24.04's Python, and that of the tests

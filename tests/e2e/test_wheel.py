@@ -134,11 +134,13 @@ def test_the_wheel_holds_all_that_it_needs_and_says_what_it_is(wheel: Path) -> N
         names = set(archive.namelist())
         (place,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         about = email.message_from_bytes(archive.read(place))
+    packages = ("async_rl", "buffer", "learner", "rollout_server")
     data = [
-        file for file in (ROOT / "async_rl").rglob("*")
+        file for package in packages for file in (ROOT / package).rglob("*")
         if file.is_file() and file.suffix not in (".py", ".pyc") and "__pycache__" not in file.parts
     ]
     assert {str(file.relative_to(ROOT)) for file in data} <= names
+    assert {f"{package}/py.typed" for package in packages} <= names
     assert not {name.partition("/")[0] for name in names} & {"benchmarks", "tests", "configs"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(about.get_all("Provides-Extra")) == set(project["optional-dependencies"])

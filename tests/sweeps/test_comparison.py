@@ -55,6 +55,22 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
     assert "data:image/png;base64," in page and "http" not in page
 
 
+def test_one_run_that_goes_on_has_a_report_of_its_steps_so_far(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs[2]
+    assert main(["report", str(run)]) == 0
+    told = capsys.readouterr().out
+    count = len(read_run(run).steps)
+    assert 0 < count < 12 and f"The run has not ended: this is of its first {count} steps." in told
+    assert (run / "report.html").is_file() and (run / "plots" / "policy_reward_by_version.png").is_file()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines((runs[0] / "metrics.jsonl").read_text().splitlines(keepends=True)[-2:])
+    assert main(["report", str(run)]) == 0, "its own runs.csv of before does not stand for the run"
+    assert f"of its first {len(read_run(run).steps)} steps" in capsys.readouterr().out
+    assert len(read_run(run).steps) > count
+
+
 def test_tokens_add_up_over_the_steps(runs: list[Path]) -> None:
     run = read_run(runs[0])
     tokens = [step["batch/response_tokens"] or 0.0 for step in run.steps]
@@ -81,5 +97,6 @@ def test_what_is_no_run_is_refused(
 
 def test_a_run_without_a_step_is_refused(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     (runs[2] / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval/accuracy": 0.1}) + "\n")
-    assert main(["report", str(runs[0]), str(runs[2])]) == 2
-    assert "the run has not trained a step yet" in capsys.readouterr().err
+    for named in ([runs[0], runs[2]], [runs[2]]):
+        assert main(["report", *map(str, named)]) == 2
+        assert "the run has not trained a step yet" in capsys.readouterr().err

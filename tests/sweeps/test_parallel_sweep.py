@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import threading
 from collections import Counter
@@ -17,9 +18,9 @@ from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.sweeps.cell_process import claimed
-from async_rl.sweeps.cells import Cell, all_cells, cell_config, read_record, seed_axis, staleness_axis
+from async_rl.sweeps.cells import Cell, all_cells, cell_config, key_axis, read_record, seed_axis, staleness_axis
 from async_rl.sweeps.places import CellPlace, cells_at_once, divide
-from async_rl.sweeps.sweep import resumed_version, run_sweep
+from async_rl.sweeps.sweep import plan_of, resumed_version, run_sweep
 from tests.kit.configs import make_config
 from tests.kit.sweeps import Trainer, base_yaml, make
 
@@ -94,6 +95,37 @@ def test_as_many_cells_run_at_once_as_the_host_holds(
     assert cells_at_once(make_config(placement=settings), gpus, cores) == count
 
 
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this a host with eight GPUs and 32 cores."""
+    monkeypatch.setattr("async_rl.sweeps.places._gpus_here", lambda: list("01234567"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize("servers", ["1,3", "3,1"])
+def test_places_are_as_large_as_the_largest_cell_wants(box: None, tmp_path: Path, servers: str) -> None:
+    axes = (staleness_axis("0"), key_axis(f"placement.rollout.servers={servers}"), seed_axis(1, 0))
+    text = plan_of(make(tmp_path, axes=axes, parallel=None))
+    assert "2 cells, 2 to do, 2 at once: GPU 0,1,2,3, core 0,1" in text and "; GPU 4,5,6,7, core 16" in text
+
+
+@pytest.mark.parametrize("parallel", [None, 2])
+def test_cells_that_would_run_on_a_ray_cluster_are_not_run_at_once(
+    box: None, tmp_path: Path, parallel: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = make(tmp_path, parallel=parallel)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    message = r"--parallel must be 1 with RAY_ADDRESS=10.0.0.1:6379, got [24]. .* Unset RAY_ADDRESS"
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(sweep, Trainer())
+    assert run_sweep(dataclasses.replace(sweep, parallel=1), Trainer()).pending == []
+    monkeypatch.delenv("RAY_ADDRESS")
+    nodes = ("placement.learner.nodes=1", "placement.rollout.nodes=1")
+    with pytest.raises(ConfigError, match=r"--parallel must be 1 with cells of 2 nodes, got [24]\. "):
+        run_sweep(dataclasses.replace(sweep, overrides=nodes, folder=tmp_path / "nodes"), Trainer())
+
+
 def test_more_cells_at_once_than_gpus_or_cores_are_refused() -> None:
     with pytest.raises(ConfigError, match="--parallel must be at most 2, the GPUs of this host, got 3"):
         divide(3, ["0", "1"], range(8))
@@ -166,10 +198,8 @@ def test_a_cut_cell_that_began_with_other_settings_starts_anew(tmp_path: Path) -
 
 
 def test_a_dry_run_says_cells_places_time_and_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    box: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("async_rl.sweeps.places._gpus_here", lambda: list("01234567"))
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
     options = ["--staleness", "0,1,2,3,4,5,6,7,8,9,10", "--seeds", "3", "--seconds", "600", "--name", "s"]
     command = ["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path}", *options, "--parallel", "auto", "--dry-run"]
     assert main(command) == 0
@@ -177,3 +207,13 @@ def test_a_dry_run_says_cells_places_time_and_disk(
     assert "33 cells, 33 to do, 4 at once: GPU 0,1, core 0,1,2,3,4,5,6,7; GPU 2,3, core 8" in text
     assert "time: 90 min of training" in text and "disk: at most " in text
     assert text.count("| starts |") == 33 and not (tmp_path / "s").exists()
+
+
+def test_without_a_given_time_a_dry_run_tells_the_rounds_until_a_cell_has_ended(box: None, tmp_path: Path) -> None:
+    axes = (staleness_axis("0,1,2"), seed_axis(3, 0))
+    sweep = make(tmp_path, axes=axes, parallel=None)
+    assert "time: unknown until the first cell has ended; 3 rounds of up to 4 at once\n" in plan_of(sweep)
+    run_sweep(make(tmp_path, axes=axes, max_cells=1), Trainer())
+    assert "8 to do, 4 at once" in plan_of(sweep) and "time: about 0 min left\n" in plan_of(sweep)
+    one = dataclasses.replace(sweep, folder=tmp_path / "one", axes=(staleness_axis("0"), seed_axis(1, 0)), parallel=1)
+    assert "time: unknown until the first cell has ended; 1 round of up to 1 at once\n" in plan_of(one)

@@ -104,7 +104,7 @@ def open_folder(parent: str | None = None) -> Iterator[Path]:
 def exposed_host() -> Iterator[dict[str, str]]:
     """A folder with a secret and a file to lose, and sockets that listen: the values of the names in misdeeds.py."""
     with ExitStack() as stack:
-        folder = stack.enter_context(open_folder())
+        folder = stack.enter_context(open_folder("/var/tmp"))  # programs in namespaces have another /tmp
         (folder / "victim").touch()
         (folder / "secret").write_text("sesame")
         owner = ORDINARY_UID if IS_ROOT else -1

@@ -70,6 +70,7 @@ t("rename", lambda: os.rename("DIR/victim", "DIR/v2"))
 t("link", lambda: os.link("DIR/secret", "DIR/l"))
 t("truncate", lambda: os.truncate("DIR/secret", 0))
 t("chmod", lambda: os.chmod("DIR/secret", 0o777))
+t("chmod in a folder", lambda: os.chmod("secret", 0o777, dir_fd=os.open("DIR", os.O_PATH)))
 t("utime", lambda: os.utime("DIR/secret", (0, 0)))
 t("chown", lambda: os.chown("DIR/secret", os.getuid(), os.getgid()))
 t("setxattr", lambda: os.setxattr("DIR/secret", "user.x", b"1"))
@@ -215,6 +216,10 @@ SOUND_WITH_NUMPY = {
     "random numbers": ("import numpy as np\nprint(np.random.default_rng(0).random(10**6).shape)", "(1000000,)"),
 }  # fmt: skip
 SOUND_IN_NAMESPACES = {
+    "modes of its own files": (
+        "import os, shutil\nopen('a', 'w').write('#!/bin/sh\\necho done')\nos.chmod('a', 0o700)\n"
+        "shutil.copy('a', 'b')\nprint(os.popen('./b').read())", "done",
+    ),
     "tempfile": ("import tempfile\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x'); print('ok')", "ok"),
     "subprocess": (
         "import subprocess\nprint(subprocess.run(['echo', 'hi'], capture_output=True, text=True).stdout)", "hi"

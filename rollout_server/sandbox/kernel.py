@@ -51,15 +51,16 @@ _ALLOWED_WITH_PROCESSES = {
 }
 """The calls that a program in namespaces of its own may make as well."""
 _REFUSED = {
-    "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "personality": 135, "pivot_root": 155, "chroot": 161,
-    "acct": 163, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "init_module": 175,
-    "quotactl": 179, "mq_open": 240, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
-    "inotify_init": 253, "unshare": 272, "inotify_init1": 294, "perf_event_open": 298, "fanotify_init": 300,
-    "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310,
-    "process_vm_writev": 311, "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321,
-    "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
-    "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_open": 434, "landlock_create_ruleset": 444,
-    "memfd_secret": 447,
+    "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103, "personality": 135, "pivot_root": 155,
+    "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169,
+    "init_module": 175, "quotactl": 179, "mq_open": 240, "kexec_load": 246, "add_key": 248, "request_key": 249,
+    "keyctl": 250, "inotify_init": 253, "migrate_pages": 256, "unshare": 272, "move_pages": 279, "inotify_init1": 294,
+    "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308,
+    "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "memfd_create": 319,
+    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
+    "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
+    "fspick": 433, "pidfd_open": 434, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442,
+    "landlock_create_ruleset": 444, "memfd_secret": 447, "open_tree_attr": 467,
 }
 """The calls that no program may make where all others are allowed, because namespaces contain it: they use memory that
 no limit counts, reach other processes, or open parts of the kernel that hardly any program needs."""

@@ -185,6 +185,8 @@ calls = {
     "personality": (135, 0xffffffff), "swapoff": (168, b"/x"), "reboot": (169, 0), "inotify": (294, 0),
     "fanotify": (300, 0, 0), "quotactl": (179, 0, 0, 0, 0), "open_by_handle": (304, 0, 0, 0),
     "landlock": (444, 0, 0, 1),
+    "syslog": (103, 10, 0, 0), "kcmp": (312, os.getpid(), os.getpid(), 0, 1, 1), "pidfd_getfd": (438, 0, 0, 0),
+    "migrate_pages": (256, 0, 8, b"\\1" * 8, b"\\1" * 8), "mount_setattr": (442, -100, b"/", 0, b"\\0" * 32, 32),
     "clone with a namespace": (56, 0x40010f00, 0, 0, 0, 0), "clone3": (435, 0, 0), "x32 getpid": (0x40000000 + 39,),
 }
 for name, arguments in calls.items(): t(name, lambda: call(*arguments))

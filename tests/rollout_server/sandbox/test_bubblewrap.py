@@ -50,7 +50,15 @@ def run(program: str, *command: str, stdin: str = "7\n", **limits: float) -> End
 
 def processes_here() -> list[psutil.Process]:
     names = ("bwrap", "prlimit", "python3")
-    return [each for each in psutil.Process().children(recursive=True) if each.name() in names]
+    return [each for each in psutil.Process().children(recursive=True) if name_of(each) in names]
+
+
+def name_of(process: psutil.Process) -> str:
+    """The name of a process; "" if it has ended."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @pytest.mark.parametrize("name", MISDEEDS)
@@ -165,7 +173,7 @@ def test_no_process_is_left_when_the_worker_is_killed() -> None:
     worker = psutil.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     end_s = time.monotonic() + 30
     programs: list[psutil.Process] = []
-    while sum(each.name() == "sleep" for each in programs) < 8:
+    while sum(name_of(each) == "sleep" for each in programs) < 8:
         assert time.monotonic() < end_s, programs
         time.sleep(0.05)
         programs = worker.children(recursive=True)

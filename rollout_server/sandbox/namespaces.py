@@ -2,7 +2,8 @@
 
     the server      user, PID, network, IPC and UTS namespaces, once: programs may make no socket and no IPC (seccomp),
                     so that all can share these empty ones
-    each program    a PID namespace, whose process 1 it is, and user and mount namespaces with an empty /tmp
+    each program    a PID namespace, whose process 1 it is, and user and mount namespaces, where nothing can be changed
+                    but what is in an empty /tmp
 
 The server is process 1 of its PID namespace: when it ends, for whatever reason, the kernel ends all programs. Like
 `kernel` this imports only Python's standard library.
@@ -81,7 +82,9 @@ def fork() -> int:
 
 
 def enter() -> None:
-    """Give this process user and mount namespaces of its own, with an empty /tmp of 32 MB. OSError: the kernel refuses.
+    """Give this process user and mount namespaces of its own, where it can change nothing but an empty /tmp of 32 MB.
+
+    OSError: the kernel refuses.
     """
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(_USER | _MOUNT)
@@ -89,6 +92,7 @@ def enter() -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+    kernel.make_mounts_read_only()
     kernel.mount_empty_tmp()
 
 

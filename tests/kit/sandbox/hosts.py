@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import select
 import shutil
 import socket
 import sys
@@ -30,10 +31,20 @@ rules = []
 def add(code, value, skip_if=0, skip_if_not=0): rules.append(k._RULE.pack(code, skip_if, skip_if_not, value))
 add(k._LOAD, 0)
 for number in (272, 165, 308, 161, 155): add(k._EQUALS, number, 0, 1); add(k._RETURN, k._DENY)
-add(k._EQUALS, 435, 0, 1); add(k._RETURN, k._NO_SUCH_CALL)
-add(k._EQUALS, 56, 0, 3); add(k._LOAD, 16); add(k._HAS_BITS, 0x7E020000, 0, 1); add(k._RETURN, k._DENY)
+rules += [k._NO_CLONE3, k._CLONE_WITHOUT_NAMESPACES]
 add(k._RETURN, k._ALLOW)
 k.apply_filter(b"".join(rules))
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+"""
+
+HAS_OLD_LANDLOCK = """#!{python} -I
+# Has the fork server take the kernel's Landlock for an older one.
+import os, sys
+code = sys.argv.index("-c") + 1
+sys.argv[code] = (
+    "import sys; sys.path.insert(0, {project!r}); from rollout_server.sandbox import kernel; "
+    "kernel.landlock_abi = lambda: {abi}; " + sys.argv[code]
+)
 os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 """
 
@@ -46,6 +57,8 @@ class Mode:
     has_namespaces: bool
     is_ordinary: bool = False
     forbids_namespaces: bool = False
+    landlock_abi: int = 0
+    """Take Landlock for this version of it; 0: for that of the kernel."""
 
     @property
     def is_possible(self) -> bool:
@@ -60,6 +73,11 @@ MODES = [
     Mode("user where namespaces are forbidden", has_namespaces=False, is_ordinary=True, forbids_namespaces=True),
     Mode("root where namespaces are forbidden", has_namespaces=False, forbids_namespaces=True),
 ]
+OLD_MODES = [
+    Mode("user on Linux 5.13", has_namespaces=False, is_ordinary=True, landlock_abi=1),
+    Mode("user with namespaces on Linux 5.13", has_namespaces=True, is_ordinary=True, landlock_abi=1),
+]
+"""Landlock of Linux 5.13, the first, forbids neither signals nor abstract sockets, TCP and truncation."""
 
 
 @contextmanager
@@ -67,9 +85,10 @@ def pool_of(mode: Mode, python: str = PYTHON, preload: Sequence[str] = ()) -> It
     """A pool, not yet started, whose server runs in this mode."""
     user = ORDINARY_UID if mode.is_ordinary and IS_ROOT else None
     with open_folder() as folder:
-        if mode.forbids_namespaces:
+        if mode.forbids_namespaces or mode.landlock_abi:
             wrapper = folder / "python"
-            wrapper.write_text(FORBIDS_NAMESPACES.format(python=python, project=PROJECT))
+            text = FORBIDS_NAMESPACES if mode.forbids_namespaces else HAS_OLD_LANDLOCK
+            wrapper.write_text(text.format(python=python, project=PROJECT, abi=mode.landlock_abi))
             wrapper.chmod(0o755)
             python = str(wrapper)
         yield SandboxPool(has_namespaces=mode.has_namespaces, python=python, preload=preload, user=user)
@@ -104,9 +123,12 @@ def open_folder(parent: str | None = None) -> Iterator[Path]:
 def exposed_host() -> Iterator[dict[str, str]]:
     """A folder with a secret and a file to lose, and sockets that listen: the values of the names in misdeeds.py."""
     with ExitStack() as stack:
-        folder = stack.enter_context(open_folder())
+        folder = stack.enter_context(open_folder("/var/tmp"))  # programs in namespaces have another /tmp
+        left = stack.enter_context(open_folder()) / "left"
+        left.touch()
         (folder / "victim").touch()
         (folder / "secret").write_text("sesame")
+        (folder / "link").symlink_to("/nowhere")
         owner = ORDINARY_UID if IS_ROOT else -1
         for place in (folder, folder / "victim", folder / "secret"):
             os.chown(place, owner, owner)
@@ -115,12 +137,21 @@ def exposed_host() -> Iterator[dict[str, str]]:
         port = tcp.getsockname()[1]
         udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         udp.bind(("127.0.0.1", port))
+        listeners = []
         for address in (f"\0misdeed-{port}", str(folder / "socket")):
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(address)
-            listener.listen()
+            listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            listeners[-1].bind(address)
+            listeners[-1].listen()
         (folder / "socket").chmod(0o777)
-        yield {"DIR": str(folder), "SOCKET": str(folder / "socket"), "PORT": str(port)}
+        datagrams = []
+        for address in (f"\0misdeed-datagrams-{port}", str(folder / "datagrams")):
+            datagrams.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)))
+            datagrams[-1].bind(address)
+        (folder / "datagrams").chmod(0o777)
+        yield {"DIR": str(folder), "SOCKET": str(folder / "socket"), "PORT": str(port), "LEFT": str(left)}
+        assert select.select([tcp, udp, *listeners, *datagrams], [], [], 0)[0] == [], "a program has reached the host"
+        found = os.stat(folder / "secret")
+        assert (found.st_mode & 0o777, found.st_size, found.st_uid) == (0o600, 6, os.stat(folder).st_uid)
 
 
 def processes_of_programs(pool: SandboxPool) -> set[int]:

@@ -1,7 +1,7 @@
 """Programs that try what a contained program must not do. Each prints a line `held ...` or `OPEN ...` for each attempt.
 
 Every misdeed is bounded by itself as well, and signals to others are tried as signal 0, in case one is not held.
-DIR, SOCKET, PORT, PARENT and HAS_NAMESPACES stand for the values of the host.
+DIR, SOCKET, PORT, LEFT, PARENT and HAS_NAMESPACES stand for the values of the host.
 """
 
 TRY = """
@@ -39,6 +39,8 @@ def files():
     found = [os.memfd_create(str(i)) for i in range(50)]
     return sum(os.write(file, b"x" * (1 << 20)) for file in found)
 t("files in memory", files)
+import fcntl
+t("size of a pipe", lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20))
 """,
 "much memory in several processes": """
 def several():
@@ -60,6 +62,12 @@ t("bind", lambda: socket.socket().bind(("127.0.0.1", 0)))
 t("abstract unix", lambda: socket.socket(socket.AF_UNIX).connect("\\0misdeed-PORT"))
 t("path unix", lambda: socket.socket(socket.AF_UNIX).connect("SOCKET"))
 t("netlink", lambda: socket.socket(16, 3, 0))
+pair = lambda kind: socket.socketpair(socket.AF_UNIX, kind)[0]
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_STREAM):
+    for address in ("DIR/datagrams", "\\0misdeed-datagrams-PORT"):
+        t(f"{kind.name} sendto {address!r}", lambda: pair(kind).sendto(b"x", address))
+        t(f"{kind.name} sendmsg {address!r}", lambda: pair(kind).sendmsg([b"x"], [], 0, address))
+t("tipc", lambda: socket.socketpair(30, socket.SOCK_STREAM))
 """,
 "writes outside": """
 t("create", lambda: open("DIR/new", "w").write("x"))
@@ -69,7 +77,11 @@ t("unlink", lambda: os.unlink("DIR/victim"))
 t("rename", lambda: os.rename("DIR/victim", "DIR/v2"))
 t("link", lambda: os.link("DIR/secret", "DIR/l"))
 t("truncate", lambda: os.truncate("DIR/secret", 0))
+t("truncating reader", lambda: os.open("DIR/secret", os.O_RDONLY | os.O_TRUNC))
+t("truncating", lambda: os.open("DIR/secret", 3 | os.O_TRUNC))
+t("open for ioctl", lambda: os.open("DIR/secret", 3))
 t("chmod", lambda: os.chmod("DIR/secret", 0o777))
+t("chmod in a folder", lambda: os.chmod("secret", 0o777, dir_fd=os.open("DIR", os.O_PATH)))
 t("utime", lambda: os.utime("DIR/secret", (0, 0)))
 t("chown", lambda: os.chown("DIR/secret", os.getuid(), os.getgid()))
 t("setxattr", lambda: os.setxattr("DIR/secret", "user.x", b"1"))
@@ -87,6 +99,25 @@ t("the project", lambda: __import__("rollout_server"))
 "stat of others": """
 t("stat of a file of the run", lambda: os.stat("DIR/secret").st_size)
 t("stat of a file of the host", lambda: os.stat("/etc/passwd").st_size)
+t("stat of a file in /tmp", lambda: os.stat("LEFT").st_size)
+t("where a link points", lambda: os.readlink("DIR/link"))
+""",
+"looks at other processes": """
+t("group", lambda: os.getpgid(PARENT))
+t("session", lambda: os.getsid(PARENT))
+t("priority", lambda: os.getpriority(os.PRIO_PROCESS, PARENT))
+t("processors", lambda: os.sched_getaffinity(PARENT))
+t("processor time", lambda: time.clock_gettime(~PARENT << 3 | 2))
+t("program", lambda: os.readlink("/proc/PARENT/exe"))
+t("folder", lambda: os.readlink("/proc/PARENT/cwd"))
+t("get_robust_list", lambda: call(274, PARENT, ctypes.byref(ctypes.c_long()), ctypes.byref(ctypes.c_long())))
+""",
+"locks": """
+import fcntl
+file = os.open(os.__file__, os.O_RDONLY)
+t("flock", lambda: fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB))
+t("record lock", lambda: fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB))
+t("lease", lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK))
 """,
 "symlinks": """
 t("symlink and read", lambda: (os.symlink("/etc/shadow", "x1"), open("x1").read(10)))
@@ -106,6 +137,15 @@ t("pidfd", lambda: call(424, call(434, PARENT, 0), 0, 0, 0))
 t("prlimit of the parent", lambda: call(302, PARENT, 0, 0, 0))
 t("sched_setaffinity", lambda: call(203, PARENT, 8, b"\\x01" + b"\\0" * 7))
 t("setpriority", lambda: os.setpriority(os.PRIO_PROCESS, PARENT, 19))
+t("ioprio_set", lambda: call(251, 1, PARENT, 0))
+t("rt_sigqueueinfo", lambda: call(129, PARENT, 0, b"\\0" * 128))
+t("tkill", lambda: call(200, PARENT, 0))
+import fcntl, socket, struct
+number, ends = struct.pack("i", PARENT), socket.socketpair()
+t("F_SETOWN", lambda: fcntl.fcntl(ends[0], fcntl.F_SETOWN, PARENT))
+t("F_SETOWN_EX", lambda: fcntl.fcntl(ends[0], 15, struct.pack("ii", 1, PARENT)))
+t("FIOSETOWN", lambda: fcntl.ioctl(ends[0], 0x8901, number))
+t("SIOCSPGRP", lambda: fcntl.ioctl(ends[0], 0x8902, number))
 """,
 "ptrace": """
 t("attach to the fork server", lambda: call(101, 16, PARENT, 0, 0))
@@ -145,7 +185,9 @@ calls = {
     "personality": (135, 0xffffffff), "swapoff": (168, b"/x"), "reboot": (169, 0), "inotify": (294, 0),
     "fanotify": (300, 0, 0), "quotactl": (179, 0, 0, 0, 0), "open_by_handle": (304, 0, 0, 0),
     "landlock": (444, 0, 0, 1),
-    "clone3": (435, 0, 0), "x32 getpid": (0x40000000 + 39,),
+    "syslog": (103, 10, 0, 0), "kcmp": (312, os.getpid(), os.getpid(), 0, 1, 1), "pidfd_getfd": (438, 0, 0, 0),
+    "migrate_pages": (256, 0, 8, b"\\1" * 8, b"\\1" * 8), "mount_setattr": (442, -100, b"/", 0, b"\\0" * 32, 32),
+    "clone with a namespace": (56, 0x40010f00, 0, 0, 0, 0), "clone3": (435, 0, 0), "x32 getpid": (0x40000000 + 39,),
 }
 for name, arguments in calls.items(): t(name, lambda: call(*arguments))
 t("setuid 0", lambda: os.setuid(0))
@@ -186,6 +228,26 @@ while True: time.sleep(10)
 """,
 }  # fmt: skip
 
+OF_ITS_PYTHON = """
+import fcntl, struct
+MODULE = sys.prefix + "/module.py"
+file = os.open(MODULE, os.O_RDONLY)
+flags = struct.pack("l", 0x40)  # no dump, which every owner may set
+t("truncating reader", lambda: os.open(MODULE, os.O_RDONLY | os.O_TRUNC))
+t("truncate", lambda: os.truncate(MODULE, 0))
+t("write", lambda: open(MODULE, "a").write("x"))
+t("chmod", lambda: os.chmod(MODULE, 0o777))
+t("chmod by descriptor", lambda: os.fchmod(file, 0o777))
+t("flags", lambda: fcntl.ioctl(file, 0x40086602, flags))
+t("flags by the access mode of ioctl", lambda: fcntl.ioctl(os.open(MODULE, 3), 0x40086602, flags))
+t("lease", lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK))
+t("utime", lambda: os.utime(file, (0, 0)))
+t("setxattr", lambda: os.setxattr(file, "user.x", b"1"))
+t("chown", lambda: os.fchown(file, os.getuid(), os.getgid()))
+t("link", lambda: os.link(MODULE, "/tmp/link"))
+"""
+"""Tries to change a module of a Python that belongs to the user of the run."""
+
 SOUND = {
     "asyncio": ("import asyncio\nasync def f(): await asyncio.sleep(.01); return 5\nprint(asyncio.run(f()))", "5"),
     "deep recursion in a thread": (
@@ -215,6 +277,15 @@ SOUND_WITH_NUMPY = {
     "random numbers": ("import numpy as np\nprint(np.random.default_rng(0).random(10**6).shape)", "(1000000,)"),
 }  # fmt: skip
 SOUND_IN_NAMESPACES = {
+    "modes of its own files": (
+        "import os, shutil\nopen('a', 'w').write('#!/bin/sh\\necho done')\nos.chmod('a', 0o700)\n"
+        "shutil.copy('a', 'b')\nprint(os.popen('./b').read())", "done",
+    ),
+    "sqlite": (
+        "import sqlite3\nwith sqlite3.connect('/tmp/x.db') as db: db.execute('create table t (n)')\n"
+        "with sqlite3.connect('/tmp/x.db') as db: db.execute('insert into t values (5)')\n"
+        "print(sqlite3.connect('/tmp/x.db').execute('select n from t').fetchone()[0])", "5",
+    ),
     "tempfile": ("import tempfile\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x'); print('ok')", "ok"),
     "subprocess": (
         "import subprocess\nprint(subprocess.run(['echo', 'hi'], capture_output=True, text=True).stdout)", "hi"

@@ -116,7 +116,7 @@ class TaskConfig:
             [each.reward for each in self.rewards], "rewards that are named, where there are no questions",
         )
         check(
-            not self.rewards or any(each.weight for each in self.rewards), "task.rewards",
+            not self.rewards or any(each.counts for each in self.rewards), "task.rewards",
             [each.weight for each in self.rewards], "rewards of which one has a weight other than 0",
         )
         check(

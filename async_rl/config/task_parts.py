@@ -30,12 +30,19 @@ class RewardConfig:
     """As in task.reward."""
     weight: float = 1.0
     """The factor of its score in the sum. 0: it is only logged."""
+    weights: Section[dict[str, float]] = field(default_factory=dict)
+    """The factors in the sum of further numbers that it returns, by their names: {format: 0.2}."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """The settings that it declares."""
     timeout_s: NonNegativeFloat = 0.0
     """How long one call may take. 0: timeouts.reward_s."""
     concurrency: NonNegativeInt = 0
     """Calls that a worker makes at once. 0: what the reward declares, else 32 of a `def` and 256 of an `async def`."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether a number of it is in the sum, so that an answer needs its verdict."""
+        return bool(self.weight or any(self.weights.values()))
 
     @property
     def short_name(self) -> str:

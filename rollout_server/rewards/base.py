@@ -10,7 +10,8 @@ without special tokens, or a `Reward`, which declares more (rollout_server/rewar
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from async_rl.config import Config, RewardConfig
@@ -55,6 +56,8 @@ class NamedReward:
 
     name: str = "task"
     weight: float = 1.0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights of further numbers that it returns, by their names."""
     reward: Reward
     settings: Any = None
     timeout_s: float
@@ -99,7 +102,8 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
             reward.check(config, settings, timeout_s, key)
         about = reward.describe(config, settings) if reward.describe else ""
         found.append(NamedReward(
-            name=each.name, weight=each.weight, reward=reward, settings=settings, timeout_s=timeout_s,
+            name=each.name, weight=each.weight, weights=each.weights, reward=reward, settings=settings,
+            timeout_s=timeout_s,
             limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else f"{key}.timeout_s",
             concurrency=each.concurrency or own.concurrency,
             identity=_identity(each.reward, reward, settings, config), about=about,

@@ -100,10 +100,10 @@ class Scoring:
             named = scorer.named
             values |= {f"{named.name}/{name}": value for name, value in result.metrics.items()}
             if result.score is None:
-                if named.weight:
+                if named.weight or any(named.weights.values()):
                     missing = f"the reward {named.name} gave no verdict" + (result.reason and f": {result.reason}")
                 continue
-            total += named.weight * result.score
+            total += named.weight * result.score + _weighted(named, result)
             if named.logs_score:
                 values[named.name] = result.score
         if len(values) > MAX_METRICS:
@@ -222,6 +222,20 @@ class _Scorer:
         if self._calls is not None:
             self._calls.close()
         await self._opened.aclose()
+
+
+def _weighted(named: NamedReward, result: RewardResult) -> float:
+    """Return the weighted sum of the numbers that a reward returns besides its score.
+
+    Raises:
+        RewardError: one with a weight is missing.
+    """
+    if absent := sorted(named.weights.keys() - result.metrics.keys()):
+        raise RewardError(
+            f"the reward {named.name} must return {', '.join(absent)} besides its score, as its `weights` in "
+            f"task.rewards say, got {', '.join(result.metrics) or 'no other number'}"
+        )
+    return sum(weight * result.metrics[name] for name, weight in named.weights.items())
 
 
 def _of_all(results: Any, size: int) -> Sequence[Any]:

@@ -41,6 +41,20 @@ def test_the_reward_is_the_weighted_sum_and_each_score_and_metric_is_named() -> 
     ]
 
 
+def test_numbers_besides_the_score_may_have_weights_too() -> None:
+    def parts(question: Question, response: str) -> dict[str, float]:
+        return {"score": float(response == "4"), "format": 0.5, "short": 1.0}
+
+    weighted = named(parts, name="parts", weight=2.0, weights={"format": 0.2, "short": -1.0})
+    (verdict,), _ = scored([weighted], "4")
+    assert verdict.reward == pytest.approx(2 + 0.1 - 1)
+    assert verdict.values == {"parts": 1, "parts/format": 0.5, "parts/short": 1}
+    with pytest.raises(RewardError, match=r"the reward parts must return steps besides its score, .*got format, short"):
+        scored([named(parts, name="parts", weights={"format": 0.2, "steps": 1.0})], "4")
+    silent = named(lambda *_: None, name="parts", weight=0, weights={"format": 0.2})
+    assert scored([silent], "4")[0][0].reward is None
+
+
 def test_the_only_reward_of_a_run_is_not_named_again_but_its_metrics_are() -> None:
     (verdict,), _ = scored([named(length, name="length", logs_score=False)], "4")
     assert verdict == Verdict(reward=0.1, values={"length/letters": 1})
@@ -226,6 +240,15 @@ def test_answers_of_a_group_are_scored_by_all_rewards_at_the_same_time() -> None
 
 def opened(config: Config) -> tuple[NamedReward, ...]:
     return open_rewards(config, SimpleNamespace(verify=is_right))
+
+
+def test_a_reward_of_weight_zero_may_count_by_its_other_numbers() -> None:
+    reward = {"reward": "math_verify", "weight": 0}
+    with pytest.raises(ConfigError, match=r"task\.rewards must be rewards of which one has a weight other than 0"):
+        make_config(task={"rewards": [reward]})
+    config = make_config(task={"rewards": [reward | {"weights": {"format": 0.5}}]})
+    (opened,) = open_rewards(config, None)  # type: ignore[arg-type]
+    assert opened.weights == {"format": 0.5}
 
 
 def test_the_configuration_names_weighs_and_limits_each_reward() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
@@ -32,9 +31,9 @@ class AlarmsConfig:
     """How much policy/entropy and the KL of a step, offpolicy/kl_behaviour_proximal_k3 and
     offpolicy/kl_proximal_learner_k3, all in nats a token, may rise together above their mean over the window before: as
     a share of that mean, or of 0.25 where that is more. .inf: no alarm."""
-    stride_limit: Share = math.inf
+    stride_limit: Share = 2.5
     """How many times as far a step may move the weights, policy/weight_change, as those of the window before in the
-    mean; 3 is a beginning, which no runs have judged. .inf: no alarm."""
+    mean. .inf: no alarm."""
     cut_limit: Share = 0.5
     """How far the share of answers that are cut off may rise above its start. .inf: no alarm."""
     all_cut_limit: Share = 0.9

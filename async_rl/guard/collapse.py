@@ -117,8 +117,14 @@ class SignalValue:
 def mean_over(steps: Iterable[Values]) -> dict[str, float]:
     """Return the means over steps of the metrics that signals read, each over the steps that have it."""
     steps = list(steps)
-    found = {key: [step[key] for step in steps if math.isfinite(step.get(key, math.nan))] for key in KEYS}
+    found = {key: [step[key] for step in steps if _is_measured(key, step)] for key in KEYS}
     return {key: math.fsum(values) / len(values) for key, values in found.items() if values}
+
+
+def _is_measured(key: str, step: Values) -> bool:
+    """Return whether a step has a number; one that was skipped has not moved the weights, and tells nothing of others.
+    """
+    return math.isfinite(step.get(key, math.nan)) and (key != "policy/weight_change" or step[key] > 0)
 
 
 def reward_fall(newest: Sequence[float], start: float, start_std: float, best: float) -> tuple[float, float]:

@@ -177,11 +177,14 @@ def test_a_jump_is_an_alarm_only_of_a_run_that_has_learned_something() -> None:
 def test_a_stride_is_a_step_that_moves_the_weights_much_further_than_those_before() -> None:
     better = {"reward/mean": 0.9}
     far = {**better, "policy/weight_change": 5e-4}
-    assert beyond(watched({}, {}, better, better, far, stride_limit=3.0)[-1]) == ("stride",)
-    assert beyond(watched({}, {}, better, better, far)[-1]) == ()
-    found = watched({}, {}, better, better, far, stride_limit=3.0)[-1]
+    assert beyond(watched({}, {}, better, better, far, stride_limit=6.0)[-1]) == ()
+    found = watched({}, {}, better, better, far)[-1]
+    assert beyond(found) == ("stride",)
     assert found is not None and found.is_serious
     assert found.text("stride") == "a step has moved the weights 5 times as far as those before"
-    assert beyond(watched({}, {}, {}, {"policy/weight_change": 5e-4}, stride_limit=3.0)[-1]) == ()  # has not learned
+    assert beyond(watched({}, {}, {}, {"policy/weight_change": 5e-4})[-1]) == ()  # has not learned
+    skipped = {**better, "policy/weight_change": 0.0}  # which tells nothing of how far the others went
+    usual = {**better, "policy/weight_change": 2e-4}
+    assert beyond(watched({}, {}, better, skipped, skipped, usual)[-1]) == ()
     assert stride({"policy/weight_change": 1.0}, {}) is None and stride({}, {"policy/weight_change": 1.0}) is None
     assert stride({"policy/weight_change": 1.0}, {"policy/weight_change": 0.0}) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring, Verdict
 from tests.kit.rewards import QUESTION, of, told
 
-Answer = Callable[[dict[str, Any]], web.Response | str]
+Answer = Callable[[dict[str, Any]], web.Response | str | Awaitable[web.Response | str]]
 """Returns a response, or the text of a reply, to the body of a chat completion."""
 
 
@@ -63,6 +63,8 @@ class FakeJudge:
         try:
             await asyncio.sleep(self.latency_s)
             answered = self.answer(body)
+            if isinstance(answered, Awaitable):
+                answered = await answered
         finally:
             self._at_once -= 1
         if isinstance(answered, web.Response):

@@ -1,9 +1,9 @@
 """The client of a judge: sends chats to endpoints like OpenAI's, and waits out their limits and outages.
 
     429, Retry-After           all workers of the host wait as long as the endpoint asks for
-    408, 425, 429, 5xx, a      the request is sent again, less and less often, to another endpoint if there is one, for
-    broken connection, a       judge.patience_s after its first failure, or after a Retry-After first held it back;
-    timeout, no JSON           then the judge has no verdict
+    408, 425, 429, 5xx, a      the request is sent again, to another endpoint if there is one, for judge.patience_s
+    broken connection, a       after its first failure, or after a Retry-After first held it back; then the judge has
+    timeout, no JSON           no verdict. Its pauses grow with each 429, and while nobody gets an answer
     401, 403, 404, 405         the reward fails, because every request would
     another 4xx                no verdict on this answer, e.g. because it is too long for the model
 """
@@ -30,7 +30,9 @@ from async_rl.network import authorization
 from rollout_server.rewards.judge.rate_limit import RateLimit
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-"""The mean pause after the first failure of a request, which doubles with each, and the longest one."""
+"""The mean pause after the first failure of a request, and the longest one."""
+_TOO_MANY = 429
+"""The HTTP status that asks for fewer requests."""
 _PASSING = (408, 425, 429)
 """The HTTP statuses below 500 after which the same request may succeed."""
 _HOPELESS = (401, 403, 404, 405)
@@ -44,9 +46,11 @@ class NoVerdictError(Exception):
 class _PassingError(Exception):
     """The endpoint could not answer now. `retry_after_s` is how long it wants to be left alone, 0 if it did not say."""
 
-    def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
+    def __init__(self, text: str, retry_after_s: float = 0.0, *, is_too_many: bool = False) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
+        self.is_too_many = is_too_many
+        """Whether the endpoint asks for fewer requests."""
 
 
 Counts = dict[str, float]
@@ -60,6 +64,13 @@ class JudgeReply:
 
     text: str
     counts: Counts
+
+
+def pause_s(serious: int) -> float:
+    """Return for how long a request waits before it is sent again: twice as long with each failure that says something
+    of the endpoint, `serious` of them so far, and not the same for all requests.
+    """
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, serious - 1)) * random.uniform(0.5, 1.5)
 
 
 def summed(counts: Iterable[Counts]) -> Counts:
@@ -82,6 +93,8 @@ class JudgeClient:
         """[address] the model that requests name; empty: the endpoint is asked first."""
         self._open: Counter[str] = Counter()
         """[address] the requests that are under way."""
+        self._replies = 0
+        """The replies so far, to all requests."""
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
         """Return the judge's reply to the body of a chat completion.
@@ -94,7 +107,9 @@ class JudgeClient:
         patience_s, clock = self._judge.patience_s, asyncio.get_running_loop().time
         deadline_s: float | None = None
         failed, problem, retries, limited_s = "", "", 0, 0.0
+        serious = 0  # the failures that say something of the endpoint, not of this request alone
         while True:
+            replies = self._replies
             try:
                 async with asyncio.timeout_at(deadline_s) as limit:
                     limited_s += await self._limit.acquire()
@@ -108,6 +123,7 @@ class JudgeClient:
                     async with self._places:
                         url = self._choose(failed)
                         text, used = await self._post(url, body)
+                self._replies += 1
                 spent = {"requests": retries + 1.0, "retries": float(retries), "limited_s": limited_s}
                 return JudgeReply(text, {**used, **spent})
             except TimeoutError:
@@ -120,10 +136,10 @@ class JudgeClient:
                 self._models[url] = self._judge.model
                 if error.retry_after_s:
                     self._limit.block(min(error.retry_after_s, patience_s))
+                serious += error.is_too_many or self._replies == replies
             deadline_s = deadline_s or clock() + patience_s
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**retries) * random.uniform(0.5, 1.5)
             retries += 1
-            await asyncio.sleep(min(pause_s, max(0.0, deadline_s - clock())))
+            await asyncio.sleep(min(pause_s(serious), max(0.0, deadline_s - clock())))
 
     def _choose(self, failed: str) -> str:
         """Return the endpoint with the fewest requests under way, another one than `failed` if there is another."""
@@ -167,7 +183,7 @@ class JudgeClient:
             hint = "judge.api_key_variable" if status in (401, 403) else "judge.urls and judge.model"
             raise RewardError(f"the judge at {url} refuses all requests, see {hint}: {told}")
         if status >= 500 or status in _PASSING:
-            raise _PassingError(told, wanted_s)
+            raise _PassingError(told, wanted_s, is_too_many=status == _TOO_MANY)
         if status != 200:
             raise NoVerdictError(f"the judge refused the request: {told}")
         try:

@@ -101,6 +101,34 @@ def test_after_the_patience_there_is_no_verdict_and_the_reason_is_told() -> None
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize(
+    ("status", "others_are_answered", "expected"),
+    [(503, True, [0, 0, 0]), (503, False, [1, 2, 3]), (429, True, [1, 2, 3])],
+)
+def test_pauses_grow_after_each_429_and_while_nobody_gets_an_answer(
+    monkeypatch: pytest.MonkeyPatch, status: int, others_are_answered: bool, expected: list[int]
+) -> None:
+    """One request fails three times; beside it the judge may answer another one each time."""
+    serious: list[int] = []
+    monkeypatch.setattr(client, "pause_s", lambda number: serious.append(number) or 0.01)
+    replies = iter([*(failing(status) for _ in range(3)), score(7)])
+
+    async def ask() -> None:
+        async def answer(body: Any) -> web.Response | str:
+            if "other" in str(body):
+                return score(5)
+            if others_are_answered:
+                await judge.ask({"messages": [{"role": "user", "content": "other"}]})
+            return next(replies)
+
+        fake = FakeJudge(answer)
+        async with fake.serve() as url, client.open_client(judged_by(url)) as judge:
+            await judge.ask({"messages": [{"role": "user", "content": "x"}]})
+
+    asyncio.run(ask())
+    assert serious == expected
+
+
 def test_a_retry_after_of_one_address_holds_back_requests_to_the_others() -> None:
     async def ask() -> None:
         busy, free = FakeJudge(in_turn(failing(429, retry_after="0.3"), score(1))), FakeJudge(lambda body: score(7))

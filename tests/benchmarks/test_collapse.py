@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from async_rl.config.alarms import AlarmsConfig
-from benchmarks.collapse import KEPT, WordsRecord, first_steps, read_records, timing, verdict, write_records
+from benchmarks.collapse import KEPT, WordsRecord, findings, first_steps, read_records, timing, verdict, write_records
 from benchmarks.collapse_settings import JUDGED, TUNING, mechanism
 from benchmarks.collapsing_runs import WordsRun, train
 from tests.kit.documents import DOCUMENTS
@@ -99,14 +99,51 @@ def test_the_quoted_figures_are_those_of_the_committed_records() -> None:
     page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
     for name, found in numbers.items():
         assert found == pytest.approx(verdict(read_records(RESULTS / f"{name}.json"), AlarmsConfig()))
-    tuning = numbers["tuning"]
-    pattern = r"Of (\d+) collapses (\d+) are .*? (\d+) at the same step and (\d+) later; (\d+) of (\d+) sound"
-    assert quoted(page, pattern) == [
-        tuning[key] for key in ("collapses", "noticed", "at the same step", "late", "false", "sound")
+    rows = {name: mechanism_rows(name) for name in numbers}
+    for words, found in {
+        "of the 62: all": numbers["tuning"], "of the 32: all": numbers["judged"],
+        "of these, a rate that is raised at once": rows["judged"]["raised"],
+        "of these, a rate that grows by 3% to 15% a step": rows["judged"]["growing"],
+        "of these, advantages of the wrong sign": rows["judged"]["wrong sign"],
+        "of these, staleness 12 without correction": rows["judged"]["no correction"],
+    }.items():
+        keys = ("collapses", "noticed", "at the same step", "late", "too early")
+        assert f"| {words} | {' | '.join(str(int(found[key])) for key in keys)} |" in page
+    tuning, judged = numbers["tuning"], numbers["judged"]
+    assert f"sound runs: {tuning['false']} of {tuning['sound']}, and {judged['false']} of {judged['sound']} of" in page
+    assert quoted(page, r"goes back has ([\d.]+) of .*?, and ([\d.]+) over the") == [
+        pytest.approx(each["kept"], abs=0.005) for each in (tuning, judged)
     ]
-    assert quoted(page, r"stop` goes back has ([\d.]+) of") == [pytest.approx(tuning["kept"], abs=0.005)]
-    assert quoted(page, r"chosen with (\d+) runs") == [len(read_records(RESULTS / "tuning.json"))]
-    assert quoted(page, r"settings of (\d+) are written down") == [len(JUDGED)]
+    assert (len(TUNING), len(JUDGED)) == (62, 32)
+
+
+def mechanism_rows(name: str) -> dict[str, dict[str, float]]:
+    """The verdict on the runs that collapse in each way, by its name."""
+    records = read_records(RESULTS / f"{name}.json")
+    ways = {mechanism(record.setting["name"]) for record in records}
+    return {
+        way: verdict([each for each in records if mechanism(each.setting["name"]) == way], AlarmsConfig())
+        for way in ways
+    }
+
+
+def test_the_quoted_strides_delays_and_false_alarms_are_those_of_the_committed_records() -> None:
+    page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
+    tuning, judged = (read_records(RESULTS / f"{name}.json") for name in ("tuning", "judged"))
+
+    def longest(record: WordsRecord) -> float:
+        moved = [each["policy/weight_change"] for each in record.records]
+        return max(moved[step] / (sum(moved[step - 5 : step]) / 5) for step in range(6, len(moved)))
+
+    assert round(max(longest(each) for each in tuning if each.kind == "sound"), 1) == 1.4
+    raised = [each for each in tuning if mechanism(each.setting["name"]) == "raised"]
+    assert min(map(longest, raised)) > 4 and "at least 4 times as far, and steps of sound runs at most 1.4" in page
+    slow = [each for each in judged if each.kind == "collapsed" and mechanism(each.setting["name"]) in (
+        "growing", "wrong sign")]  # fmt: skip
+    delays = [next(findings(each, AlarmsConfig())).version - (each.half_lost or 0) for each in slow]
+    assert (min(delays), max(delays)) == (0, 6) and "half is lost, or up to 6 steps later" in page
+    false = verdict(tuning, AlarmsConfig(reward_limit=0.35))["false"]
+    assert false == 10 and "0.35 ten of the 29 sound runs" in page
 
 
 def test_no_two_runs_have_a_seed_and_the_judged_ones_collapse_in_several_ways() -> None:

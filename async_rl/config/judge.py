@@ -45,8 +45,8 @@ class JudgeConfig:
     timeout_s: Seconds = 60.0
     """How long the endpoint may take to answer one request."""
     patience_s: Annotated[float, Field(ge=0, le=100_000)] = 600.0
-    """For how long after its first failure, or after a Retry-After first held it back, a request is sent again, less
-    and less often. After that there is no verdict, and the answer leaves its group."""
+    """For how long after its first failure, or after a Retry-After first held it back, a request is sent again. After
+    that there is no verdict, and the answer leaves its group."""
 
     def __post_init__(self) -> None:
         check(

@@ -1,7 +1,7 @@
 """Measures what a slow judge that fails costs, against one without latency, and what an outage costs.
 
     python -m benchmarks.judge                                       # prints the tables
-    python -m benchmarks.judge --steps 160 --rounds 3 --out benchmarks/results/judge
+    python -m benchmarks.judge --steps 60 --rounds 2 --out benchmarks/results/judge algorithm.epochs=4
 
 The judge is a process of its own, which compares an answer with the right one after `--latency` seconds, and ends
 `--errors` of all requests by a 500, a 429 or a broken connection instead. In the last row it is away for `--outage`
@@ -9,7 +9,8 @@ seconds. The first table has a worker's scoring alone, which asks as fast as it 
 and requests that are repeated cost as much as others: `--at-once` answers at once of a judge that fails. A group of 8
 answers waits for its slowest one, about 6 s with a latency of 2 s and a fifth of errors, so that so many seconds' worth
 of answers must be under way. The runs of the second table train the quickstart's model on the CPU, with room for 6400
-answers; `--steps 0` leaves them out.
+answers; `--steps 0` leaves them out. Four passes over each batch make the learner their limit, as it is where models
+are larger; else it is the processor, which requests that are repeated take too.
 """
 
 from __future__ import annotations

@@ -157,10 +157,16 @@ def test_the_page_has_no_example_that_is_not_tested() -> None:
 
 
 def test_the_page_quotes_how_fast_a_judge_was_measured_to_score() -> None:
-    (alone, *_) = json.loads((ROOT / "benchmarks" / "results" / "judge.json").read_text())
-    fast, slow = ((row[2], row[1]) for row in alone["rows"][:2])
-    told = f"gave {slow[0]} verdicts a second to {slow[1]} answers at once, one without latency {fast[0]} to {fast[1]}"
-    assert told in " ".join(PAGE.split())
+    words = " ".join(PAGE.split())
+    alone, training = json.loads((ROOT / "benchmarks" / "results" / "judge.json").read_text())
+    fast, failing, slow = (row[2] for row in alone["rows"][:3])
+    assert f"gave {slow} verdicts a second to {alone['rows'][2][1]} answers at once" in words
+    assert f"but with these errors {failing}, and one without both {fast}: errors cost" in words
+    first, second, away = training["rows"][2:]
+    assert f"trained {first[1]} and {second[1]} answers a second, {first[2]} and {second[2]} of what" in words
+    assert min(float(first[2]), float(second[2])) > 0.9
+    assert f"the longest step took {away[7]} s; no verdict was missing and no group lost" in words
+    assert (away[5], away[6]) == ("0", "0") and {row[7] for row in alone["rows"]} == {"0"}
 
 
 def test_the_page_quotes_what_the_sandbox_was_measured_at() -> None:

@@ -125,8 +125,8 @@ class Evaluation:
             for episode, reward in zip(group, rewards, strict=True)
         ]
         pairs = [(reward, proxy) for reward, proxy in found if reward is not None]
-        counts = {"failed": failed, "no_verdict": len(found) - len(pairs)}
-        counted = [Metric(f"eval/gold_{name}", float(count), "sum") for name, count in counts.items() if count]
+        counts = {"eval/gold_failed": failed, "eval/gold_no_verdict": len(found) - len(pairs)}
+        counted = [Metric(key, float(count), "sum") for key, count in counts.items() if count]
         proxies = [] if model.path else [proxy for _, proxy in pairs]
         return [*_gold_moments([reward for reward, _ in pairs], proxies), *counted]
 

@@ -9,8 +9,7 @@ seconds. The first table has a worker's scoring alone, which asks as fast as it 
 and requests that are repeated cost as much as others: `--at-once` answers at once of a judge that fails. A group of 8
 answers waits for its slowest one, about 6 s with a latency of 2 s and a fifth of errors, so that so many seconds' worth
 of answers must be under way. The runs of the second table train the quickstart's model on the CPU, with room for 6400
-answers; `--steps 0` leaves them out. Four passes over each batch make the learner their limit, as it is where models
-are larger; else it is the processor, which requests that are repeated take too.
+answers; `--steps 0` leaves them out. Four passes over each batch make the learner their limit, as with larger models.
 """
 
 from __future__ import annotations

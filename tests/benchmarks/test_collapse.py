@@ -127,7 +127,7 @@ def mechanism_rows(name: str) -> dict[str, dict[str, float]]:
     }
 
 
-def test_the_quoted_strides_delays_and_false_alarms_are_those_of_the_committed_records() -> None:
+def test_the_quoted_strides_and_delays_are_those_of_the_records() -> None:
     page = " ".join(DOCUMENTS["docs/not-learning.md"].split())
     tuning, judged = (read_records(RESULTS / f"{name}.json") for name in ("tuning", "judged"))
 

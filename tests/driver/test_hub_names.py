@@ -61,8 +61,10 @@ def test_the_doctor_downloads_nothing_and_checks_what_is_there(hub: HubServer) -
     located(pinned(config_of()))
     assert [(each.what, each.state) for each in found(config_of())] == [("model.path", "ok"), ("task.path", "warn")]
     dry_run(config_of())
-    states = {each.what: each.state for each in found(config_of())}
-    assert states["task.eval_path"] == states["model and tokenizer"] == states["task"] == "ok"
+    checks = {each.what: each for each in found(config_of())}
+    assert checks["task.eval_path"].state == checks["model and tokenizer"].state == "ok"
+    task = checks["task"]
+    assert task.state == "warn" and task.found.count("is read as GSM8K's own") == 2  # as what was guessed is told
     (check,) = found(config_of("model.path=Qwen/Qwen0"))
     assert (check.what, check.state) == ("hub", "broken") and "has no model Qwen/Qwen0" in check.found
 

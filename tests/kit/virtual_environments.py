@@ -23,7 +23,8 @@ def new_environment(folder: Path, requirements: tuple[str, ...], *, sees_ours: b
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=900)
+    without_path = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip looks there, too
+    done = subprocess.run(install, env=without_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return python
 

@@ -1,0 +1,38 @@
+"""The cost of evaluations: its figures by hand, from the lines of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.loading import load_config
+from benchmarks.evaluation_cost import KINDS, EvaluationRun, costs, measured, table_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_run_took_the_time_between_its_first_and_its_last_step(tmp_path: Path) -> None:
+    lines = [
+        {"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward/mean": 0.1, "time/since_first_step_s": 0.0},
+        {"step": 2, "reward/mean": 0.1, "time/since_first_step_s": 4.0}, {"step": 2, "eval/accuracy": 0.2},
+        {"step": 4, "reward/mean": 0.2, "time/since_first_step_s": 12.5}, {"step": 4, "eval/accuracy": 0.3},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured("beside training", 3, tmp_path) == EvaluationRun("beside training", 3, 12.5, 1)
+
+
+def test_a_cost_is_the_share_of_the_time_that_the_run_of_the_same_seed_without_evaluations_does_not_need() -> None:
+    runs = [EvaluationRun("none", 0, 9.0, 0), EvaluationRun("none", 1, 12.0, 0)]
+    runs += [EvaluationRun(kind, seed, 10.0 + 5 * seed, 2) for kind in KINDS if kind != "none" for seed in range(2)]
+    assert costs(runs, "beside training") == pytest.approx([0.1, 0.2])
+    rows = {row[0]: row[1:] for row in table_of(runs).rows}
+    assert rows["none"] == ["10.5", "0.0", "-"]
+    assert rows["on a server of its own"] == ["12.5", "2.0", "15.0% ± 5.0%"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_settings_of_each_kind_are_valid(kind: str) -> None:
+    config = load_config(ROOT / "configs" / "sweep_agent_cpu.yaml", ["eval.every_steps=6", *KINDS[kind]])
+    assert (config.eval.every_steps > 0) == (kind != "none")

@@ -20,6 +20,7 @@ from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
 from async_rl.telemetry.plot_learning_curve import smooth
+from async_rl.telemetry.status import saved_state
 
 TOKENS = "tokens trained on"
 REWARD, ACCURACY = "reward of the policy, smoothed", "held-out accuracy"
@@ -73,7 +74,7 @@ def _values(runs: Mapping[str, Run]) -> Table:
         for (name, run), reward in zip(runs.items(), rewards, strict=True)
     }
     rows = [
-        ["state", *("ended" if run.has_ended else "running" for run in runs.values())],
+        ["state", *(_state(run) for run in runs.values())],
         ["steps", *(f"{len(run.steps):,}" for run in runs.values())],
         ["minutes after the first step", *(f"{_seconds(run) / 60:.1f}" for run in runs.values())],
         [TOKENS, *(f"{max(tokens_by_step(run).values()):,.0f}" for run in runs.values())],
@@ -83,6 +84,12 @@ def _values(runs: Mapping[str, Run]) -> Table:
         if not all(map(math.isnan, values)):
             rows.append([label, *("-" if math.isnan(value) else form.format(value) for value in values)])
     return Table(["", *runs], rows, "Runs")
+
+
+def _state(run: Run) -> str:
+    """Return `ended` for a run that has a summary, `ended early` for one that was ended before, or what it does."""
+    state = saved_state(run.folder) or "unknown"
+    return "ended" if run.has_ended else "ended early" if state == "ended" else state
 
 
 def _seconds(run: Run) -> float:

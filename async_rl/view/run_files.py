@@ -16,7 +16,7 @@ from async_rl.config.changed_settings import changed_settings
 from async_rl.config.yaml_text import read_yaml
 from async_rl.storage.run_dir import resuming_since_s
 from async_rl.sweeps.cells import Bound
-from async_rl.telemetry.status import RUNNING, STALE_S, goes_on
+from async_rl.telemetry.status import STALE_S, goes_on, state_of
 from async_rl.view.journal_reader import JournalReader
 from async_rl.view.metrics_file import MetricsFile
 from async_rl.view.timeline_file import TimelineFile
@@ -31,7 +31,7 @@ class RunState:
     """Whether a run goes on, by its status.json: a name for that, a sentence about it, and what each process did."""
 
     name: str
-    """`running`, `ended`, `resuming`, `stopped writing` or `unknown`."""
+    """`running`, `paused`, `ended`, `resuming`, `stopped writing` or `unknown`."""
     text: str
     """One sentence for the user."""
     processes: list[dict[str, Any]]
@@ -111,18 +111,19 @@ class RunFiles:
                 "processes start, or it was killed."
             )
             return RunState("resuming", text, [])
-        if not goes_on(note):
+        name = state_of(note, age_s)
+        if name == "ended":
             text = f"The run {note}" if note.startswith("ended") else f"The run has ended: {note}"
-            return RunState("ended", text if text.endswith((".", "!", "?")) else f"{text}.", processes)
-        if age_s <= STALE_S:
-            if note != RUNNING:
-                return RunState("paused", f"The run is {note}", processes)
-            return RunState("running", "The run goes on.", processes)
+            return RunState(name, text if text.endswith((".", "!", "?")) else f"{text}.", processes)
+        if name == "paused":
+            return RunState(name, f"The run is {note}", processes)
+        if name == "running":
+            return RunState(name, "The run goes on.", processes)
         text = (
             f"The run's driver wrote its status {_duration(age_s)} ago and not since: it was killed, it hangs, or this "
             "is a copy of a run that went on."
         )
-        return RunState("stopped writing", text, processes)
+        return RunState(name, text, processes)
 
     @property
     def alarms(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from async_rl.sweeps.comparison import tokens_by_step
 from async_rl.sweeps.results import read_run
 from async_rl.sweeps.tables import tables_in
 from async_rl.telemetry.metrics import read_metrics
+from async_rl.telemetry.status import RUNNING, STALE_S, write_status
 from tests.kit.sweeps import make_sweep
 
 
@@ -29,6 +31,7 @@ def runs(tmp_path: Path) -> list[Path]:
     (folders[2] / "summary.json").unlink()
     lines = (folders[2] / "metrics.jsonl").read_text().splitlines()
     (folders[2] / "metrics.jsonl").write_text("\n".join(lines[:8]) + "\n")
+    write_status(folders[2], [], RUNNING)
     return folders
 
 
@@ -53,6 +56,29 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
     assert not [row for row in settings.rows if row[0].startswith("run.")]
     page = (tmp_path / "out" / "report.html").read_text()
     assert "data:image/png;base64," in page and "http" not in page
+
+
+def test_a_run_without_a_summary_goes_on_was_ended_early_was_killed_or_has_no_status(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = runs[2] / "status.json"
+
+    def state() -> str:
+        assert main(["report", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+        values, _ = tables_in(capsys.readouterr().out)
+        return list(next(row for row in values.rows if row[0] == "state"))[3]
+
+    assert state() == "running"
+    write_status(runs[2], [], "paused by its guard")
+    assert state() == "paused"
+    write_status(runs[2], [], "ended: Ctrl-C")
+    assert state() == "ended early"
+    saved = {"note": RUNNING, "time_s": time.time() - STALE_S - 1}
+    for text, name in ((json.dumps(saved), "stopped writing"), ("{}", "unknown"), ("[", "unknown"), ("[]", "unknown")):
+        file.write_text(text)
+        assert state() == name
+    file.unlink()
+    assert state() == "unknown"
 
 
 def test_one_run_that_goes_on_has_a_report_of_its_steps_so_far(

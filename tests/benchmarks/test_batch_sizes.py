@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from benchmarks.batch_sizes import PROMPTS, RATES, SIZES, BatchRun, made, table
 from benchmarks.collapsing_runs import WordsRun, train
+from tests.kit.documents import DOCUMENTS
 from tests.kit.models import save_tiny_model
+
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "batch_sizes.md"
 
 
 def test_the_reward_is_that_of_the_last_eighth_of_the_answers() -> None:
@@ -25,6 +29,11 @@ def test_the_table_has_means_and_errors_by_size_and_rate() -> None:
     cells = [(size, lr, seed) for size in (4, 16) for lr in (1e-4, 1e-3) for seed in (0, 1)]
     runs = [BatchRun(*cell, [0.4 + 0.2 * cell[2]] * 8) for cell in cells]
     assert table(runs).rows == [["4", "320", "0.500 ± 0.100", "0.500 ± 0.100"], ["16", "80", *["0.500 ± 0.100"] * 2]]
+
+
+def test_the_table_of_the_page_is_that_of_the_committed_runs() -> None:
+    (measured,) = re.findall(r"\| prompts a step.*", RESULT.read_text(), re.DOTALL)
+    assert measured.strip() in DOCUMENTS["docs/not-learning.md"]
 
 
 def test_a_run_that_the_folder_holds_is_not_made_again(tmp_path: Path) -> None:

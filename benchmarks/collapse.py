@@ -115,10 +115,14 @@ def half_of(best: float, start: float) -> float:
 
 def findings(record: WordsRecord, config: AlarmsConfig) -> Iterator[CollapseFinding]:
     """Yield the findings with new alarms, in order."""
+    return (found for found in all_findings(record, config) if found.new)
+
+
+def all_findings(record: WordsRecord, config: AlarmsConfig) -> Iterator[CollapseFinding]:
+    """Yield the finding of each step from the end of the first window on."""
     watch = CollapseWatch(config, right_above=1.0)
     for each in record.records:
-        found = watch.add(int(each["step"]), each)
-        if found and found.new:
+        if found := watch.add(int(each["step"]), each):
             yield found
 
 

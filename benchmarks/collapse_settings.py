@@ -42,6 +42,17 @@ RLOO: Over = {"algorithm.preset": "rloo"}
 OTHER_BETAS: Over = {"learner.betas": "[0.9, 0.95]"}
 ADAPTERS: Over = {"model.lora.rank": 4}
 
+NO_CLIP: Over = {
+    "algorithm.clip.low": 1.0, "algorithm.clip.high": ".inf", "algorithm.params.dual": 0.0, "learner.grad_clip": 1000.0,
+}  # fmt: skip
+EIGHT: Over = {"algorithm.epochs": 8}
+THREE: Over = {"algorithm.epochs": 3}
+
+
+def bonus(coef: float) -> Over:
+    return {"algorithm.entropy_coef": coef}
+
+
 TUNING = (
     WordsRun("rising to 4e-3", 0, 4e-3, steps=150, over=RISING),
     WordsRun("rising to 4e-3", 1, 4e-3, steps=150, over=RISING),
@@ -106,19 +117,6 @@ TUNING = (
     WordsRun("other betas, 3e-4", 129, 3e-4, over=OTHER_BETAS),
     WordsRun("adapters, two epochs, 2e-3", 130, 2e-3, steps=60, over=ADAPTERS | TWO),
     WordsRun("dppo_tv, 3e-4", 131, 3e-4, over={"algorithm.preset": "dppo_tv"}),
-)  # fmt: skip
-NO_CLIP: Over = {
-    "algorithm.clip.low": 1.0, "algorithm.clip.high": ".inf", "algorithm.params.dual": 0.0, "learner.grad_clip": 1000.0,
-}  # fmt: skip
-EIGHT: Over = {"algorithm.epochs": 8}
-THREE: Over = {"algorithm.epochs": 3}
-
-
-def bonus(coef: float) -> Over:
-    return {"algorithm.entropy_coef": coef}
-
-
-JUDGED = (
     WordsRun("three epochs, raised by 9", 200, 3e-4, steps=65, over=THREE | raised(120, 9)),
     WordsRun("stale, raised by 15", 201, 4e-4, 3, steps=75, over=raised(55, 15)),
     WordsRun("dppo_tv, two epochs, raised by 10", 202, 4e-4, steps=65,
@@ -155,6 +153,45 @@ JUDGED = (
     WordsRun("five letters, two epochs, 2e-4", 229, 2e-4, letters=5, steps=60, over=TWO),
     WordsRun("sorted and stale, 3e-4", 230, 3e-4, 1, **SORTED),
     WordsRun("two minibatches, 3e-4", 231, 3e-4, steps=60, over={"algorithm.minibatches": 2}),
+)  # fmt: skip
+JUDGED = (
+    WordsRun("four epochs, raised by 8", 300, 2e-4, steps=60, over=FOUR | raised(150, 8)),
+    WordsRun("stale, two epochs, raised by 9", 301, 3e-4, 6, steps=70, over=TWO | raised(80, 9)),
+    WordsRun("five letters, raised by 12", 302, 4e-4, letters=5, steps=80, over=raised(60, 12)),
+    WordsRun("sorted, rloo, two epochs, raised by 7", 303, 3e-4, steps=65, over=RLOO | TWO | raised(80, 7), **SORTED),
+    WordsRun("growing by 6%", 304, 3e-4, steps=100, over=growing(40, 1.06)),
+    WordsRun("two epochs, growing by 4%", 305, 4e-4, steps=75, over=TWO | growing(60, 1.04)),
+    WordsRun("stale, growing by 10%", 306, 4e-4, 4, steps=85, over=growing(40, 1.10)),
+    WordsRun("gspo, growing by 12%", 307, 4e-4, steps=80, over={"algorithm.preset": "gspo"} | growing(45, 1.12)),
+    WordsRun("sorted, growing by 7%", 308, 4e-4, steps=90, over=growing(40, 1.07), **SORTED),
+    WordsRun("stale, four minibatches, growing by 3%", 309, 2e-4, 1, steps=70, over=PARTS | growing(120, 1.03)),
+    WordsRun("two epochs, rising to 8e-3", 310, 8e-3, steps=80, over=RISING | TWO),
+    WordsRun("stale, rising to 8e-3", 311, 8e-3, 2, steps=100, over=RISING),
+    WordsRun("1e-3", 312, 1e-3, steps=80),
+    WordsRun("two epochs, 1e-3", 313, 1e-3, steps=60, over=TWO),
+    WordsRun("stale, 1e-3", 314, 1e-3, 3, steps=80),
+    WordsRun("no clip, six epochs", 315, 3e-4, steps=60, over={"algorithm.epochs": 6} | NO_CLIP),
+    WordsRun("stale, no clip, three epochs", 316, 4e-4, 3, steps=70, over=THREE | NO_CLIP),
+    WordsRun("stale by 10, no correction", 317, 4e-4, 10, steps=100, over=NO_CORRECTION),
+    WordsRun("wrong sign", 318, 4e-4, steps=70, over=gradient(45, -1)),
+    WordsRun("stale, cispo, wrong sign", 319, 3e-4, 2, steps=75, over=CISPO | gradient(50, -1)),
+    WordsRun("two epochs, advantages times 200", 320, 4e-4, steps=70, over=TWO | gradient(90, 200)),
+    WordsRun("entropy bonus of 0.15", 321, 3e-4, steps=100, over=bonus(0.15)),
+    WordsRun("3e-4", 322, 3e-4),
+    WordsRun("four epochs, 2e-4", 323, 2e-4, steps=60, over=FOUR),
+    WordsRun("stale, 3e-4", 324, 3e-4, 4),
+    WordsRun("gspo, two epochs, 3e-4", 325, 3e-4, steps=60, over=TWO | {"algorithm.preset": "gspo"}),
+    WordsRun("cispo, 4e-4", 326, 4e-4, over=CISPO),
+    WordsRun("rloo, two epochs, 2e-4", 327, 2e-4, steps=60, over=RLOO | TWO),
+    WordsRun("sorted, 3e-4", 328, 3e-4, **SORTED),
+    WordsRun("five letters, stale, 3e-4", 329, 3e-4, 2, letters=5),
+    WordsRun("four minibatches, 3e-4", 330, 3e-4, steps=60, over=PARTS),
+    WordsRun("adapters, two epochs, 1e-3", 331, 1e-3, steps=60, over=ADAPTERS | TWO),
+    WordsRun("entropy bonus of 0.01, 4e-4", 332, 4e-4, over=bonus(0.01)),
+    WordsRun("rising to 2e-3", 333, 2e-3, steps=120, over=RISING),
+    WordsRun("linear decay, 5e-4", 334, 5e-4, over={"learner.warmup_steps": 20, "learner.decay_fraction": 1.0}),
+    WordsRun("KL penalty, two epochs, 3e-4", 335, 3e-4, steps=60,
+             over=TWO | {"algorithm.kl.kind": "k2_loss", "algorithm.kl.coef": 0.02}),
 )  # fmt: skip
 """Their settings were written down, and committed, before any of them was made."""
 

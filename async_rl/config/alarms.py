@@ -31,9 +31,9 @@ class AlarmsConfig:
     """How much policy/entropy and the KL of a step, offpolicy/kl_behaviour_proximal_k3 and
     offpolicy/kl_proximal_learner_k3, all in nats a token, may rise together above their mean over the window before: as
     a share of that mean, or of 0.25 where that is more. .inf: no alarm."""
-    stride_limit: Share = 2.5
-    """How many times as far a step may move the weights, policy/weight_change, as those of the window before in the
-    mean. .inf: no alarm."""
+    stride_limit: Share = 2.8
+    """How many times as far as usual a step may move the weights, policy/weight_change. Usual is the median of all
+    steps before. .inf: no alarm."""
     cut_limit: Share = 0.5
     """How far the share of answers that are cut off may rise above its start. .inf: no alarm."""
     all_cut_limit: Share = 0.9
@@ -52,6 +52,9 @@ class AlarmsConfig:
 def check_alarms(alarms: AlarmsConfig, checkpoint: CheckpointConfig) -> None:
     """Check that a run which its alarms end writes checkpoints, of which it keeps the best."""
     check(
-        alarms.action != "stop" or checkpoint.every_steps > 0, "checkpoint.every_steps", checkpoint.every_steps,
-        "above 0 with alarms.action stop", "The run ends with the model of a checkpoint before the trouble.",
+        alarms.action != "stop" or checkpoint.every_steps > 0,
+        "checkpoint.every_steps",
+        checkpoint.every_steps,
+        "above 0 with alarms.action stop",
+        "The run ends with the model of a checkpoint before the trouble.",
     )

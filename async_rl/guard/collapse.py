@@ -12,6 +12,7 @@ found, and how early the alarms came in other runs, stands in docs/not-learning.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,7 +72,7 @@ COLLAPSE_SIGNALS = {
             "algorithm.early_stop_kl, algorithm.skip_batch_kl or learner.grad_clip",
         ),
         CollapseSignal(
-            "stride", "a step has moved the weights {value:.2g} times as far as those before",
+            "stride", "a step has moved the weights {value:.2g} times as far as steps usually do",
             "What was learned may be lost with it. Lower learner.lr, or look for what has changed: the learning rate, "
             "or the scale of rewards and advantages",
         ),
@@ -122,8 +123,7 @@ def mean_over(steps: Iterable[Values]) -> dict[str, float]:
 
 
 def _is_measured(key: str, step: Values) -> bool:
-    """Return whether a step has a number; one that was skipped has not moved the weights, and tells nothing of others.
-    """
+    """Return whether a step has a number; one that was skipped has not moved the weights, and tells nothing of others."""
     return math.isfinite(step.get(key, math.nan)) and (key != "policy/weight_change" or step[key] > 0)
 
 
@@ -157,22 +157,40 @@ def surprise(values: Values) -> float | None:
 
 
 def jump(newest: Values, before: Values) -> SignalValue | None:
-    """Return by which share the surprise of the newest step is above that of the window before; None: one is unknown.
-    """
+    """Return by which share the surprise of the newest step is above that of the window before; None: one is unknown."""
     now, mean = surprise(newest), surprise(before)
     if now is None or mean is None:
         return None
     return SignalValue((now - mean) / max(mean, FEWEST_NATS), mean, now)
 
 
-def stride(newest: Values, before: Values) -> SignalValue | None:
-    """Return how many times as far the newest step has moved the weights as those of the window before in the mean."""
-    now, mean = newest.get("policy/weight_change"), before.get("policy/weight_change", 0.0)
-    return SignalValue(now / mean, mean, now) if now is not None and mean > 0 else None
+def moved_weights(step: Values) -> list[float]:
+    """Return how far a step has moved the weights; nothing of one that was skipped."""
+    return [step["policy/weight_change"]] if _is_measured("policy/weight_change", step) else []
+
+
+def stride(newest: Values, changes: Sequence[float]) -> SignalValue | None:
+    """Return how many times as far the newest step has moved the weights as the median of all steps before it.
+
+    The median, so that steps that grow little by little do not become usual. None: one of the two is not known.
+
+    Args:
+        changes: `moved_weights` of the steps before.
+    """
+    now = newest.get("policy/weight_change")
+    if now is None or not changes:
+        return None
+    usual = statistics.median(changes)
+    return SignalValue(now / usual, usual, now)
 
 
 def collapse_signals(
-    window: Sequence[Values], before: Values, start: Values, best: float, right_above: float
+    window: Sequence[Values],
+    before: Values,
+    start: Values,
+    best: float,
+    right_above: float,
+    changes: Sequence[float] = (),
 ) -> dict[str, SignalValue]:
     """Return each signal that the metrics allow, by name.
 
@@ -181,6 +199,7 @@ def collapse_signals(
         before, start: means over the window before the newest step, {} if there was none, and over the first one.
         best: the highest mean reward of a window so far.
         right_above: the reward of a right answer; low rewards are below half of it.
+        changes: `moved_weights` of all steps before the newest.
     """
     found: dict[str, SignalValue] = {}
     fall, spread, now = 0.0, 0.0, mean_over(window)
@@ -192,7 +211,7 @@ def collapse_signals(
         fall, _ = reward_fall([now["reward/mean"]], first, std, best)  # of the window as a whole
         spread = now.get("reward/std", 0.0) / std if std > 0 else 0.0
         newest_step = mean_over(window[-1:])
-        for name, moved in (("jump", jump(newest_step, before)), ("stride", stride(newest_step, before))):
+        for name, moved in (("jump", jump(newest_step, before)), ("stride", stride(newest_step, changes))):
             if moved:
                 found[name] = moved if best - first > LEARNED * std else replace(moved, value=0.0)
     for name, key in (("cut", "response/truncated_fraction"), ("repeated", "response/repeated_fraction")):

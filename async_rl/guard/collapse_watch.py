@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from async_rl.config.alarms import AlarmsConfig
-from async_rl.guard.collapse import COLLAPSE_SIGNALS, SignalValue, Values, collapse_signals, mean_over
+from async_rl.guard.collapse import COLLAPSE_SIGNALS, SignalValue, Values, collapse_signals, mean_over, moved_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class CollapseWatch:
         self._right_above = right_above
         self._start: list[Values] = []
         self._window: deque[Values] = deque(maxlen=config.window_steps)
+        self._changes: list[float] = []
         self._best = -math.inf
         self._beyond: set[str] = set()
         self.back_to = 0
@@ -59,6 +60,8 @@ class CollapseWatch:
     def add(self, version: int, values: Values) -> CollapseFinding | None:
         """Take the metrics of a step; return the signals, once there is a whole window."""
         self.next_back_to = max(0, version - math.ceil(values.get("staleness/mean", 0.0)))
+        if self._window:
+            self._changes += moved_weights(self._window[-1])
         before = mean_over(self._window) if len(self._window) == self._config.window_steps else {}
         self._window.append(values)
         if len(self._start) < self._config.window_steps:
@@ -70,7 +73,7 @@ class CollapseWatch:
             self._best = now["reward/mean"]
             self.back_to = max(0, self.next_back_to - 1)
         start = mean_over(self._start)
-        measured = collapse_signals(tuple(self._window), before, start, self._best, self._right_above)
+        measured = collapse_signals(tuple(self._window), before, start, self._best, self._right_above, self._changes)
         beyond = tuple(
             name for name, each in measured.items() if COLLAPSE_SIGNALS[name].is_beyond(each.value, self._config)
         )

@@ -56,8 +56,8 @@ def test_each_signal_is_computed_from_the_windows_by_hand() -> None:
         "policy/entropy": 0.01, "policy/grad_norm": 0.004, "offpolicy/kl_behaviour_proximal_k3": 0.5,
         "policy/weight_change": 5e-4,
     }  # fmt: skip
-    before = {"policy/entropy": 0.2, "offpolicy/kl_proximal_learner_k3": 0.1, "policy/weight_change": 2e-4}
-    found = collapse_signals([now], before, SOUND, best=1.1, right_above=1.2)
+    before = {"policy/entropy": 0.2, "offpolicy/kl_proximal_learner_k3": 0.1}
+    found = collapse_signals([now], before, SOUND, best=1.1, right_above=1.2, changes=[1e-4, 2e-4, 9e-4])
     values = {name: measured.value for name, measured in found.items()}
     assert values == pytest.approx({
         "reward": 1.0, "jump": 0.7, "stride": 2.5, "cut": 0.65, "all_cut": 0.75, "repeated": 0.6, "entropy": 0.01,
@@ -73,9 +73,7 @@ def test_a_small_entropy_and_gradient_are_a_success_where_all_rewards_are_the_be
     found = collapse_signals([now], {}, SOUND, best=1.0, right_above=1.0)
     assert found["entropy"].value == found["gradient"].value == math.inf
     # rewards that differ, none of which can be learned from: the run is stuck below what it could reach
-    stuck = collapse_signals(
-        [{**now, "reward/mean": 0.6, "reward/std": 0.4}], {}, SOUND, best=0.6, right_above=1.0
-    )
+    stuck = collapse_signals([{**now, "reward/mean": 0.6, "reward/std": 0.4}], {}, SOUND, best=0.6, right_above=1.0)
     assert stuck["gradient"].value == 0.0 and stuck["entropy"].value == math.inf
 
 
@@ -181,10 +179,18 @@ def test_a_stride_is_a_step_that_moves_the_weights_much_further_than_those_befor
     found = watched({}, {}, better, better, far)[-1]
     assert beyond(found) == ("stride",)
     assert found is not None and found.is_serious
-    assert found.text("stride") == "a step has moved the weights 5 times as far as those before"
+    assert found.text("stride") == "a step has moved the weights 5 times as far as steps usually do"
     assert beyond(watched({}, {}, {}, {"policy/weight_change": 5e-4})[-1]) == ()  # has not learned
     skipped = {**better, "policy/weight_change": 0.0}  # which tells nothing of how far the others went
     usual = {**better, "policy/weight_change": 2e-4}
     assert beyond(watched({}, {}, better, skipped, skipped, usual)[-1]) == ()
-    assert stride({"policy/weight_change": 1.0}, {}) is None and stride({}, {"policy/weight_change": 1.0}) is None
-    assert stride({"policy/weight_change": 1.0}, {"policy/weight_change": 0.0}) is None
+    assert stride({"policy/weight_change": 1.0}, []) is None and stride({}, [1.0]) is None
+
+
+def test_steps_that_grow_little_by_little_become_a_stride_and_a_linear_warm_up_does_not() -> None:
+    better = [{"reward/mean": 0.9, "policy/weight_change": 1e-4} for _ in range(5)]
+    growing = [{"reward/mean": 0.9, "policy/weight_change": 1e-4 * 1.3**step} for step in range(1, 5)]
+    # 1.3^3 is 2.2 and 1.3^4 is 2.9 times the median of all, 1.5 times the mean of the two before
+    assert [beyond(found) for found in watched({}, {}, *better, *growing)[1:]] == [()] * 9 + [("stride",)]
+    warmed_up = [{"reward/mean": 0.5 + 0.01 * step, "policy/weight_change": 1e-5 * step} for step in range(1, 60)]
+    assert all(found is None or found.beyond == () for found in watched(*warmed_up))  # twice the median

@@ -29,7 +29,7 @@ from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import open_listener
-from async_rl.storage.file_copies import local_names, relocated
+from async_rl.storage.file_sources import local_names, relocated
 from async_rl.storage.hub import cached_folder
 from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS
 from async_rl.storage.model_folder import load_tokenizer

@@ -28,7 +28,7 @@ from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpu
 from async_rl.driver.preflight import CHECK_OF, PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
-from async_rl.storage.file_copies import find_source, local_names
+from async_rl.storage.file_sources import find_source, local_names
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
 from async_rl.storage.hub_data import data_files

@@ -16,7 +16,7 @@ from async_rl.cores import limit_spinning
 from async_rl.errors import ConfigError
 from async_rl.network import agree_on_nccl, use_interface
 from async_rl.network.ports import network_of
-from async_rl.storage.file_copies import Places, relocated
+from async_rl.storage.file_sources import Places, relocated
 from buffer.protocol.keys import take_client_keys
 
 

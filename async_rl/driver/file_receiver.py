@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from async_rl.storage.file_copies import (
-    CopyCache,
-    FileSource,
-    Likeness,
-    PartialCopy,
-    default_root,
-    find_source,
-    likeness,
-)
+from async_rl.storage.file_copies import CopyCache, PartialCopy, default_root
+from async_rl.storage.file_sources import FileSource, Likeness, find_source, likeness
 
 
 class FileReceiver:

@@ -27,7 +27,7 @@ from async_rl.driver.file_receiver import FileReceiver
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
-from async_rl.storage.file_copies import FileSource, Places, find_source, local_names
+from async_rl.storage.file_sources import FileSource, Places, find_source, local_names
 from async_rl.storage.hub_names import SERVER_DATA
 from async_rl.telemetry.status import Status, write_status
 

@@ -19,8 +19,9 @@ from async_rl.driver.placement import Reservation
 from async_rl.driver.resources import HostDemand
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError
-from async_rl.storage import file_copies
-from async_rl.storage.file_copies import awaits_push, find_source
+from async_rl.storage import file_sources
+from async_rl.storage.file_copies import awaits_push
+from async_rl.storage.file_sources import find_source
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 
@@ -134,7 +135,7 @@ def test_a_host_without_files_gets_them_once(config: Config, send: Send, notes: 
 def test_weights_travel_in_many_pieces_and_arrive_whole(
     config: Config, send: Send, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copies, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(file_sources, "PIECE_BYTES", 20_000)
     whole = changed(config, weight_sync={"verify": False})
     sent = send(whole, without_files(tmp_path / "cache"))
     assert not sent.lack_weights

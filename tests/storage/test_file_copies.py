@@ -13,17 +13,9 @@ import pyarrow
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.storage import file_copies
-from async_rl.storage.file_copies import (
-    CopyCache,
-    FileSource,
-    awaits_push,
-    default_root,
-    find_source,
-    likeness,
-    local_names,
-    relocated,
-)
+from async_rl.storage import file_sources
+from async_rl.storage.file_copies import CopyCache, awaits_push, default_root
+from async_rl.storage.file_sources import FileSource, find_source, likeness, local_names, relocated
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
 from async_rl.storage.row_files import files_of, rows_of
 from rollout_server.engines.vllm.server.checkpoint_tensors import checkpoint_shapes
@@ -67,7 +59,7 @@ def test_a_copy_without_weights_has_all_else_that_a_server_reads(cache: CopyCach
 def test_a_copy_with_weights_has_them_bit_by_bit(
     cache: CopyCache, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copies, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(file_sources, "PIECE_BYTES", 10_000)
     place = copied(cache, find_source("model.path", str(model)))
     for name in ("model.safetensors", "config.json"):
         assert (place / name).read_bytes() == (model / name).read_bytes()

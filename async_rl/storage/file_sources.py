@@ -17,11 +17,15 @@ from typing import Literal
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.seams.module_files import PLACE, loaded_modules, module_files, small_folder
 from async_rl.storage.hub import MODEL_FILES
 from async_rl.storage.hub_names import find_data, find_model, is_data, names_in, with_name
 from async_rl.storage.model_folder import TOKENIZER_FILES, weight_files, weight_shapes
+from async_rl.storage.param_files import PARAM_KEYS, texts_in, with_param
 from async_rl.storage.row_files import is_pattern, local_files
 
+MODULES = "modules"
+"""What stands in place of the key of a setting for the user's own modules; their path is the working directory."""
 PIECE_BYTES = 8 * 2**20
 """Files are read, sent and written in pieces of so many bytes."""
 _WEIGHTS, _WEIGHT_INDEX = ".safetensors", ".safetensors.index.json"
@@ -47,12 +51,12 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSource:
-    """The local files that one value of a setting names."""
+    """The local files that one value of a setting names, or the user's own modules."""
 
     key: str
-    """The key of the setting, such as model.path."""
+    """The key of the setting, such as model.path, or MODULES."""
     path: str
-    """The value of the setting, or one of its list."""
+    """The value of the setting, or one of its list; of MODULES the driver's working directory."""
     base: str
     """The absolute path of the folder that a copy stands for."""
     rest: str
@@ -82,7 +86,7 @@ class FileSource:
 
     def named_in(self, copy: Path) -> str:
         """Return the value that the setting has on a host with the copy `copy`."""
-        folder = glob.escape(str(copy)) if glob.has_magic(self.rest) else str(copy)
+        folder = glob.escape(str(copy)) if is_data(self.key) and glob.has_magic(self.rest) else str(copy)
         return os.path.join(folder, self.rest) if self.rest else folder
 
     def copy_name(self, digests: Sequence[str]) -> str:
@@ -128,8 +132,42 @@ def find_source(key: str, path: str) -> FileSource:
         fixed = [i for i, part in enumerate(target.parts) if glob.has_magic(part)] if is_pattern(path) else []
         base = Path(*target.parts[: fixed[0]]) if fixed else target.parent
         found = [Path(os.path.abspath(file)) for file in local_files(path, key)]
+    elif key in PARAM_KEYS:
+        base, found = target.parent, _named_files(target, key)
     else:
         base, found = target, _model_files(target, key)
+    return _source(key, path, base, target, found)
+
+
+def find_modules(config: Config) -> FileSource | None:
+    """Return the user's own modules of the working directory that a run needs, or None if it needs none.
+
+    These are the modules that the configuration names as `module:name`, those that this process has imported, and what
+    they import.
+    """
+    folder = Path.cwd()
+    named = [place[1] for text in texts_in(config) if (place := PLACE.fullmatch(text))]
+    files = module_files([*named, *loaded_modules(folder)], folder)
+    return _source(MODULES, str(folder), folder, folder, files) if files else None
+
+
+def find_own(source: FileSource) -> FileSource:
+    """Return the files that this host has in place of those of a driver's source.
+
+    Raises:
+        ConfigError: there are no such files, or not all of them.
+    """
+    if source.key != MODULES:
+        return find_source(source.key, source.absolute)
+    base = Path(source.base)
+    found = [base / file.name for file in source.files if (base / file.name).is_file()]
+    if not found:
+        raise ConfigError(f"{base} has none of the modules {', '.join(file.name for file in source.files)}")
+    return _source(source.key, source.path, base, base, found)
+
+
+def _source(key: str, path: str, base: Path, target: Path, found: Sequence[Path]) -> FileSource:
+    """Return the source of the files `found` below `base`; raises ConfigError if one can't be read."""
     try:
         told = [(str(file.relative_to(base)), file.stat()) for file in found]
     except OSError as error:
@@ -138,6 +176,14 @@ def find_source(key: str, path: str) -> FileSource:
         key=key, path=path, base=str(base), rest="" if target == base else str(target.relative_to(base)),
         files=tuple(SourceFile(name, stat.st_size, stat.st_mtime_ns) for name, stat in told),
     )
+
+
+def _named_files(target: Path, key: str) -> list[Path]:
+    """Return the file, or the files of the folder, that a text in the params `key` names."""
+    found = [target] if target.is_file() else sorted(small_folder(target) or ())
+    if not found:
+        raise ConfigError(f"{key}: {target} is no file, and no folder that is small enough to be sent")
+    return found
 
 
 def _model_files(folder: Path, key: str) -> list[Path]:
@@ -158,14 +204,15 @@ def local_names(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]
 def relocated(config: Config, places: Places) -> Config:
     """Return the configuration with the places of copies in place of the paths that they stand for."""
     for (key, path), place in places.items():
-        config = with_name(config, key, path, place)
+        if key != MODULES:  # entering.py has the process find these
+            config = (with_param if key in PARAM_KEYS else with_name)(config, key, path, place)
     return config
 
 
 def likeness(source: FileSource) -> Likeness:
     """Compare the files that this host has at the path of a source of the driver, without reading them."""
     try:
-        own = find_source(source.key, source.absolute)
+        own = find_own(source)
     except (OSError, ValueError):  # also a ConfigError
         return "none"
     if [(file.name, file.num_bytes) for file in own.files] != [(file.name, file.num_bytes) for file in source.files]:

@@ -15,7 +15,14 @@ import pytest
 from async_rl.errors import ConfigError
 from async_rl.storage import file_sources
 from async_rl.storage.file_copies import CopyCache, awaits_push, default_root
-from async_rl.storage.file_sources import FileSource, find_source, likeness, local_names, relocated
+from async_rl.storage.file_sources import (
+    FileSource,
+    find_modules,
+    find_source,
+    likeness,
+    local_names,
+    relocated,
+)
 from async_rl.storage.model_folder import end_tokens, load_tokenizer
 from async_rl.storage.row_files import files_of, rows_of
 from rollout_server.engines.vllm.server.checkpoint_tensors import checkpoint_shapes
@@ -177,6 +184,28 @@ def test_a_host_tells_its_own_files_from_the_drivers(model: Path) -> None:
     assert likeness(source) == "other"
     shutil.rmtree(model)
     assert likeness(source) == "none"
+
+
+def test_modules_are_compared_one_by_one_and_others_beside_them_do_not_count(
+    cache: CopyCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "helper.py"):
+        Path(name).write_text(f"NAME = {name!r}\nimport helper\n")
+    source = find_modules(make_config(task={"reward": "mine:score"}))
+    assert source is not None and [file.name for file in source.files] == ["helper.py", "mine.py"]
+    Path("other.py").touch()
+    assert likeness(source) == "same"
+    copy = copied(cache, source)
+    assert source.named_in(copy) == str(copy)
+    assert (copy / "mine.py").read_text() == Path("mine.py").read_text()
+    Path("helper.py").write_text("an outdated version")
+    assert likeness(source) == "other"
+    Path("helper.py").unlink()
+    assert likeness(source) == "other"
+    Path("mine.py").unlink()
+    assert likeness(source) == "none"
+    assert find_modules(make_config(task={"reward": "gsm8k"})) is None
 
 
 def test_only_local_names_are_listed_and_get_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

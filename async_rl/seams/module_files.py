@@ -17,7 +17,7 @@ from types import ModuleType
 from async_rl.seams.own_packages import OWN_PACKAGES, PROJECT
 
 PACKAGE_BYTES, PACKAGE_FILES = 64_000_000, 5_000
-"""Of a folder with more than this only the .py files are sent, if it is a package, and else nothing."""
+"""A folder with more than this is not sent whole: a package without its data, another not at all."""
 PLACE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 """A text of the form module:name."""
 

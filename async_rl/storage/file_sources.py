@@ -25,7 +25,7 @@ from async_rl.storage.param_files import PARAM_KEYS, texts_in, with_param
 from async_rl.storage.row_files import is_pattern, local_files
 
 MODULES = "modules"
-"""What stands in place of the key of a setting for the user's own modules; their path is the working directory."""
+"""The user's own modules have this in place of the key of a setting, and the working directory as their path."""
 PIECE_BYTES = 8 * 2**20
 """Files are read, sent and written in pieces of so many bytes."""
 _WEIGHTS, _WEIGHT_INDEX = ".safetensors", ".safetensors.index.json"

@@ -51,7 +51,7 @@ class TaskConfig:
     column `text`, or a data set of the hub. A text longer than an answer with its prompt may be is cut into rows."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
-    arguments of the environment `env`."""
+    arguments of the environment `env`. Files that texts in it name go to other hosts: docs/two-nodes.md says which."""
     size: PositiveInt = 10_000
     """Training prompts to generate, or episodes that an environment without questions offers."""
     env: str = ""

@@ -25,14 +25,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.config import Config
 from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, SENT, Check, examine
+from async_rl.driver.file_receiver import FileReceiver
 from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import open_listener
-from async_rl.storage.file_copies import local_names, relocated
+from async_rl.seams.user_modules import use_copied_modules
+from async_rl.storage.file_sources import FileSource, find_modules, local_names, relocated
 from async_rl.storage.hub import cached_folder
 from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS
 from async_rl.storage.model_folder import load_tokenizer
+from async_rl.storage.param_files import param_files
 
 CONNECT_TIMEOUT_S = 5.0
 PACKAGES = ("torch", "transformers", "ray", "sglang")
@@ -53,6 +56,16 @@ class NodeReport:
     sees_run_dir: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class SentModules:
+    """The user's own modules of the driver, which a run sends to each host that lacks them."""
+
+    source: FileSource
+    digests: Sequence[str]
+    pieces: Sequence[tuple[str, int, bytes]]
+    """(name of a file, number of the bytes of it that come before, the next bytes of it)"""
+
+
 class Probe:
     """A Ray actor that makes the checks on one node, in the environment that an actor of the run would have."""
 
@@ -61,17 +74,32 @@ class Probe:
         os.chdir(folder)
         self._config = config
 
-    def examine(self, marker: str) -> NodeReport:
+    def take_modules(self, modules: SentModules) -> None:
+        """Have the checks find the driver's modules, at the same paths or in a copy, which the next run finds, too."""
+        receiver = FileReceiver()
+        source = modules.source
+        if receiver.likeness(source) == "same":
+            return
+        place = receiver.find(source, modules.digests)
+        if not place:
+            for piece in modules.pieces:
+                receiver.write(*piece)
+            place = receiver.finish(source)
+        if place != source.path:
+            use_copied_modules(place)
+
+    def examine(self, marker: str, sent: Sequence[tuple[str, str]] = ()) -> NodeReport:
         """Make the checks of the probe's node; returns the node's report.
 
         Args:
             marker: name of a file that the driver has created in run.dir, to see whether this node shares the folder.
+            sent: (key of params, a text in them) of each file of these that a run sends to hosts that lack it.
         """
         path = cached_folder(self._config.model.path) or Path(self._config.model.path)
         facts = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
         facts |= {"tokenizer": _tokenizer_digest(path), "model": _model_digest(path)}
         return NodeReport(
-            checks=list(examine(self._config, is_driver=False)), facts=facts,
+            checks=list(examine(self._config, is_driver=False, sent=sent)), facts=facts,
             sees_run_dir=(Path(self._config.run.dir) / marker).exists(),
         )
 
@@ -118,7 +146,10 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     marker.touch()
     try:
         timeout_s = IMPORT_TIMEOUT_S + config.timeouts.silent_s
-        reports = call_all({name: probe.examine.remote(marker.name) for name, probe in probes.items()}, timeout_s)
+        yield from _send_modules(config, probes, timeout_s)
+        sent = param_files(config)
+        examining = {name: probe.examine.remote(marker.name, sent) for name, probe in probes.items()}
+        reports = call_all(examining, timeout_s)
         yield from compare(reports, unshared=_unshared_nodes(config), served=config.placement.rollout.nodes)
         able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}
         if len(able) > 1:
@@ -127,6 +158,23 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
         marker.unlink(missing_ok=True)
         for probe in probes.values():
             ray.kill(probe)
+
+
+def _send_modules(config: Config, probes: Mapping[str, Any], timeout_s: float) -> Iterator[Check]:
+    """Send the user's own modules to all probes, as a run does; yields the check that each could take them."""
+    if (source := find_modules(config)) is None:
+        return
+    pieces = []
+    for file in source.files:
+        offset_bytes = 0
+        for piece in source.pieces(file):
+            pieces.append((file.name, offset_bytes, piece))
+            offset_bytes += len(piece)
+    modules = ray.put(SentModules(source, source.digests(), pieces))
+    taken = call_all({name: probe.take_modules.remote(modules) for name, probe in probes.items()}, timeout_s)
+    failures = [f"{name}: {_last_line(error)}" for name, error in taken.items() if isinstance(error, Exception)]
+    found = "; ".join(failures) or f"{len(source.files)} file(s) of {source.path}, which a run sends to hosts without"
+    yield Check("modules of your own", "broken" if failures else "ok", found, "see docs/two-nodes.md" * bool(failures))
 
 
 def _placement(config: Config) -> Check:

@@ -25,10 +25,10 @@ import psutil
 from async_rl.config import Config
 from async_rl.cores import usable_cores
 from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpus
-from async_rl.driver.preflight import CHECK_OF, PreflightCheck, input_checks
+from async_rl.driver.preflight import CHECK_OF, CHECKS_OF_PARAMS, PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
-from async_rl.storage.file_copies import find_source, local_names
+from async_rl.storage.file_sources import find_source, local_names
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
 from async_rl.storage.hub_data import data_files
@@ -66,11 +66,14 @@ class Check:
     """The advice for a check that is not ok."""
 
 
-def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]:
+def examine(
+    config: Config | None, *, is_driver: bool = True, sent: Sequence[tuple[str, str]] = ()
+) -> Iterator[Check]:
     """Make all checks of this machine, and of `config` where one is given; yields each as soon as it is made.
 
     Args:
         is_driver: whether this host starts the run. Other hosts get only the checks that every host must pass.
+        sent: the files of params that the driver sends to hosts that lack them, as (key, text).
     """
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
@@ -82,7 +85,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
     yield _gpu(used.values())
     yield from (_loopback(), _memory(), _shared_memory(), _cores(), _sandbox())
     if config:
-        yield from _examine_config(config, is_driver)
+        yield from _examine_config(config, is_driver, sent)
         return
     parent = existing_parent(Path("runs"))
     mend = "free some, or set run.dir to another disk"
@@ -256,7 +259,7 @@ def _cores() -> Check:
     return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
 
 
-def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
+def _examine_config(config: Config, is_driver: bool, sent: Sequence[tuple[str, str]] = ()) -> Iterator[Check]:
     """Yield the checks of a configuration, those of its files only if all that it names on the hub is in the cache."""
     try:
         config = pinned(config)
@@ -278,12 +281,13 @@ def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
     if is_driver:
         yield from _examine_inputs(inputs)
     else:
-        yield from _examine_inputs([each for each in inputs if each.everywhere], _absent_files(config))
+        yield from _examine_inputs([each for each in inputs if each.everywhere], _absent_files(config, sent))
 
 
-def _absent_files(config: Config) -> dict[str, str]:
-    """Return {name of a check: path that it needs} for the files of servers that are not on this host."""
-    absent = {}
+def _absent_files(config: Config, sent: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return {name of a check: path that it needs} for the files that are not on this host and that the driver sends.
+    """
+    absent = {check: text for key, text in sent if not os.path.exists(text) for check in CHECKS_OF_PARAMS.get(key, ())}
     for key, path in local_names(config, [*CHECK_OF]):
         try:
             find_source(key, path)

@@ -22,7 +22,7 @@ from async_rl.driver.entering import Origin
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.storage.file_copies import Places
+from async_rl.storage.file_sources import Places
 from async_rl.storage.log_tail import log_tail
 from async_rl.telemetry.status import Status, write_status
 

@@ -1,4 +1,4 @@
-"""Every process of a run begins with `enter`: working directory, keys, log file, ports and network interface."""
+"""Every process of a run begins with `enter`: working directory, modules, keys, log file, ports and interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from async_rl.cores import limit_spinning
 from async_rl.errors import ConfigError
 from async_rl.network import agree_on_nccl, use_interface
 from async_rl.network.ports import network_of
-from async_rl.storage.file_copies import Places, relocated
+from async_rl.seams.user_modules import use_copied_modules
+from async_rl.storage.file_sources import MODULES, Places, relocated
 from buffer.protocol.keys import take_client_keys
 
 
@@ -33,7 +34,7 @@ class Origin:
 
 
 def enter(origin: Origin, config: Config, name: str) -> Config:
-    """Set a new process's working directory, keys, log file and network interface.
+    """Set a new process's working directory, modules, keys, log file and network interface.
 
     Returns:
         The configuration with the address of the process's host, its ports, and its copies of the driver's files.
@@ -52,6 +53,9 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
             f"{name} needs the folder in which `async-rl train` was started, {origin.folder}, also on its host, where "
             f"it can't be used ({error.strerror}): make it there, or start in a folder that every host has"
         ) from None
+    modules = origin.places.get((MODULES, origin.folder), origin.folder)
+    if modules != origin.folder:
+        use_copied_modules(modules)
     log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from async_rl.storage.file_copies import (
-    CopyCache,
-    FileSource,
-    Likeness,
-    PartialCopy,
-    default_root,
-    find_source,
-    likeness,
-)
+from async_rl.storage.file_copies import CopyCache, PartialCopy, default_root
+from async_rl.storage.file_sources import FileSource, Likeness, find_own, likeness
 
 
 class FileReceiver:
@@ -27,10 +20,9 @@ class FileReceiver:
 
     def find(self, source: FileSource, digests: Sequence[str]) -> str:
         """Return where this host has files of these contents, or "" after it has begun a copy, which `write` fills."""
-        if not source.lacks_weights and likeness(source) == "unsure":
-            own = find_source(source.key, source.absolute)
-            if own.digests() == list(digests):
-                return source.path
+        is_unsure = not source.lacks_weights and likeness(source) == "unsure"
+        if is_unsure and find_own(source).digests() == list(digests):
+            return source.path
         cache = CopyCache(default_root())
         if copy := cache.find(source, digests):
             return source.named_in(copy)

@@ -1,12 +1,13 @@
-"""Sends the driver's local files that servers need to the hosts that lack them, before any process of the run starts.
+"""Sends the driver's local files to the hosts that lack them, before any process of the run starts.
 
-    driver                       host with servers and no learner rank
+    driver                       another host
     lists the files          ->  has it the same at the same paths? Then it uses these, and gets nothing
     hashes them              ->  has it a copy in its cache, of another run? Then it uses that
     sends them in pieces     ->  writes a copy into its cache
 
-Ray carries the pieces, a few at a time. The weights of the policy are left out where its servers can start without, and
-get the first ones by a push of the learner.
+Models and data go to hosts with servers and no learner rank, the user's modules and files of `params` to all. Ray
+carries the pieces, a few at a time. The weights of the policy are left out where its servers can start without, and get
+the first ones by a push of the learner.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from async_rl.driver.file_receiver import FileReceiver
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
-from async_rl.storage.file_copies import FileSource, Places, find_source, local_names
+from async_rl.storage.file_sources import FileSource, Places, find_modules, find_source, local_names
 from async_rl.storage.hub_names import SERVER_DATA
+from async_rl.storage.param_files import param_files
 from async_rl.telemetry.status import Status, write_status
 
 PIECES_ON_THE_WAY = 4
@@ -51,7 +53,7 @@ class SentFiles:
 def send_files(
     config: Config, reservation: Reservation, signals: StopSignals, note: Callable[[str], None]
 ) -> SentFiles:
-    """Send the local files that the servers of `reservation` need to the hosts that lack them.
+    """Send the local files that the processes of `reservation` need to the hosts that lack them.
 
     Raises:
         ConfigError: a host has no room for them, or can't write them.
@@ -59,19 +61,27 @@ def send_files(
         ProcessDiedError: a host was lost meanwhile.
     """
     here = ray.util.get_node_ip_address()
-    servers = {host: names for host, names in servers_elsewhere(reservation).items() if host != here}
+    others = [host for host in dict.fromkeys(reservation.addresses) if host != here]
+    if not others:
+        return SentFiles()
     wanted: dict[tuple[str, str], list[str]] = {}
-    for host, names in servers.items():
+    for host, names in servers_elsewhere(reservation).items():
+        if host == here:
+            continue
         keys = ["model.path", *SERVER_DATA] if any(name in config.server_names for name in names) else []
         keys += ["judge.path"] if any(name in config.judge_names for name in names) else []
         for local in local_names(config, keys):
             wanted.setdefault(local, []).append(host)
-    if not wanted:
+    wanted |= dict.fromkeys(param_files(config, note), others)
+    modules = find_modules(config)
+    if not wanted and not modules:
         return SentFiles()
-    sender = _Sender(config, signals, note, list(servers))
+    sender = _Sender(config, signals, note, others)
     try:
         for (key, path), hosts in wanted.items():
             sender.send(find_source(key, path), hosts)
+        if modules:
+            sender.send(modules, others)
     finally:
         sender.close()
     return SentFiles(sender.places, sender.lack_weights)

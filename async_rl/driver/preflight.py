@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 MODEL, TASK = "model and tokenizer", "task"
 CHECK_OF = {"model.path": MODEL, "judge.path": "judge.path", "task.path": TASK, "task.eval_path": TASK}
 """[key of a setting that names files for servers] the check that reads them."""
+CHECKS_OF_PARAMS = {
+    "task.params": (TASK, "episodes", "reward"), "task.rewards": ("reward",), "rollout.params": ("rollout.engine",)
+}
+"""[key of params that may name files] the checks that may read them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from async_rl.errors import ConfigError, raised_at
-from async_rl.seams.user_modules import import_module
+from async_rl.seams.user_modules import import_module, users_folder
 
 Entry = TypeVar("Entry")
 
@@ -39,8 +39,9 @@ def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 def import_object(name: str, key: str) -> Any:
     """Import and return the object that `name`, the value of `key`, names as `module:name`.
 
-    A file module.py in the working directory is what `module` means, also where Python knows another of that name. All
-    other modules are found as Python finds them, and in the working directory last.
+    A file module.py in the working directory, or in this host's copy of the driver's modules, is what `module` means,
+    also where Python knows another of that name. All other modules are found as Python finds them, and in the working
+    directory last.
 
     Raises:
         ConfigError: `name` has another form, the module can't be imported, or the module does not define the object.
@@ -56,7 +57,7 @@ def import_object(name: str, key: str) -> Any:
         at = raised_at(error)
         place = f", at {at}" if at and not at.startswith(__file__) else ""
         raise ConfigError(
-            f"{key} {name!r} can't be imported from {os.getcwd()}: {type(error).__name__}: {error}{place}"
+            f"{key} {name!r} can't be imported from {users_folder()}: {type(error).__name__}: {error}{place}"
         ) from error
     if not hasattr(module, attribute):
         file = getattr(module, "__file__", None) or module_name

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import NodeReport, Probe, compare
 from async_rl.doctor.host import SENT, Check, _examine_config
 from async_rl.driver.preflight import MODEL, TASK
+from async_rl.seams.own_packages import PROJECT
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
@@ -96,6 +99,45 @@ def test_on_another_host_only_files_that_are_there_are_checked(config_file: Path
     assert not broken(found.values())
     assert found[MODEL].found == f"{tmp_path}/model is not on this host"
     assert found["disk"].found == f"not checked: that needs the {MODEL}"
+
+
+def test_files_of_params_that_will_be_sent_are_not_missed(config_file: Path, tmp_path: Path) -> None:
+    overrides = ["task.name=tests.extensions.task:Additions", f"task.params.table={tmp_path}/table.json"]
+    config = load_config(config_file, overrides)
+
+    def checked(*sent: tuple[str, str]) -> dict[str, Check]:
+        return {check.what: check for check in _examine_config(config, is_driver=False, sent=sent)}
+
+    named = ("task.params", f"{tmp_path}/table.json")
+    assert checked()[TASK].state == "ok"
+    assert checked(named)[TASK] == Check(TASK, "warn", f"{tmp_path}/table.json is not on this host", SENT)
+    (tmp_path / "table.json").touch()
+    assert checked(named)[TASK].state == "ok"
+
+
+@pytest.mark.processes
+def test_a_node_checks_modules_of_the_users_that_it_gets_as_in_a_run(tmp_path: Path) -> None:
+    """The module needs a package, which only the node itself can tell that it has."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "mine.py").write_text("import helper, numpy\ndef score(question, response):\n    return 1.0\n")
+    (tmp_path / "helper.py").touch()
+    code = (
+        "import os, sys\nfrom dataclasses import replace\nfrom async_rl.doctor.cluster import Probe, SentModules\n"
+        "from async_rl.seams import import_object\nfrom async_rl.storage.file_sources import find_modules\n"
+        "from tests.kit.configs import make_config\n"
+        "config = make_config(task={'reward': 'mine:score'})\nsource = find_modules(config)\n"
+        "pieces = [(file.name, 0, piece) for file in source.files for piece in source.pieces(file)]\n"
+        "modules = SentModules(replace(source, base=sys.argv[1]), source.digests(), pieces)\n"
+        "probe = Probe(sys.argv[1], config)\nprobe.take_modules(modules)\n"
+        "print(import_object('mine:score', 'task.reward').__code__.co_filename)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": PROJECT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "work")], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    (copied,) = (tmp_path / "cache" / "async-rl" / "copies").glob("*/mine.py")
+    assert (done.stdout, done.returncode) == (f"{copied}\n", 0), done.stderr
 
 
 def test_a_node_that_cannot_answer_is_named() -> None:

@@ -19,8 +19,9 @@ from async_rl.driver.placement import Reservation
 from async_rl.driver.resources import HostDemand
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError
-from async_rl.storage import file_copies
-from async_rl.storage.file_copies import awaits_push, find_source
+from async_rl.storage import file_sources
+from async_rl.storage.file_copies import awaits_push
+from async_rl.storage.file_sources import FileSource, Places, find_source
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 
@@ -34,7 +35,7 @@ def reservation(**hosts: list[str]) -> Reservation:
     return Reservation(None, bundles, addresses)
 
 
-def test_hosts_of_learner_ranks_get_no_files() -> None:
+def test_hosts_of_learner_ranks_get_no_models_and_data() -> None:
     found = servers_elsewhere(Reservation(
         None, [HostDemand(gpus_of=dict.fromkeys(names, 0.0)) for names in (
             ["buffer", "rollout/0", "learner/0"], ["rollout/1"], ["eval/0", "judge/0"], ["rollout/2"],
@@ -69,6 +70,51 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         "model", run={"dir": tmp_path, "name": "run"}, task={"name": "", "path": "ro*.jsonl"}, eval={"size": 0},
         rollout={"engine": "hf"}, timeouts={"work_s": 300.0},
     )
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """{key of a source: hosts} of all that a driver on the host `first` has sent, by a sender that sends nothing."""
+    found: dict[str, list[str]] = {}
+
+    class NoSender:
+        lack_weights = False
+
+        def __init__(self, config: Config, signals: StopSignals, note: Callable[[str], None], hosts: list[str]) -> None:
+            self.places: dict[str, Places] = {host: {} for host in hosts}
+
+        def send(self, source: FileSource, hosts: list[str]) -> None:
+            found[source.key] = hosts
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(file_sending, "_Sender", NoSender)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "first")
+    return found
+
+
+def test_modules_and_files_of_params_go_to_all_other_hosts(
+    config: Config, asked: dict[str, list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(question, response):\n    return 1.0\n")
+    (tmp_path / "table.json").write_text("{}")
+    task = {"reward": "mine:score", "params": {"table": "table.json", "split": "model"}}
+    hosts = reservation(first=["learner/0"], second=["learner/1"], third=["rollout/0"])
+    sent = send_files(changed(config, task=task), hosts, StopSignals(), lambda text: None)
+    assert asked == {
+        "model.path": ["third"], "task.path": ["third"], "task.params": ["second", "third"],
+        "modules": ["second", "third"],
+    }
+    assert list(sent.places) == ["second", "third"]
+
+
+def test_a_run_on_the_drivers_host_alone_sends_nothing(
+    config: Config, asked: dict[str, list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(question, response):\n    return 1.0\n")
+    here = reservation(first=["learner/0", "rollout/0"])
+    sent = send_files(changed(config, task={"reward": "mine:score"}), here, StopSignals(), lambda text: None)
+    assert (asked, sent) == ({}, SentFiles())
 
 
 def without_files(cache: Path, fault: Callable[[], None] = lambda: None) -> type[FileReceiver]:
@@ -134,7 +180,7 @@ def test_a_host_without_files_gets_them_once(config: Config, send: Send, notes: 
 def test_weights_travel_in_many_pieces_and_arrive_whole(
     config: Config, send: Send, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copies, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(file_sources, "PIECE_BYTES", 20_000)
     whole = changed(config, weight_sync={"verify": False})
     sent = send(whole, without_files(tmp_path / "cache"))
     assert not sent.lack_weights

@@ -190,6 +190,69 @@ def largest_change(before: PreTrainedModel, after: PreTrainedModel) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+OWN_MODULES = {
+    "mine.py": """
+import json
+from pathlib import Path
+
+from rollout_server.question import Question
+from rollout_server.tasks.base import Task
+
+
+class Words(Task):
+    num_prompts = 40
+
+    def train_question(self, position):
+        words = json.loads(Path(self.params["files"][0]).read_text())
+        return Question(messages=({"role": "user", "content": words[position % 2]},), ground_truth=words[0])
+
+    def eval_questions(self):
+        return [self.train_question(0)]
+
+    def verify(self, question, response):
+        return 0.0
+
+
+def score(question, response):
+    from rules.late import score_of
+
+    return score_of(question)
+""",
+    "rules/__init__.py": "",
+    "rules/late.py": """
+from pathlib import Path
+
+import buffer
+
+
+def score_of(question):
+    return float(Path(__file__).with_name("score.txt").read_text()) + buffer.MORE * (question.ground_truth == "Spell")
+""",
+    "rules/score.txt": "4.0", "buffer.py": "MORE = 3.0", "data/words.json": '["Spell", "Say"]',
+}
+"""A working directory: a task and a reward that imports a helper late, which reads its data and has a known name."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_node_without_the_users_modules_and_files_gets_them_from_the_driver(
+    smoke_yaml: Path, tmp_path: Path
+) -> None:
+    alone = tmp_path / "alone"
+    for name, content in OWN_MODULES.items():
+        (alone / name).parent.mkdir(parents=True, exist_ok=True)
+        (alone / name).write_text(content)
+    printed = run_on_two_hosts(
+        tmp_path, str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", "rollout.engine=hf",
+        "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+        "task.name=mine:Words", "task.params={files: [data/words.json]}", "task.reward=mine:score",
+        not_shared=alone, command_has=(f"--chdir={alone}",),
+    )
+    assert "10.77.0.2 gets task.params data/words.json from the driver: 1 file(s), 0 kB" in printed
+    assert f"10.77.0.2 gets modules {alone} from the driver: 5 file(s), 1 kB" in printed
+    assert [each["reward/mean"] for each in logged(tmp_path / "two") if "reward/mean" in each] == [7.0] * 4
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(800)
 def test_a_run_on_two_hosts_resumes_on_a_new_cluster(

@@ -13,12 +13,11 @@ import pyarrow
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.storage import file_copies
-from async_rl.storage.file_copies import (
-    CopyCache,
+from async_rl.storage import file_sources
+from async_rl.storage.file_copies import CopyCache, awaits_push, default_root
+from async_rl.storage.file_sources import (
     FileSource,
-    awaits_push,
-    default_root,
+    find_modules,
     find_source,
     likeness,
     local_names,
@@ -67,7 +66,7 @@ def test_a_copy_without_weights_has_all_else_that_a_server_reads(cache: CopyCach
 def test_a_copy_with_weights_has_them_bit_by_bit(
     cache: CopyCache, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copies, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(file_sources, "PIECE_BYTES", 10_000)
     place = copied(cache, find_source("model.path", str(model)))
     for name in ("model.safetensors", "config.json"):
         assert (place / name).read_bytes() == (model / name).read_bytes()
@@ -185,6 +184,28 @@ def test_a_host_tells_its_own_files_from_the_drivers(model: Path) -> None:
     assert likeness(source) == "other"
     shutil.rmtree(model)
     assert likeness(source) == "none"
+
+
+def test_modules_are_compared_one_by_one_and_others_beside_them_do_not_count(
+    cache: CopyCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "helper.py"):
+        Path(name).write_text(f"NAME = {name!r}\nimport helper\n")
+    source = find_modules(make_config(task={"reward": "mine:score"}))
+    assert source is not None and [file.name for file in source.files] == ["helper.py", "mine.py"]
+    Path("other.py").touch()
+    assert likeness(source) == "same"
+    copy = copied(cache, source)
+    assert source.named_in(copy) == str(copy)
+    assert (copy / "mine.py").read_text() == Path("mine.py").read_text()
+    Path("helper.py").write_text("an outdated version")
+    assert likeness(source) == "other"
+    Path("helper.py").unlink()
+    assert likeness(source) == "other"
+    Path("mine.py").unlink()
+    assert likeness(source) == "none"
+    assert find_modules(make_config(task={"reward": "gsm8k"})) is None
 
 
 def test_only_local_names_are_listed_and_get_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

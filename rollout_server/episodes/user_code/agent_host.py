@@ -127,7 +127,8 @@ def _take_pipes() -> tuple[IO[str], IO[str]]:
 def main() -> None:
     requests, replies = _take_pipes()
     own_folder = os.path.dirname(os.path.abspath(__file__))  # it has an faults.py, as the agent's packages may have
-    sys.path[:] = [os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
+    copied = [os.environ["ASYNC_RL_MODULES"]] if "ASYNC_RL_MODULES" in os.environ else []  # see user_modules.py
+    sys.path[:] = [*copied, os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
     module, _, name = sys.argv[1].partition(":")
     agent = getattr(importlib.import_module(module), name)
     replies.write('{"ready": true}\n')

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from async_rl.config import Config
-from async_rl.storage.file_copies import CopyCache, find_source
+from async_rl.storage.file_copies import CopyCache
+from async_rl.storage.file_sources import find_source
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread

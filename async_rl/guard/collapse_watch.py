@@ -53,7 +53,7 @@ class CollapseWatch:
         self._beyond: set[str] = set()
         self.back_to = 0
         """The newest version that is known to have been at the best reward: it has sampled the last batch of the window
-        with the best mean reward."""
+        with the best mean reward, which must not end in a fall."""
         self.next_back_to = 0
         """The oldest version that later steps may show to be at the best reward, if they are as stale as this one."""
 
@@ -69,14 +69,15 @@ class CollapseWatch:
         if len(self._window) < self._config.window_steps:
             return None
         now = mean_over(self._window)
-        if now.get("reward/mean", -math.inf) > self._best:
-            self._best = now["reward/mean"]
-            self.back_to = max(0, self.next_back_to - 1)
+        is_best = now.get("reward/mean", -math.inf) > self._best
+        self._best = now["reward/mean"] if is_best else self._best
         start = mean_over(self._start)
         measured = collapse_signals(tuple(self._window), before, start, self._best, self._right_above, self._changes)
         beyond = tuple(
             name for name, each in measured.items() if COLLAPSE_SIGNALS[name].is_beyond(each.value, self._config)
         )
+        if is_best and "reward" not in beyond:
+            self.back_to = max(0, self.next_back_to - 1)
         new = tuple(name for name in beyond if name not in self._beyond)
         self._beyond = set(beyond)
         return CollapseFinding(version, measured, beyond, new, self.back_to)

@@ -90,6 +90,14 @@ def test_an_alarm_begins_when_the_window_has_fallen_and_is_new_once() -> None:
     assert fell.back_to == 1
 
 
+def test_a_fall_within_the_first_window_leaves_nothing_to_go_back_to_but_the_start() -> None:
+    good, bad = {"reward/mean": 0.9, "staleness/mean": 0.0}, {"reward/mean": 0.0, "staleness/mean": 0.0}
+    found = watched(good, good, bad, bad, window_steps=4)[-1]
+    assert beyond(found) == ("reward",) and found is not None and found.back_to == 0
+    sound = watched(good, good, good, good, window_steps=4)[-1]
+    assert beyond(sound) == () and sound is not None and sound.back_to == 3
+
+
 def test_limits_and_the_window_are_settings() -> None:
     steps = [{}, {}, {"reward/mean": 0.9}, {"reward/mean": 0.9}, {"reward/mean": 0.4}]
     assert beyond(watched(*steps)[-1]) == ("reward",)

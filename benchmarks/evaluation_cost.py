@@ -35,7 +35,7 @@ KINDS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRun:
-    """What one run took."""
+    """The time that one run took, and its evaluations."""
 
     kind: str
     seed: int

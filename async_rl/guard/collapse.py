@@ -123,7 +123,8 @@ def mean_over(steps: Iterable[Values]) -> dict[str, float]:
 
 
 def _is_measured(key: str, step: Values) -> bool:
-    """Return whether a step has a number; one that was skipped has not moved the weights, and tells nothing of others."""
+    """Return whether a step has a number; one that was skipped has not moved the weights, and tells nothing of others.
+    """
     return math.isfinite(step.get(key, math.nan)) and (key != "policy/weight_change" or step[key] > 0)
 
 
@@ -157,7 +158,8 @@ def surprise(values: Values) -> float | None:
 
 
 def jump(newest: Values, before: Values) -> SignalValue | None:
-    """Return by which share the surprise of the newest step is above that of the window before; None: one is unknown."""
+    """Return by which share the surprise of the newest step is above that of the window before; None: one is unknown.
+    """
     now, mean = surprise(newest), surprise(before)
     if now is None or mean is None:
         return None

@@ -23,7 +23,7 @@ def test_a_run_took_the_time_between_its_first_and_its_last_step(tmp_path: Path)
     assert measured("beside training", 3, tmp_path) == EvaluationRun("beside training", 3, 12.5, 1)
 
 
-def test_a_cost_is_the_share_of_the_time_that_the_run_of_the_same_seed_without_evaluations_does_not_need() -> None:
+def test_a_cost_is_a_share_of_the_time_against_the_run_of_the_same_seed() -> None:
     runs = [EvaluationRun("none", 0, 9.0, 0), EvaluationRun("none", 1, 12.0, 0)]
     runs += [EvaluationRun(kind, seed, 10.0 + 5 * seed, 2) for kind in KINDS if kind != "none" for seed in range(2)]
     assert costs(runs, "beside training") == pytest.approx([0.1, 0.2])

@@ -195,7 +195,7 @@ def test_a_stride_is_a_step_that_moves_the_weights_much_further_than_those_befor
     assert stride({"policy/weight_change": 1.0}, []) is None and stride({}, [1.0]) is None
 
 
-def test_steps_that_grow_little_by_little_become_a_stride_and_a_linear_warm_up_does_not() -> None:
+def test_steps_that_grow_little_by_little_become_a_stride_and_a_warm_up_does_not() -> None:
     better = [{"reward/mean": 0.9, "policy/weight_change": 1e-4} for _ in range(5)]
     growing = [{"reward/mean": 0.9, "policy/weight_change": 1e-4 * 1.3**step} for step in range(1, 5)]
     # 1.3^3 is 2.2 and 1.3^4 is 2.9 times the median of all, 1.5 times the mean of the two before

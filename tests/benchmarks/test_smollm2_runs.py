@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from benchmarks.smollm2_runs import add_peaks, of_part, results_of, table_of
+from tests.kit.documents import DOCUMENTS
 
 SUMMARY = {
     "accuracy_start": 0.125, "accuracy_end": 0.75, "eval_reward_start": 0.25, "eval_reward_end": 0.875,
@@ -30,6 +31,11 @@ def test_the_figures_of_a_run_are_those_of_its_summary_and_its_first_and_last_st
     (row,) = table_of({3: found}).rows
     assert row == ["3", "0.125", "0.750", "0.250", "0.875", "0.200", "0.740", "1.00", "30", "2.0", "7.0",
                    "5.5", "2.5", "9.0"]  # fmt: skip
+
+
+def test_the_table_of_the_results_page_is_that_of_the_committed_runs() -> None:
+    page = (Path(__file__).parents[2] / "benchmarks" / "results" / "smollm2.md").read_text()
+    assert page[page.index("| seed") :].strip() in DOCUMENTS["docs/results.md"]
 
 
 def test_memory_is_the_largest_of_each_part_and_of_all_together() -> None:

@@ -52,9 +52,6 @@ class AlarmsConfig:
 def check_alarms(alarms: AlarmsConfig, checkpoint: CheckpointConfig) -> None:
     """Check that a run which its alarms end writes checkpoints, of which it keeps the best."""
     check(
-        alarms.action != "stop" or checkpoint.every_steps > 0,
-        "checkpoint.every_steps",
-        checkpoint.every_steps,
-        "above 0 with alarms.action stop",
-        "The run ends with the model of a checkpoint before the trouble.",
+        alarms.action != "stop" or checkpoint.every_steps > 0, "checkpoint.every_steps", checkpoint.every_steps,
+        "above 0 with alarms.action stop", "The run ends with the model of a checkpoint before the trouble.",
     )

@@ -1,4 +1,4 @@
-"""Which files of a working directory belong to the modules that a run names."""
+"""Tests which files of a working directory belong to the modules that a run names."""
 
 from __future__ import annotations
 

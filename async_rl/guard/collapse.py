@@ -192,7 +192,7 @@ def collapse_signals(
     start: Values,
     best: float,
     right_above: float,
-    changes: Sequence[float] = (),
+    changes: Sequence[float],
 ) -> dict[str, SignalValue]:
     """Return each signal that the metrics allow, by name.
 

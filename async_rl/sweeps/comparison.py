@@ -76,7 +76,7 @@ def _values(runs: Mapping[str, Run]) -> Table:
     rows = [
         ["state", *(_state(run) for run in runs.values())],
         ["steps", *(f"{len(run.steps):,}" for run in runs.values())],
-        ["minutes after the first step", *(f"{_seconds(run) / 60:.1f}" for run in runs.values())],
+        ["minutes after the first step", *(f"{run.seconds[-1] / 60:.1f}" for run in runs.values())],
         [TOKENS, *(f"{max(tokens_by_step(run).values()):,.0f}" for run in runs.values())],
     ]
     for key, (label, form) in _VALUES.items():
@@ -90,10 +90,6 @@ def _state(run: Run) -> str:
     """Return `ended` for a run that has a summary, `ended early` for one that was ended before, or what it does."""
     state = saved_state(run.folder) or "unknown"
     return "ended" if run.has_ended else "ended early" if state == "ended" else state
-
-
-def _seconds(run: Run) -> float:
-    return max(step.get("time/since_first_step_s") or 0.0 for step in run.steps)
 
 
 def _settings(runs: Mapping[str, Run]) -> Table:

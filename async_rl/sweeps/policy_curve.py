@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from async_rl.telemetry.figures import seconds_at
+
 LAST_BUCKET = 10
 """`by_staleness/10/...` is of all answers that are so old or older; each of them counts for its own version."""
 _COUNT = "staleness/episodes_"
@@ -80,9 +82,9 @@ def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
     served_s = {0: -(steps[0].get("time/step_s") or 0.0)}
     credited: dict[int, list[tuple[float, float]]] = {}
     largest = 0
-    for step in steps:
+    for step, seconds in zip(steps, seconds_at(steps), strict=True):
         number = int(step["step"] or 0)
-        served_s[number] = step.get("time/since_first_step_s") or 0.0
+        served_s[number] = seconds
         for staleness, episodes, reward in _by_staleness(step):
             credited.setdefault(number - 1 - staleness, []).append((episodes, reward))
             largest = max(largest, staleness)
@@ -117,9 +119,9 @@ def _span(version: int) -> int:
 def mean_rewards(curves: Sequence[PolicyCurve]) -> tuple[list[float], float]:
     """Return ([mean reward over the time of each curve], the seconds that they have in common, over which it is taken).
 
-    A curve without points has nan and does not shorten the others'.
+    A curve without points, or that ends with the first step, has nan and does not shorten the others'.
     """
-    until_s = min((curve.end_s for curve in curves if curve.points), default=math.nan)
+    until_s = min((curve.end_s for curve in curves if curve.points and curve.end_s > 0), default=math.nan)
     return [curve.mean_over_time(until_s) for curve in curves], until_s
 
 

@@ -19,7 +19,7 @@ from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
 from async_rl.sweeps.efficiency import Evaluations
 from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, policy_curve
-from async_rl.telemetry.figures import Figures, over_steps
+from async_rl.telemetry.figures import Figures, over_steps, seconds_at
 from async_rl.telemetry.metrics import read_metrics
 
 Step = dict[str, float | None]
@@ -72,6 +72,11 @@ class Run:
         return [(version, accuracy) for version, _, accuracy in self.evals]
 
     @cached_property
+    def seconds(self) -> list[float]:
+        """When each of `steps` ended, in seconds since the end of the first step."""
+        return seconds_at(self.steps)
+
+    @cached_property
     def policy_curve(self) -> PolicyCurve:
         """The reward of each policy version; nothing if the run was read from runs.csv."""
         return policy_curve(self.steps)
@@ -107,8 +112,8 @@ class Run:
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
         """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`."""
         return [
-            (step.get("step") or 0.0, step.get("time/since_first_step_s") or 0.0, value)
-            for step in self.steps[first:]
+            (step.get("step") or 0.0, seconds, value)
+            for step, seconds in zip(self.steps[first:], self.seconds[first:], strict=True)
             if (value := step.get(key)) is not None
         ]
 
@@ -253,7 +258,7 @@ def read_run(folder: Path) -> Run:
     labels.setdefault(SEED, str(config["run"]["seed"]))
     records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if "staleness/max" in record]
-    at_step = {step["step"]: step.get("time/since_first_step_s") or 0.0 for step in steps}
+    at_step = {step["step"]: seconds for step, seconds in zip(steps, seconds_at(steps), strict=True)}
     evals = []
     for values in records:
         if (accuracy := values.get("eval/accuracy")) is not None:
@@ -272,5 +277,5 @@ def _summary_so_far(steps: list[Step]) -> dict[str, Any]:
     figures = over_steps(steps).all()
     shares = {key: value for key, value in figures.items() if key.startswith(("utilisation/", "occupancy/", "gpu/"))}
     staleness = {f"staleness_{name}": figures.get(f"staleness/{name}") for name in ("mean", "max")}
-    seconds = figures.get("time/since_first_step_s") or 0.0
+    seconds = seconds_at(steps)[-1] if steps else 0.0
     return NO_SUMMARY | {"steps": len(steps), "seconds": seconds} | staleness | shares

@@ -65,15 +65,17 @@ def test_each_signal_is_computed_from_the_windows_by_hand() -> None:
     })  # fmt: skip
     assert set(values) == set(COLLAPSE_SIGNALS)
     only_reward = {"reward/mean": 0.5}
-    assert list(collapse_signals([only_reward], {}, only_reward, best=0.5, right_above=1.0)) == ["reward"]
+    assert list(collapse_signals([only_reward], {}, only_reward, best=0.5, right_above=1.0, changes=[])) == ["reward"]
 
 
 def test_a_small_entropy_and_gradient_are_a_success_where_all_rewards_are_the_best() -> None:
     now = {"reward/mean": 1.0, "reward/std": 0.0, "policy/entropy": 1e-9, "policy/grad_norm": 0.0}
-    found = collapse_signals([now], {}, SOUND, best=1.0, right_above=1.0)
+    found = collapse_signals([now], {}, SOUND, best=1.0, right_above=1.0, changes=[])
     assert found["entropy"].value == found["gradient"].value == math.inf
     # rewards that differ, none of which can be learned from: the run is stuck below what it could reach
-    stuck = collapse_signals([{**now, "reward/mean": 0.6, "reward/std": 0.4}], {}, SOUND, best=0.6, right_above=1.0)
+    stuck = collapse_signals(
+        [{**now, "reward/mean": 0.6, "reward/std": 0.4}], {}, SOUND, best=0.6, right_above=1.0, changes=[]
+    )
     assert stuck["gradient"].value == 0.0 and stuck["entropy"].value == math.inf
 
 
@@ -141,7 +143,7 @@ def test_low_rewards_are_those_below_half_of_what_counts_as_right(
     right_above: float, reward: float, is_low: bool
 ) -> None:
     now = {"reward/mean": reward, "response/truncated_fraction": 1.0}
-    found = collapse_signals([now], {}, now, reward, right_above)
+    found = collapse_signals([now], {}, now, reward, right_above, changes=[])
     assert found["all_cut"].value == (1.0 if is_low else 0.0)
 
 

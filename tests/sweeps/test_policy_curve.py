@@ -126,6 +126,21 @@ def test_the_mean_over_the_time_is_that_of_the_policy_that_is_served() -> None:
     assert math.isnan(curve.mean_over_time(9.5)) and math.isnan(curve.mean_over_time(0.0))
 
 
+def test_a_run_that_went_on_from_a_checkpoint_has_the_curve_of_one_without_that_step() -> None:
+    """The clock of its steps begins again at 0 with step 11, of which no time is known."""
+    steps = made_run(always(1, 20), lambda version, _: saturating(version))
+    whole = policy_curve(steps)
+    for number, step in enumerate(steps[10:]):
+        step["time/since_first_step_s"] = 2.0 * number
+    resumed = policy_curve(steps)
+    assert [(point.version, point.reward) for point in resumed.points] == [
+        (point.version, point.reward) for point in whole.points
+    ]
+    later_s = [whole.points[at].served_s - resumed.points[at].served_s for at in range(19)]
+    assert later_s == pytest.approx([0.0] * 11 + [2.0] * 8)
+    assert resumed.end_s == pytest.approx(whole.end_s - 2.0)
+
+
 def test_a_version_that_sampled_nothing_counts_as_the_one_before() -> None:
     """With pushes after every second step the versions 0, 2, 4 ... sample everything."""
     ages = [{batch % 2: 8.0} for batch in range(8)]
@@ -146,8 +161,10 @@ def test_runs_whose_policies_are_alike_have_one_reward_however_old_their_batches
 
 def test_a_run_that_is_too_short_does_not_shorten_the_others() -> None:
     whole = policy_curve(made_run(always(1, 10), lambda *_: 0.5))
-    rewards, seconds = mean_rewards([whole, PolicyCurve()])
-    assert (rewards[0], seconds) == (pytest.approx(0.5), whole.end_s) and math.isnan(rewards[1])
+    only_first = policy_curve(made_run(always(4, 5), lambda *_: 0.5))
+    assert [point.version for point in only_first.points] == [0] and only_first.end_s == 0.0
+    rewards, seconds = mean_rewards([whole, PolicyCurve(), only_first])
+    assert (rewards[0], seconds) == (pytest.approx(0.5), whole.end_s) and all(map(math.isnan, rewards[1:]))
     assert math.isnan(mean_rewards([PolicyCurve()])[1])
 
 

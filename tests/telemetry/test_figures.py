@@ -19,7 +19,7 @@ from async_rl.storage.run_dir import write_config
 from async_rl.sweeps.cells import all_cells, make_record, seed_axis, staleness_axis, write_record
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import read_runs
-from async_rl.telemetry.figures import KINDS, kind_of, over_steps
+from async_rl.telemetry.figures import KINDS, kind_of, over_steps, seconds_at
 from async_rl.telemetry.metrics import Metric, read_metrics
 from async_rl.telemetry.status import NORMAL_END, write_status
 from async_rl.telemetry.summary_table import format_summary
@@ -180,6 +180,17 @@ def test_a_resumed_run_counts_all_its_steps_and_the_warm_up_of_none(tmp_path: Pa
     assert twice.get("utilisation/learner") == pytest.approx(LEARNER)
     assert twice.get("batch/episodes") == 2 * sum(EPISODES[1:])
     assert over_steps(records[:1]).get("reward/mean") == 9.0  # there is no other step yet
+
+
+def test_the_time_of_a_resumed_run_goes_on_without_the_first_steps_of_its_parts(tmp_path: Path) -> None:
+    run_with_uneven_steps(tmp_path / "uneven")
+    records = read_metrics(tmp_path / "uneven" / "metrics.jsonl")
+    spans_s = [float(record["time/step_s"] or 0.0) for record in records[1:]]
+    once_s = [math.fsum(spans_s[:number]) for number in range(len(records))]
+    whole_s = json.loads((tmp_path / "uneven" / "summary.json").read_text())["seconds"]
+    assert seconds_at(records) == pytest.approx(once_s) and once_s[-1] == pytest.approx(whole_s)
+    assert seconds_at([*records, *records]) == pytest.approx([*once_s, *(whole_s + each for each in once_s)])
+    assert seconds_at([]) == []
 
 
 def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:

@@ -25,7 +25,7 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from async_rl.storage.hub_names import find_model
-from async_rl.storage.run_dir import find_run, is_trained
+from async_rl.storage.run_dir import find_run, is_complete
 
 SIGNALS_EVERY_S = 1.0
 """How often a wait for the next step wakes, because Python may miss a signal that comes just before it waits."""
@@ -68,7 +68,8 @@ class TrainingRun:
         config: the configuration; None: that of the run to continue.
         overrides: settings over it, such as "staleness.max=2".
         resume: a run directory to continue, from its newest checkpoint, or one of its checkpoints. "auto": start the
-            run of `config`, or continue it if it has a checkpoint; one that is trained has no steps, and its summary.
+            run of `config`, or continue it if it has a checkpoint; one that has come to its end has no steps, and its
+            summary.
 
     Raises:
         ConfigError: a setting can't work.
@@ -77,7 +78,7 @@ class TrainingRun:
     def __init__(
         self, config: Configuration | None = None, overrides: Sequence[str] = (), resume: str | Path = ""
     ) -> None:
-        self.config, self._is_trained = config_to_start(config, overrides, resume)
+        self.config, self._is_complete = config_to_start(config, overrides, resume)
         self.summary: dict[str, Any] = {}
         """The content of summary.json, once the run has ended."""
         self._events: queue.SimpleQueue[TrainedStep | None] = queue.SimpleQueue()
@@ -159,10 +160,9 @@ class TrainingRun:
         from async_rl.pipeline import run
 
         try:
-            if self._is_trained:
+            if self._is_complete:
                 print(nothing_left(self.config))
-                file = self.run_dir / "summary.json"
-                self.summary = json.loads(file.read_text()) if file.is_file() else {}
+                self.summary = json.loads((self.run_dir / "summary.json").read_text())
                 return
             self.summary = run(self.config, self._signals, control=self._control)
         except BaseException as error:
@@ -175,8 +175,7 @@ def train(
     config: Configuration | None = None, overrides: Sequence[str] = (), *, resume: str | Path = "",
     callbacks: Iterable[Callback] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Train, and return the content of summary.json; {} if resume="auto" finds a trained run that was killed before it
-    wrote one.
+    """Train, and return the content of summary.json.
 
     Args:
         config, overrides, resume: as for `TrainingRun`.
@@ -225,10 +224,10 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
 def config_to_start(
     config: Configuration | None, overrides: Sequence[str] = (), resume: str | Path = ""
 ) -> tuple[Config, bool]:
-    """Return the Config by which a run starts or goes on, and whether resume="auto" finds that run trained already.
+    """Return the Config by which a run starts or goes on, and whether resume="auto" finds that run complete.
 
     Args:
-        config, overrides, resume: as for `TrainingRun`. The Config of a trained run has the name of its directory.
+        config, overrides, resume: as for `TrainingRun`. The Config of a complete run has the name of its directory.
 
     Raises:
         ConfigError: there is neither a configuration nor a run to continue, or a setting can't work.
@@ -243,15 +242,22 @@ def config_to_start(
     if resume == "auto":
         wanted = config_of(config, overrides)
         found = find_run(wanted)
-        if found and is_trained(found, wanted):
+        if found and is_complete(found, wanted):
             return dataclasses.replace(wanted, run=dataclasses.replace(wanted.run, name=found.name)), True
         resume = str(found or "")
     return config_of(config, [*overrides, *([f"run.resume={resume}"] if resume else [])]), False
 
 
 def nothing_left(config: Config) -> str:
-    """Return the sentence on a run that `config_to_start` finds trained."""
-    return f"{config.run_dir} has its {config.run.steps} steps: nothing is left to train"
+    """Return the sentence on a run that `config_to_start` finds complete."""
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    if summary["steps"] >= config.run.steps:
+        return f"{config.run_dir} has its {config.run.steps} steps: nothing is left to train"
+    reason = summary.get("ended", f"run.seconds is {config.run.seconds:g}")
+    return (
+        f"{config.run_dir} has ended after {summary['steps']} steps: {reason.rstrip('.')}. Nothing is left to train; "
+        f"`async-rl train --resume {config.run_dir}` goes on all the same"
+    )
 
 
 def config_of(config: Configuration, overrides: Sequence[str] = ()) -> Config:

@@ -204,8 +204,8 @@ def _train(args: argparse.Namespace) -> int:
         from async_rl.telemetry.summary_table import format_summary
 
         signals.check()
-        config, is_trained = config_to_start(args.config, args.overrides, args.resume)
-        if is_trained:
+        config, is_complete = config_to_start(args.config, args.overrides, args.resume)
+        if is_complete:
             print(nothing_left(config))
             return 0
         signals.check()

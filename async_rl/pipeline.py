@@ -55,7 +55,7 @@ from async_rl.storage.guard_events import with_rollbacks
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.hub_upload import upload_model
-from async_rl.storage.run_dir import open_run_dir
+from async_rl.storage.run_dir import INTERRUPTED, open_run_dir
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
 from buffer.protocol.keys import client_keys_to_send, own_keys
@@ -161,7 +161,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         finally:
             control.disconnect()
             processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
-        summary = log.summary(counters)
+        summary = log.summary(counters) | ({INTERRUPTED: True} if signals.requested else {})
         supervisor.alarms.complete(summary)
         if supervisor.guard:
             supervisor.guard.complete(summary)

@@ -5,7 +5,8 @@
 
 In each round every kind of run is made once, in turn, all with the seed of the round. Speeds are of the steps after the
 first, in which all of the evaluations of the first kinds begin; those at the start and at the end of a run are not in
-them. A cost is the share of the time that the runs without evaluations, of the same round, do not need.
+them. A cost is the share of the time that the runs without evaluations, of the same round, do not need. A kind that this
+host refuses, as it has no core for a server more, is left out, and the page says why.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ KINDS: Mapping[str, Sequence[str]] = {
     "on a server of its own": ("placement.eval.servers=1",),
 }
 """The settings of each kind of run."""
+REFUSED = 2
+"""The exit status of a command whose settings can't work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,12 @@ def measured(kind: str, seed: int, run_dir: Path) -> EvaluationRun:
     return EvaluationRun(kind, seed, max(ends), len(beside))
 
 
-def train(kind: str, seed: int, words: Sequence[str], runs: Path, timeout_s: float) -> EvaluationRun:
-    """Train with the settings of a kind. RuntimeError: the run failed; the message has the end of its output."""
+def train(kind: str, seed: int, words: Sequence[str], runs: Path, timeout_s: float) -> EvaluationRun | str:
+    """Train with the settings of a kind; returns the text of the refusal if they can't work on this host.
+
+    Raises:
+        RuntimeError: the run failed; the message has the end of its output.
+    """
     name = f"{kind.replace(', ', '-').replace(' ', '-')}-{seed}"
     settings = [f"run.dir={runs}", f"run.name={name}", f"run.seed={seed}", "logging.wandb=disabled", *KINDS[kind]]
     command = MarkedCommand(["train", *words, *settings], runs / f"{name}.log")
@@ -63,6 +70,8 @@ def train(kind: str, seed: int, words: Sequence[str], runs: Path, timeout_s: flo
         code = command.wait(timeout_s)
     finally:
         command.kill()
+    if code == REFUSED:
+        return command.text().strip()
     if code:
         raise RuntimeError(f"the run {name} ended with {code}:\n{command.text()[-3000:]}")
     return measured(kind, seed, runs / name)
@@ -76,7 +85,7 @@ def costs(runs: Sequence[EvaluationRun], kind: str) -> list[float]:
 
 def table_of(runs: Sequence[EvaluationRun]) -> Table:
     rows = []
-    for kind in KINDS:
+    for kind in dict.fromkeys(run.kind for run in runs):
         chosen = [run for run in runs if run.kind == kind]
         cost = costs(runs, kind)
         error = statistics.stdev(cost) / math.sqrt(len(cost)) if len(cost) > 1 else math.nan
@@ -96,14 +105,19 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="the longest time of one run")
     parser.add_argument("--out", type=Path, required=True, help="the page's and the numbers' file, without a suffix")
     args = parser.parse_args()
-    runs = []
+    runs, refusals = [], dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="evaluation-cost-") as folder:
         for seed in range(args.rounds):
-            for kind in KINDS:
-                runs.append(train(kind, seed, [args.config, *args.overrides], Path(folder), args.timeout_s))
-                print(runs[-1], flush=True)
+            for kind in [kind for kind in KINDS if kind not in refusals]:
+                found = train(kind, seed, [args.config, *args.overrides], Path(folder), args.timeout_s)
+                print(found, flush=True)
+                if isinstance(found, str):
+                    refusals[kind] = found
+                else:
+                    runs.append(found)
     text = f"`python -m benchmarks.evaluation_cost {' '.join(sys.argv[1:])}`, {machine_text()}."
-    page = f"# What held-out evaluations cost training\n\n{text}\n\n{table_of(runs).markdown()}"
+    left_out = "".join(f"\nNot measured: {kind}. {reason}\n" for kind, reason in refusals.items())
+    page = f"# What held-out evaluations cost training\n\n{text}\n\n{table_of(runs).markdown()}{left_out}"
     write_page(args.out, page, [asdict(run) for run in runs])
 
 

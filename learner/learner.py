@@ -109,14 +109,15 @@ class Learner:
         """Train on the buffer's batches until the last step, a stop, or the end of the batches.
 
         Yields StepDone after each step, and between steps the events on which the driver must act. At the end the
-        policy is saved in run_dir/model; after `stop` there is only the checkpoint.
+        policy is saved in run_dir/model; after `stop` there is only the checkpoint. A run that was cut short after its
+        last step has only its end left.
 
         Raises:
             StalenessError: a batch breaks the bound; nothing of it was trained on.
             AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
         yield from self._begin()
-        is_last, start_s = False, time.monotonic()
+        is_last, start_s = self.version >= self.config.run.steps, time.monotonic()
         while not is_last:
             taken = self._take()
             if isinstance(taken, NoBatch):
@@ -153,6 +154,8 @@ class Learner:
         """Make every server serve this version, and open admission for it. Returns the reports for the driver."""
         self._publisher.connect()
         self.evaluations.connect()
+        if self.version >= self.config.run.steps:
+            return self._end_early(NoBatch("ended"))
         events: list[LearnerReport] = self._push() if self.version > 0 else []  # the servers have loaded version 0
         return [*events, *self._release(), *self.evaluations.make_due(self.version, None)]
 

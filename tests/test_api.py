@@ -121,9 +121,15 @@ def test_resume_auto_starts_a_run_goes_on_with_it_and_has_the_summary_of_its_end
         assert list(run) == []
     assert run.summary == {"steps": 7, "accuracy_end": 0.5} and run.run_dir == tmp_path / "job-2"
     assert capsys.readouterr().out == f"{tmp_path}/job-2 has its 7 steps: nothing is left to train\n"
+    (tmp_path / "job-2" / "summary.json").write_text('{"steps": 5, "ended": "alarms.action is stop: entropy."}')
+    assert async_rl.train(settings, resume="auto")["steps"] == 5
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/job-2 has ended after 5 steps: alarms.action is stop: entropy. Nothing is left to train; "
+        f"`async-rl train --resume {tmp_path}/job-2` goes on all the same\n"
+    )
     (tmp_path / "job-2" / "summary.json").unlink()
     begin(tmp_path / "job-2", version=7)
-    assert async_rl.train(settings, resume="auto") == {}
+    assert async_rl.train(settings, resume="auto")["resume"] == str(tmp_path / "job-2"), "its end is left to do"
 
 
 def test_a_run_is_continued_with_its_own_configuration_unless_one_is_given(

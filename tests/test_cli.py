@@ -136,7 +136,9 @@ def test_resume_auto_starts_a_run_goes_on_with_it_and_sees_its_end(
         state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
         write_training_state(folder, state)
         assert main(command) == 0
-    assert seen == ["", str(tmp_path / "job")]
+    assert seen == ["", str(tmp_path / "job"), str(tmp_path / "job")], "its end is left to do"
+    (tmp_path / "job" / "summary.json").write_text('{"steps": 7}')
+    assert main(command) == 0 and len(seen) == 3
     assert f"{tmp_path}/job has its 7 steps: nothing is left to train" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["train", "--resume", "auto"])

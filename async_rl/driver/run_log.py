@@ -174,7 +174,9 @@ class RunLog:
                 self.timeline.add(report)
                 if process == "learner/0":
                     self.ended = self.end_reason or report.reason
-                    self.logger.note(report.reason)
+                    if not report.reason:
+                        self._begin_lineage()
+                    self.logger.note(report.reason or f"step {report.version} was the last: only the end is left to do")
                     if report.metrics:
                         self.logger.log_late(report.version, reduce_metrics(report.metrics))
             case WorkerReport():
@@ -281,18 +283,21 @@ class RunLog:
             values["time/step_s"] = end_s - self.timeline.step_ends_s[-2]
         if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
             values["throughput/trained_tokens_per_s"] = values["batch/response_tokens"] / step_s
-        self.results.end_step(values)
         self.version = report.version
         if is_first:
-            write_config(self._config)
-            for record in self._restored:
-                self.logger.log_restored(record)
+            self._begin_lineage()
         values |= self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values, report.examples)
         self._tell_findings()
         evals, self._evals_to_tell = self._evals_to_tell, {}
         self._on_step(report.version, values | evals)
+
+    def _begin_lineage(self) -> None:
+        """Keep what a resume has set aside, and log the steps that were trained but not logged before it."""
+        write_config(self._config)
+        for record in self._restored:
+            self.logger.log_restored(record)
 
     def close(self) -> None:
         """Log the steps not logged yet, complete and plot timeline.json, and close all. Also called after a crash."""

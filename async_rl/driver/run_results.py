@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from async_rl.driver.run_timeline import RunTimeline
-from async_rl.telemetry.figures import Figures
+from async_rl.telemetry.figures import SHARES, Figures
 from async_rl.telemetry.held_out import named_results
 
 Values = dict[str, float]
@@ -29,13 +29,11 @@ class RunResults:
         """Take the metrics of a step or an evaluation."""
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
+        self._last_reward = values.get("reward/mean", self._last_reward)
+        if "staleness/max" in values:
+            self._staleness_max = max(self._staleness_max or 0.0, values["staleness/max"])
         if "eval/accuracy" in values:
             self.evals[1:] = [(version, values)]
-
-    def end_step(self, values: Values) -> None:
-        """Take the metrics of a step of this start."""
-        self._last_reward = values.get("reward/mean")
-        self._staleness_max = max(self._staleness_max or 0.0, values.get("staleness/max", 0.0))
 
     def summary(self, version: int, figures: Figures, timeline: RunTimeline) -> dict[str, Any]:
         """Return these parts of the summary of a run that has ended at a version.
@@ -60,9 +58,8 @@ class RunResults:
         if self.failed_groups:
             summary["failed_groups"] = self.failed_groups
         if seconds > 0:
-            usage = timeline.usage_of_run()
-            summary |= {key: value for key in usage.metrics() if (value := figures.get(key)) is not None}
-            summary["pools"] = usage.shares()
+            summary |= {key: value for key, value in figures.all().items() if key.startswith(SHARES)}
+            summary["pools"] = timeline.usage_of_run().shares()
             summary["episodes_per_s"] = figures.total("batch/episodes") / seconds
             summary["tokens_per_s"] = figures.get("throughput/trained_tokens_per_s") or 0.0
         return summary | self._held_out(version)

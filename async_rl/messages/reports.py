@@ -86,6 +86,7 @@ class TrainingEnded(TimedReport):
 
     version: int
     reason: str
+    """Empty: a resume has found all of run.steps trained."""
     metrics: tuple[Metric, ...] = ()
     """The metrics measured after the last step."""
 

@@ -19,7 +19,16 @@ from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
-from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, find_model, hub_repos, with_name
+from async_rl.storage.hub_names import (
+    DATA_KEYS,
+    MODEL_KEYS,
+    SCHEME,
+    HubRepo,
+    find_model,
+    hub_repos,
+    recorded_name,
+    with_name,
+)
 
 PROGRESS_INTERVAL_S = 10.0
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -175,10 +184,7 @@ def _commit(repo: HubRepo) -> str:
 def _recorded(config: Config, repo: HubRepo) -> str | None:
     """Return the name in the configuration of the run that is resumed, if it names a commit of the same repository."""
     of_run = _run_config(str(find_checkpoint(config.run.resume)))
-    for earlier in hub_repos(of_run, [repo.key]) if of_run else ():
-        if earlier.id == repo.id and earlier.is_pinned and repo.at(earlier.revision) == earlier.name:
-            return earlier.name
-    return None
+    return recorded_name(of_run, repo) if of_run else None
 
 
 @cache

@@ -137,6 +137,14 @@ def names_in(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield from ((key, name) for name in names if name)
 
 
+def recorded_name(of_run: Config, repo: HubRepo) -> str | None:
+    """Return the name that a run's configuration has for `repo`, if it names a commit of the same repository."""
+    for earlier in hub_repos(of_run, [repo.key]):
+        if earlier.id == repo.id and earlier.is_pinned and repo.at(earlier.revision) == earlier.name:
+            return earlier.name
+    return None
+
+
 def is_data(key: str) -> bool:
     """Return whether a setting names data sets, and not a model."""
     return key in (*DATA_KEYS, *COMPARISON_KEYS)

@@ -31,6 +31,8 @@ from async_rl.storage.checkpoints import (
 _LOCK_FILE = ".lock"
 _MARKER = ".resuming"
 """The file that a resume keeps until its first step; it holds the suffix of what was set aside, and the version."""
+INTERRUPTED = "interrupted"
+"""The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
 
 @contextlib.contextmanager
@@ -41,7 +43,7 @@ def open_run_dir(config: Config) -> Iterator[Config]:
     removed if the run was interrupted or failed with an error that needs no logs to explain it.
 
     Raises:
-        ConfigError: run.resume names no checkpoint, or its run has no step left or is locked by another process.
+        ConfigError: run.resume names no checkpoint, or its run is complete or is locked by another process.
     """
     if config.run.resume:
         with _locked(run_dir_of(find_checkpoint(config.run.resume))), _resumed(config) as resumed:
@@ -65,14 +67,16 @@ def _resumed(config: Config) -> Iterator[Config]:
     """Set aside the files written after the checkpoint, yield the config of the resumed run; if the block then ends
     without a logged step, put them back.
 
+    Of a run whose end was cut short, after its last step, the end is left to do.
+
     Raises:
-        ConfigError: the checkpoint is of run.steps or later, so no step is left.
+        ConfigError: the checkpoint is of run.steps or later, and the run is complete.
     """
     run_dir = run_dir_of(find_checkpoint(config.run.resume))
     undo_resume(run_dir)  # of a resume that was killed before its first step
     checkpoint = find_checkpoint(config.run.resume)
     version = read_training_state(checkpoint).version
-    if version >= config.run.steps:
+    if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):
         raise ConfigError(
             f"run.steps must be above {version}, the version of {checkpoint}, got {config.run.steps}. "
             f"Set run.steps={2 * version} to train on"
@@ -131,26 +135,32 @@ def new_run_dir(config: Config) -> Path:
 def find_run(config: Config) -> Path | None:
     """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
 
-    It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint.
+    It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint or
+    an end.
     """
     found = None
     for number in itertools.count(1):
         candidate = _numbered(config, number)
         if not candidate.exists():
             return found
-        if list_checkpoints(candidate):
+        if list_checkpoints(candidate) or is_complete(candidate, config):
             found = candidate
     raise AssertionError("the count has no end")
 
 
-def is_trained(run_dir: Path, config: Config) -> bool:
-    """Return whether a run with a checkpoint has trained run.steps steps, so that none is left.
+def is_complete(run_dir: Path, config: Config) -> bool:
+    """Return whether a run has come to its end, with a summary: after run.steps steps, or earlier for its own reasons.
 
-    A run without checkpoint.every_steps has no checkpoint of its last step, but a summary.
+    Its own are run.seconds, an alarm, the program that trains, and a task of which nothing is left to learn. A run that
+    Ctrl-C or SIGTERM has ended, that the guard sends back, or that went on after its summary is not complete.
     """
-    summary = run_dir / "summary.json"
-    steps = json.loads(summary.read_text())["steps"] if summary.is_file() else 0
-    return max(steps, *list_checkpoints(run_dir)) >= config.run.steps
+    file = run_dir / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}
+    if INTERRUPTED in summary or "rolled_back" in summary:
+        return False
+    has_gone_on = max(list_checkpoints(run_dir), default=0) > summary["steps"]
+    has_its_reason = "ended" in summary or config.run.seconds > 0
+    return summary["steps"] >= config.run.steps or (has_its_reason and not has_gone_on)
 
 
 def _numbered(config: Config, number: int) -> Path:

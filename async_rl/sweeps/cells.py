@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from async_rl.config import Config, StalenessConfig
 from async_rl.config.check import check
 from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
+from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
 
 SEED = "seed"
 STALENESS = "staleness"
@@ -218,10 +220,17 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
 
 
 def has_settings(cell: Cell, config: Config) -> bool:
-    """Return whether the run in the folder of a cell has these settings, but for its place and its resumes."""
+    """Return whether the run in the folder of a cell has these settings, but for its place and its resumes.
+
+    It has written down the commits of the repositories that the settings name on the hub.
+    """
     file = cell.folder / "config.yaml"
     if not file.is_file():
         return False
+    with suppress(ConfigError):  # a run of another version may have keys that this one does not know
+        of_run = load_config(file)
+        for repo in hub_repos(config):
+            config = with_name(config, repo.key, repo.name, recorded_name(of_run, repo) or repo.name)
     began, planned = (leaves(yaml.safe_load(text)) for text in (file.read_text(), dump_config(config)))
     return all(began.get(key) == value for key, value in planned.items() if key not in PLACE_KEYS)
 

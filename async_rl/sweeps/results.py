@@ -19,7 +19,7 @@ from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
 from async_rl.sweeps.efficiency import Evaluations
 from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, policy_curve
-from async_rl.telemetry.figures import Figures, over_steps, seconds_at
+from async_rl.telemetry.figures import SHARES, Figures, over_steps, seconds_at
 from async_rl.telemetry.metrics import read_metrics
 
 Step = dict[str, float | None]
@@ -275,7 +275,7 @@ def read_run(folder: Path) -> Run:
 def _summary_so_far(steps: list[Step]) -> dict[str, Any]:
     """Return what summary.json would say of these steps, but the buffer's counters, which are known at the end."""
     figures = over_steps(steps).all()
-    shares = {key: value for key, value in figures.items() if key.startswith(("utilisation/", "occupancy/", "gpu/"))}
+    shares = {key: value for key, value in figures.items() if key.startswith(SHARES)}
     staleness = {f"staleness_{name}": figures.get(f"staleness/{name}") for name in ("mean", "max")}
     seconds = seconds_at(steps)[-1] if steps else 0.0
     return NO_SUMMARY | {"steps": len(steps), "seconds": seconds} | staleness | shares

@@ -13,17 +13,20 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.driver.signals import StopSignals
 from async_rl.storage.checkpoints import lineage_of, list_checkpoints
 from async_rl.storage.free_space import existing_parent, run_bytes
-from async_rl.storage.run_dir import is_locked
+from async_rl.storage.hub import located, pinned
+from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
+from async_rl.storage.run_dir import is_complete, is_locked
 from async_rl.sweeps.cell_process import CellProcesses, claimed
 from async_rl.sweeps.cells import (
     SEED,
@@ -42,7 +45,10 @@ from async_rl.sweeps.machine import describe_machine
 from async_rl.sweeps.places import CellPlace, places_here
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.tables import Table
+from async_rl.telemetry.metrics import read_metrics
 
+WRITTEN_AT = ("time/written_at_s", "eval/written_at_s")
+"""The metrics that say when a line of a run was written, in seconds of all the run's time."""
 UNLIMITED_STEPS = 1_000_000
 """The run.steps of a cell whose length is given in seconds."""
 
@@ -214,29 +220,45 @@ def _train(
         if done := read_record(cell.folder):  # another sweep has trained it since this one began
             return EndedCell(cell, seconds=done.seconds)
         config, command = configs[cell.name], train_command(sweep, cell)
-        version = resumed_version(sweep, cell, config)
-        if version is None:
-            shutil.rmtree(cell.folder, ignore_errors=True)  # the remains of a run that was cut short
+        if is_kept(cell, config):
+            print(f"{cell.name} is trained, by a sweep that was ended before, and kept", flush=True)
+            ended = EndedCell(cell, seconds=run_seconds(cell.folder))
         else:
-            command += ["--resume", str(cell.folder)]
-        progress.say_start(cell, place, version)
-        start_s = time.monotonic()
-        error = run_cell(command, cell, place)
-        ended = EndedCell(cell, seconds=time.monotonic() - start_s, error=error)
-        if not error:
+            version = resumed_version(sweep, cell, config)
+            if version is None:
+                shutil.rmtree(cell.folder, ignore_errors=True)  # the remains of a run that was cut short
+            else:
+                command += ["--resume", str(cell.folder)]
+            progress.say_start(cell, place, version)
+            start_s = time.monotonic()
+            error = run_cell(command, cell, place)
+            ended = EndedCell(cell, seconds=time.monotonic() - start_s, error=error)
+        if not ended.error:
             write_record(cell, make_record(
                 cell, config, ended.seconds, shlex.join(command), commit, lineage_of(cell.folder)
             ))  # fmt: skip
         return ended
 
 
+def run_seconds(run_dir: Path) -> float:
+    """Return the time that a run has taken, its start-ups included, until its last line of metrics."""
+    times = [record.get(key) for record in read_metrics(run_dir / "metrics.jsonl") for key in WRITTEN_AT]
+    return max((each for each in times if each is not None), default=0.0)
+
+
+def is_kept(cell: Cell, config: Config) -> bool:
+    """Return whether the cell is trained to its end already: of a sweep that is killed the runs go on to theirs."""
+    return is_complete(cell.folder, config) and has_settings(cell, config)
+
+
 def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
     """Return the version from which a cell that was cut short goes on, or None if it starts anew.
 
-    It starts anew if it began with other settings, as its results would be of neither.
+    It starts anew if it began with other settings, as its results would be of neither. If that is the version of its
+    last step, what is left is its end: the evaluation and the summary.
     """
     newest = max(list_checkpoints(cell.folder), default=None)
-    if newest is None or newest >= config.run.steps or sweep.seconds or not has_settings(cell, config):
+    if newest is None or sweep.seconds or not has_settings(cell, config):
         return None
     return newest
 
@@ -270,9 +292,10 @@ def plan_of(sweep: Sweep) -> str:
             state = f"finished in {progress.seconds[cell.name]:.0f} s"
         elif is_locked(cell.folder):
             state = "is trained by another process"
+        elif is_kept(cell, configs[cell.name]):
+            state = "is trained, by a sweep that was ended before"
         rows.append([cell.name, state])
-    of_cells = [configs[cell.name] for cell in progress.pending]
-    needed = sum(run_bytes(config, checkpoint_bytes(config)) for config in of_cells)
+    needed = sum(run_bytes(config, checkpoint_bytes(config)) for config in _on_disk(progress.pending, configs))
     free = shutil.disk_usage(existing_parent(sweep.folder)).free
     lines = [
         f"{len(cells)} cells, {len(progress.pending)} to do, {len(places)} at once: {'; '.join(map(str, places))}",
@@ -280,6 +303,19 @@ def plan_of(sweep: Sweep) -> str:
         f"disk: at most {needed / 2**30:.1f} GiB more in {sweep.folder}; {free / 2**30:.1f} GiB are free",
     ]
     return Table(("cell", ""), rows, "Cells").markdown() + "\n" + "\n".join(lines) + "\n"
+
+
+def _on_disk(cells: Sequence[Cell], configs: Mapping[str, Config]) -> Iterator[Config]:
+    """Yield the configurations of cells with this host's folders in place of the hub's models, whose sizes count."""
+    folders: dict[tuple[str, ...], Config] = {}
+    for cell in cells:
+        config = configs[cell.name]
+        names = tuple(name for _, name in names_in(config, MODEL_KEYS))
+        if names not in folders:
+            folders[names] = located(pinned(config, MODEL_KEYS))
+        for key, name in names_in(config, MODEL_KEYS):
+            config = with_name(config, key, name, attrgetter(key)(folders[names]))
+        yield config
 
 
 def _time_text(sweep: Sweep, progress: Progress) -> str:

@@ -31,6 +31,8 @@ class FigureKind:
         return FigureKind("mean") if self.how == "sum" else self
 
 
+SHARES = ("utilisation/", "occupancy/", "gpu/")
+"""The beginnings of the keys of metrics that say how busy the pools were."""
 BY_TIME = FigureKind("mean", "time/step_s")
 BY_EPISODES = FigureKind("mean", "batch/episodes")
 BY_TOKENS = FigureKind("mean", "batch/response_tokens")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.loading import load_config
-from benchmarks.evaluation_cost import KINDS, EvaluationRun, costs, measured, table_of
+from benchmarks.evaluation_cost import KINDS, EvaluationRun, costs, main, measured, table_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,24 @@ def test_a_cost_is_a_share_of_the_time_against_the_run_of_the_same_seed() -> Non
     rows = {row[0]: row[1:] for row in table_of(runs).rows}
     assert rows["none"] == ["10.5", "0.0", "-"]
     assert rows["on a server of its own"] == ["12.5", "2.0", "15.0% ± 5.0%"]
+
+
+def test_a_kind_that_this_host_refuses_is_left_out_and_the_page_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def train(kind: str, seed: int, *_: object) -> EvaluationRun | str:
+        tried.append(kind)
+        return "2 cores for 3 processes" if "server" in kind else EvaluationRun(kind, seed, 10.0, 1)
+
+    monkeypatch.setattr("benchmarks.evaluation_cost.train", train)
+    monkeypatch.setattr("sys.argv", ["evaluation_cost", "a.yaml", "--rounds", "2", "--out", str(tmp_path / "cost")])
+    main()
+    page = (tmp_path / "cost.md").read_text()
+    assert "Not measured: on a server of its own. 2 cores for 3 processes" in page
+    assert "| on a server" not in page and "| beside training | 10.0 | 1.0 | 0.0% ± 0.0% |" in page
+    assert tried.count("on a server of its own") == 1 and tried.count("none") == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,14 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
     newest = changed(resumed, run={"resume": run_dir})
     with pytest.raises(ConfigError, match=r"run\.steps must be above 6"):
         run(newest)
+    (run_dir / "summary.json").unlink()  # as if the run had been killed after its last step, while its model was saved
+    shutil.rmtree(run_dir / "model")
+    ended = run(changed(newest, eval={"size": 4}))
+    assert (ended["steps"], ended["resumes"], "ended" in ended) == (6, 2, False)
+    same = ("reward_first", "reward_last", "reward_mean", "staleness_max", "utilisation/learner")
+    assert {key: ended[key] for key in same} == {key: summary[key] for key in same}
+    assert ended["accuracy_end"] is not None and ended["buffer"]["buffer/trained"] == summary["buffer"]["buffer/trained"]
+    assert records(run_dir) == got and (run_dir / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.nightly

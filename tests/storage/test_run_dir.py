@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.run_dir import find_run, is_trained, open_run_dir, write_config
+from async_rl.storage.run_dir import find_run, is_complete, open_run_dir, write_config
 from tests.kit.configs import changed, make_config
 
 
@@ -77,10 +78,43 @@ def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: 
     (tmp_path / "run-5").mkdir()
     save(tmp_path / "run-5", 9)  # of a run of this name, because there is no run-4
     assert find_run(config) == tmp_path / "run-2"
-    steps = [changed(config, run={"steps": steps}) for steps in (3, 4)]
-    assert [is_trained(tmp_path / "run-2", each) for each in steps] == [True, False]
-    (tmp_path / "run-2" / "summary.json").write_text('{"steps": 4}')
-    assert is_trained(tmp_path / "run-2", steps[1]), "it ended without a checkpoint of its last step"
+    assert find_run(changed(config, run={"name": "run-5"})) == tmp_path / "run-5"
+    (tmp_path / "run-3" / "summary.json").write_text('{"steps": 20, "ended": "solved"}')
+    assert find_run(config) == tmp_path / "run-3", "it ended by itself, without a checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("summary", "seconds", "expected"),
+    [
+        (None, 0.0, False),  # killed after its last step, before its end
+        ({"steps": 8}, 0.0, True),
+        ({"steps": 8, "interrupted": True}, 0.0, False),
+        ({"steps": 5, "ended": "stopped at version 5", "interrupted": True}, 0.0, False),
+        ({"steps": 7, "ended": "an alarm"}, 0.0, True),
+        ({"steps": 6, "ended": "an alarm"}, 0.0, False),  # it went on, to the checkpoint of version 7
+        ({"steps": 7, "ended": "a fall", "rolled_back": 3}, 0.0, False),
+        ({"steps": 7}, 0.0, False),  # of fewer run.steps than now
+        ({"steps": 7}, 60.0, True),
+    ],
+)  # fmt: skip
+def test_a_run_is_complete_if_its_summary_tells_of_an_end_of_its_own(
+    config: Config, tmp_path: Path, summary: dict[str, object] | None, seconds: float, expected: bool
+) -> None:
+    save(tmp_path, 7)
+    if summary:
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert is_complete(tmp_path, changed(config, run={"steps": 8, "seconds": seconds})) == expected
+
+
+def test_a_run_that_was_cut_short_after_its_last_step_is_resumed_for_its_end(config: Config, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    save(run_dir, 8)
+    again = changed(config, run={"steps": 8, "resume": run_dir})
+    with open_run_dir(again) as opened:
+        assert opened.run.resume == str(checkpoint_folder(run_dir, 8))
+    (run_dir / "summary.json").write_text('{"steps": 8}')
+    with pytest.raises(ConfigError, match=r"run\.steps must be above 8"), open_run_dir(again):
+        raise AssertionError("it is complete")
 
 
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several cells of a sweep at once, several sweeps of the same cells, and cells that were cut short."""
+"""Several cells of a sweep at once, and several sweeps of the same cells."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 
 from async_rl.cli import main
-from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.sweeps.cell_process import claimed
-from async_rl.sweeps.cells import Cell, all_cells, cell_config, key_axis, read_record, seed_axis, staleness_axis
+from async_rl.sweeps.cells import Cell, all_cells, key_axis, seed_axis, staleness_axis
 from async_rl.sweeps.places import CellPlace, cells_at_once, divide
-from async_rl.sweeps.sweep import plan_of, resumed_version, run_sweep
+from async_rl.sweeps.sweep import plan_of, run_sweep
 from tests.kit.configs import make_config
 from tests.kit.sweeps import Trainer, base_yaml, make
 
@@ -160,41 +158,6 @@ def test_two_sweeps_at_once_train_each_cell_once(tmp_path: Path) -> None:
     run_sweep(sweep, trainers[0])  # what each left to the other
     trained = [name for trainer in trainers for name in trainer.cells]
     assert sorted(trained) == sorted(cell.name for cell in all_cells(sweep.axes, sweep.folder))
-
-
-@pytest.mark.parametrize(("seconds", "goes_on"), [(0.0, True), (30.0, False)])
-def test_a_cell_with_a_checkpoint_goes_on_unless_it_has_a_given_time(
-    tmp_path: Path, seconds: float, goes_on: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep, trainer = make(tmp_path, seconds=seconds, overrides=("run.steps=12",) if goes_on else ()), Trainer()
-    cell = all_cells(sweep.axes, sweep.folder)[0]
-    folder = checkpoint_folder(cell.folder, 7)
-    folder.mkdir(parents=True)
-    write_training_state(folder, TrainingState(version=7, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}))
-    (cell.folder / "config.lineage_0.yaml").write_text("")
-    (cell.folder / "config.yaml").write_text(dump_config(cell_config(sweep.config, sweep.base_overrides(), cell)))
-    run_sweep(sweep, trainer)
-    assert (list(trainer.commands[0][-2:]) == ["--resume", str(cell.folder)]) == goes_on
-    assert folder.exists() == goes_on
-    record = read_record(cell.folder)
-    assert record is not None and record.resumed == goes_on
-    assert (f"{cell.name} goes on from step 7" in capsys.readouterr().out) == goes_on
-    assert main(["report", str(sweep.folder)]) == 0
-    assert (f"so their times are of parts: {cell.name}." in capsys.readouterr().out) == goes_on
-
-
-def test_a_cut_cell_that_began_with_other_settings_starts_anew(tmp_path: Path) -> None:
-    cell = all_cells(make(tmp_path).axes, tmp_path / "sweep")[0]
-    before = make(tmp_path, overrides=("run.steps=12", "learner.lr=0.5"))
-    folder = checkpoint_folder(cell.folder, 7)
-    folder.mkdir(parents=True)
-    write_training_state(folder, TrainingState(version=7, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}))
-    (cell.folder / "config.yaml").write_text(dump_config(cell_config(before.config, before.base_overrides(), cell)))
-    now, trainer = make(tmp_path, overrides=("run.steps=12", "learner.lr=0.25")), Trainer()
-    for sweep, version in ((before, 7), (now, None)):
-        assert resumed_version(sweep, cell, cell_config(sweep.config, sweep.base_overrides(), cell)) == version
-    run_sweep(now, trainer)
-    assert "--resume" not in trainer.commands[0] and not folder.exists()
 
 
 def test_a_dry_run_says_cells_places_time_and_disk(

@@ -5,8 +5,8 @@
 
 In each round every kind of run is made once, in turn, all with the seed of the round. Speeds are of the steps after the
 first, in which all of the evaluations of the first kinds begin; those at the start and at the end of a run are not in
-them. A cost is the share of the time that the runs without evaluations, of the same round, do not need. A kind that this
-host refuses, as it has no core for a server more, is left out, and the page says why.
+them. A cost is the share of the time that the runs without evaluations, of the same round, do not need. A kind that
+this host refuses, as it has no core for a server more, is left out, and the page says why.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from async_rl.config import Config
 from async_rl.cores import threads_per_process
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
+from async_rl.seams.doc_pages import doc_page
 from async_rl.storage.file_copies import awaits_push
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
@@ -35,7 +36,7 @@ _HINTS = (
     ("failed to dispatch data type Float", "This kernel has no float32: set model.dtype: bfloat16."),
     ("out of memory", "Lower rollout.mem_fraction."),
     ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),
-    ("No module named 'sglang'", "Install SGLang (docs/installing.md), or set rollout.engine=hf."),
+    ("No module named 'sglang'", f"Install SGLang ({doc_page('installing.md')}), or set rollout.engine=hf."),
     ("MissingKernelError", "This model needs a kernel this host lacks: use a Qwen or Llama text model."),
     ("are not supported for now", "SGLang does not know this architecture: set rollout.engine=hf."),
     ("SafetensorError", "A weight file of model.path is damaged or cut off."),

@@ -113,6 +113,7 @@ class Updater:
         if self._reward_model:
             rule = batch
             batch = self._reward_model.score(rule)
+            metrics += self._reward_model.prompt_metrics(rule)
             metrics += rule_metrics(rule, batch, is_gold=self.config.reward_model.leaves_task_out)
 
         advantages = batch_advantages(self.config, batch)

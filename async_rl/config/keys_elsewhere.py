@@ -6,7 +6,9 @@ from collections.abc import Collection
 
 from async_rl.config.keys_of_trl import KEYS_OF_TRL
 from async_rl.config.keys_of_verl import key_of_verl, name_of_verl
+from async_rl.seams.doc_pages import doc_page
 
+_PYTHON = doc_page("python.md")
 _SAMPLING = (
     "there is none, because the logged logprobs would not be those of the distribution that answers are sampled from, "
     "by which staleness is corrected. What there is: rollout.temperature, rollout.top_p, rollout.stop"
@@ -18,8 +20,8 @@ _BATCH = (
 )
 _EPOCHS = "the length is run.steps batches; an epoch of the data has prompts / learner.prompts_per_step of them"
 _SPLIT = "weights are split over all ranks by FSDP2 (placement.learner.ranks), rows by learner.sequence_parallel"
-_HOOKS = "callbacks are functions that async_rl.train(..., callbacks=[...]) gets: docs/python.md"
-_EARLY = "a callback ends a run by step.run.end(reason): docs/python.md. Or set run.seconds"
+_HOOKS = f"callbacks are functions that async_rl.train(..., callbacks=[...]) gets: {_PYTHON}"
+_EARLY = f"a callback ends a run by step.run.end(reason): {_PYTHON}. Or set run.seconds"
 _QUANTISED = "policies are not quantised. What saves memory: model.lora.rank, learner.offload, learner.optimizer"
 _HEAD = "logits are always computed in chunks of tokens; there is nothing to set"
 _HUB = "name it in model.path: OWNER/NAME@REVISION"

@@ -5,6 +5,8 @@ A name that is also one of this package's settings, such as temperature, is not 
 
 from __future__ import annotations
 
+from async_rl.seams.doc_pages import doc_page
+
 _OF_SENTENCE = {
     "it is task.path, and task.eval_path for held-out prompts": "train_dataset eval_dataset dataset dataset_name",
     "it is model.dtype and model.attn_implementation": "model_init_kwargs",
@@ -74,7 +76,7 @@ _OF_SENTENCE = {
     "it is checkpoint.keep_best": "load_best_model_at_end",
     "it is checkpoint.best_by": "metric_for_best_model",
     "it is checkpoint.push_to_hub": "hub_model_id",
-    "every step is logged, and every answer is in the journal: docs/run-directory.md":
+    f"every step is logged, and every answer is in the journal: {doc_page('run-directory.md')}":
         "logging_steps log_completions num_completions_to_print log_unique_prompts log_multimodal "
         "log_completions_hub_repo",
     "it is run.resume": "resume_from_checkpoint",

@@ -16,6 +16,7 @@ from async_rl.config.check import Problem, SettingsError
 from async_rl.config.keys_elsewhere import said_elsewhere
 from async_rl.config.keys_of_verl import is_section_of_verl
 from async_rl.errors import ConfigError
+from async_rl.seams.doc_pages import doc_page
 
 _ALLOWED = {
     "bool_type": "true or false",
@@ -39,7 +40,10 @@ RENAMED = {
     "timeouts.server_start_s": "timeouts.startup_s",
 }
 """Keys that configurations had once, with the keys that they have now. The error for an old key names the new one."""
-NOT_HERE = "there is none of this name here; docs/from-verl.md and docs/from-trl.md have the names of other packages"
+NOT_HERE = (
+    f"there is none of this name here; {doc_page('from-verl.md')} and {doc_page('from-trl.md')} have the names of "
+    "other packages"
+)
 
 
 class _Generator(GenerateJsonSchema):

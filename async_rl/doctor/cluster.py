@@ -30,6 +30,7 @@ from async_rl.driver.placement import open_ray, ray_hosts
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import open_listener
+from async_rl.seams.doc_pages import doc_page
 from async_rl.seams.user_modules import use_copied_modules
 from async_rl.storage.file_sources import FileSource, find_modules, local_names, relocated
 from async_rl.storage.hub import cached_folder
@@ -37,11 +38,12 @@ from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.storage.param_files import param_files
 
+_PAGE = doc_page("two-nodes.md")
 CONNECT_TIMEOUT_S = 5.0
 PACKAGES = ("torch", "transformers", "ray", "sglang")
 OPEN_PORTS = (
     "open the TCP ports between the hosts of a run (firewall, security group; network.ports bounds them, see "
-    "docs/two-nodes.md), or let Ray use another interface: `ray start --node-ip-address`"
+    f"{_PAGE}), or let Ray use another interface: `ray start --node-ip-address`"
 )
 SAME_MODEL = "copy model.path from one host to the others, or put it on a disk that all share"
 
@@ -174,7 +176,7 @@ def _send_modules(config: Config, probes: Mapping[str, Any], timeout_s: float) -
     taken = call_all({name: probe.take_modules.remote(modules) for name, probe in probes.items()}, timeout_s)
     failures = [f"{name}: {_last_line(error)}" for name, error in taken.items() if isinstance(error, Exception)]
     found = "; ".join(failures) or f"{len(source.files)} file(s) of {source.path}, which a run sends to hosts without"
-    yield Check("modules of your own", "broken" if failures else "ok", found, "see docs/two-nodes.md" * bool(failures))
+    yield Check("modules of your own", "broken" if failures else "ok", found, f"see {_PAGE}" * bool(failures))
 
 
 def _placement(config: Config) -> Check:

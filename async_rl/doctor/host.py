@@ -28,6 +28,7 @@ from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpu
 from async_rl.driver.preflight import CHECK_OF, CHECKS_OF_PARAMS, PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
+from async_rl.seams.doc_pages import doc_page
 from async_rl.storage.file_sources import find_source, local_names
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
@@ -46,7 +47,7 @@ SENT = (
     "nothing, if only rollout servers run there: `async-rl train` sends it. A host of learner ranks needs model.path "
     "and judge.path itself: name these hosts by placement.learner.resource"
 )
-REINSTALL = "make venv (or reinstall with the pip commands of docs/installing.md)"
+REINSTALL = f"make venv (or reinstall with the pip commands of {doc_page('installing.md')})"
 
 GPU_TOOLS = (
     "SGLang builds kernels with nvcc, of a CUDA toolkit (CUDA_HOME), and ninja, a package; its own are linked to "

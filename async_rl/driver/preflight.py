@@ -131,14 +131,15 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         reads = partial(_check_pretraining, config)
         checks.append(PreflightCheck("task.pretrain_path", text, reads, (MODEL,), everywhere=True))
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
-    return [
-        *checks,
+    rewards, check_reward = config.task.reward_names, lambda: _check_reward(config, task())
+    checks += [
         PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), (MODEL,), everywhere=True),
-        PreflightCheck(
-            "reward", config.task.reward_names, lambda: _check_reward(config, task()), (TASK,),
-            everywhere=True,
-        ),
+        PreflightCheck("reward", rewards, check_reward, (TASK,), everywhere=True),
     ]
+    if path := config.reward_model.path:
+        needs = (TASK, "reward_model.path")
+        checks.append(PreflightCheck("reward_model's prompts", path, lambda: _check_prompts(config, task()), needs))
+    return checks
 
 
 def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
@@ -279,6 +280,13 @@ def _check_reward(config: Config, task: Task) -> list[str]:
     if config.task.sandbox != "none":
         return []
     return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
+
+
+def _check_prompts(config: Config, task: Task) -> list[str]:
+    from learner.models.reward_rows import prompt_cautions
+
+    prompt = task.prompt(0)
+    return prompt_cautions(config, prompt.tokens.tolist(), prompt.source)
 
 
 def _check_judge(config: Config) -> list[str]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from async_rl.config.alarms import AlarmsConfig
 from async_rl.guard.collapse import COLLAPSE_SIGNALS, Values
 from async_rl.guard.collapse_watch import CollapseFinding, CollapseWatch
+from async_rl.seams.doc_pages import doc_page
 
-PAGE = "docs/not-learning.md"
+PAGE = doc_page("not-learning.md")
 _KEY = "alarm/"
 
 

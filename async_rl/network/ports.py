@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Sequence
 
 from async_rl.config import Config, NetworkConfig
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
 
 PORTS_PER_PROCESS = 4
-"""Ports for a server, some of which another run may have taken; and for buffer and learner rank 0 together: those of
-the buffer, of the store of all ranks, of that of a weight group, and of that of the group that replaces it."""
+"""Ports for a server, which takes one or two, while another run may have taken some; and for buffer and learner rank 0
+together: those of the buffer, of the store of all ranks, of that of a weight group, and of that of the group that
+replaces it."""
 
 
 def network_of(config: Config, process: str) -> NetworkConfig:
@@ -35,7 +37,7 @@ def check_ports(config: Config) -> None:
     )
 
 
-def open_listener(host: str, ports: range) -> socket.socket:
+def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
     """Return a socket that listens at `host`, on a free one of `ports`; if those are empty on any free one.
 
     Raises:
@@ -51,6 +53,6 @@ def open_listener(host: str, ports: range) -> socket.socket:
     raise ConfigError(f"network.ports: none of {ports[0]}-{ports[-1]} is free on {host} ({failure}). Give more ports")
 
 
-def shuffled(ports: range) -> list[int]:
+def shuffled(ports: Sequence[int]) -> list[int]:
     """Return the ports in an order that is another each time, so that runs that share them seldom try the same."""
     return random.SystemRandom().sample(ports, len(ports))

@@ -45,8 +45,10 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     picture = out / "compared.png"
     _draw(runs, picture)
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
+    notes = [note] if (note := _went_on(runs)) else []
+    text += "".join(f"\n{note}\n" for note in notes)
     (out / "table.md").write_text(text)
-    (out / "report.html").write_text(html_page("Runs side by side", tables, [], [], {picture: CAPTION}))
+    (out / "report.html").write_text(html_page("Runs side by side", tables, notes, [], {picture: CAPTION}))
     return text
 
 
@@ -90,6 +92,19 @@ def _state(run: Run) -> str:
     """Return `ended` for a run that has a summary, `ended early` for one that was ended before, or what it does."""
     state = saved_state(run.folder) or "unknown"
     return "ended" if run.has_ended else "ended early" if state == "ended" else state
+
+
+def _went_on(runs: Mapping[str, Run]) -> str:
+    """Return one sentence that names the runs that went on from a checkpoint, whose clocks began again, or ""."""
+    names = [
+        name for name, run in runs.items() if sum(step.get("time/since_first_step_s") == 0.0 for step in run.steps) > 1
+    ]
+    if not names:
+        return ""
+    return (
+        "These runs went on from a checkpoint, so their times are those of their parts added up, without each part's "
+        f"start and first step: {', '.join(names)}."
+    )
 
 
 def _settings(runs: Mapping[str, Run]) -> Table:

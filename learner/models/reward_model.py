@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +13,12 @@ from transformers import AutoModelForSequenceClassification
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, Row
 from learner.models.loading import open_model
 from learner.models.network import Network
 from learner.models.policy import shard
+from learner.models.reward_rows import RewardRows
 from learner.models.sequence import gather_tokens, owners
 from learner.packing.microbatches import PackedTokens
 from learner.packing.plan import Layout, Piece, plan_microbatches
@@ -27,7 +26,6 @@ from learner.ranks import Ranks
 
 OFFSET = "reward_offset"
 """The key of config.json whose value is subtracted from the output of the model."""
-_PLACEHOLDER = "\x00"
 
 
 class RewardModel:
@@ -54,7 +52,7 @@ class RewardModel:
         self._offset = float(getattr(lm.config, OFFSET, 0.0))
         self._ranks = ranks if self._scorer.reads_last_token else Ranks(ranks.mesh)
         shard(self._scorer, self._ranks, config.learner)
-        self._rows = RewardRows(config.model.path, path)
+        self._rows = RewardRows(config.model.path, path, config.task)
         if self._rows.reads_text and config.task.has_turns:
             raise ConfigError(
                 f"reward_model.path {path} must have the policy's vocabulary with task.tools, got another one. A model "
@@ -89,6 +87,13 @@ class RewardModel:
             rows = tuple(self._rewarded(row, next(rewards)) for row in group.rows)
             groups.append(replace(group, rows=rows))
         return replace(batch, groups=tuple(groups))
+
+    def prompt_metrics(self, batch: Batch) -> list[Metric]:
+        """Return how many prompts of the batch RewardRows cannot read; nothing if it reads tokens and not text."""
+        if not self._rows.reads_text:
+            return []
+        unread = sum(not self._rows.can_read(group.prompt_tokens.tolist()) for group in batch.groups)
+        return [Metric("batch/unread_prompts", unread)]
 
     def _rewarded(self, row: Row, reward: float) -> Row:
         if row.finish_reason == "timeout" and not self._scores_timeouts:
@@ -148,42 +153,3 @@ class Scorer(Network):
             return gather_tokens(scores, owners(inputs, self.sequence), self.sequence)
         states = self.lm.base_model(tokens, attention_mask=mask, use_cache=False).last_hidden_state
         return self.lm.score(states[rows, last])[:, 0].float()
-
-
-class RewardRows:
-    """Makes the rows of tokens that a reward model reads, in training and in use.
-
-    A model with the policy's vocabulary, or without a tokenizer, reads the policy's tokens: the prompt with the answer,
-    which ends with its eos token. Any other model reads their text, tokenized by its own tokenizer: in its chat
-    template or, if it has none, as a pair of texts.
-    """
-
-    def __init__(self, policy_path: str, reward_path: str) -> None:
-        self.reads_text = False
-        if not any(Path(reward_path).glob("*token*")) and not any(Path(reward_path).glob("vocab*")):
-            return
-        policy: Any = load_tokenizer(policy_path)
-        own: Any = load_tokenizer(reward_path)
-        self.reads_text = policy.get_vocab() != own.get_vocab()
-        self._policy, self._own = policy, own
-        self._before = self._after = ""
-        if policy.chat_template:
-            message = [{"role": "user", "content": _PLACEHOLDER}]
-            frame = policy.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            self._before, _, self._after = frame.partition(_PLACEHOLDER)
-
-    def row(self, prompt: list[int], answer: list[int]) -> list[int]:
-        """Return the row of a prompt and an answer, which are given in the policy's tokens."""
-        if not self.reads_text:
-            return [*prompt, *answer]
-        before, after = self._before, self._after
-        question = self._policy.decode(prompt)
-        if question.startswith(before) and question.endswith(after):  # the prompt is one user message
-            question = question[len(before) : len(question) - len(after)]
-        reply = self._policy.decode(answer, skip_special_tokens=True)
-        if self._own.chat_template:
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-            tokens: list[int] = self._own.apply_chat_template(messages, return_dict=False)
-        else:
-            tokens = self._own(question, reply)["input_ids"]
-        return tokens

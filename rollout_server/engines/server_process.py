@@ -30,7 +30,7 @@ _START_ATTEMPTS = 3
 _PROJECT = Path(__file__).parents[2]
 
 
-def free_port(host: str, ports: range = range(0)) -> int:
+def free_port(host: str, ports: Sequence[int] = ()) -> int:
     """Return one of `ports` that is free now; by default below the range that the kernel gives outgoing connections.
 
     Raises:

@@ -22,7 +22,7 @@ from tests.kit.virtual_environments import ROOT, new_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-SOURCES = ("async_rl", "buffer", "learner", "rollout_server", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("docs", "async_rl", "buffer", "learner", "rollout_server", "pyproject.toml", "README.md", "LICENSE")
 EXTRA_MODULES = ["bokeh", "reasoning_gym", "starlette", "tensorboardX"]
 WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({EXTRA_MODULES}))"
 """A line of a .pth file: the environment has none of the extras, whatever the one that it sees has."""
@@ -141,6 +141,7 @@ def test_the_wheel_holds_all_that_it_needs_and_says_what_it_is(wheel: Path) -> N
     ]
     assert {str(file.relative_to(ROOT)) for file in data} <= names
     assert {f"{package}/py.typed" for package in packages} <= names
+    assert {f"async_rl/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= names
     assert not {name.partition("/")[0] for name in names} & {"benchmarks", "tests", "configs"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(about.get_all("Provides-Extra")) == set(project["optional-dependencies"])
@@ -177,6 +178,15 @@ def test_a_stranger_trains_from_the_command_line_and_from_python(programs: Path,
     summary = json.loads((project / "runs" / "from-python" / "summary.json").read_text())
     assert said["held_out"]["eval/accuracy"] == summary["accuracy_end"]  # both of the model at 0.6, with one seed
     assert 0 <= float(accuracy) <= 1
+
+
+def test_a_message_names_a_page_of_the_documentation_where_the_wheel_has_put_it(
+    programs: Path, project: Path
+) -> None:
+    told = run(programs, project, "async-rl", "train", "letters.yaml", "early_stopping=1", "--dry-run", code=2).stderr
+    (page,) = re.findall(r"/\S+/docs/python\.md", told)
+    assert Path(page).is_relative_to(programs.parent)
+    assert Path(page).read_text() == (ROOT / "docs" / "python.md").read_text()
 
 
 def test_what_is_an_extra_is_named_where_it_is_missing(programs: Path, project: Path) -> None:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from async_rl.config import Config, RewardModelConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.messages.reports import StepDone
-from learner.models.reward_model import RewardModel, RewardRows
+from learner.models.reward_model import RewardModel
+from learner.models.reward_rows import RewardRows
 from learner.models.tiny_model import character_tokenizer
 from learner.ranks import Ranks
 from learner.reward_training import Comparison, RewardData, _backward, _open_scorer, lr_factor, train_reward_model
@@ -179,12 +180,12 @@ def test_training_reads_the_rows_that_scoring_reads(
     save_bare_reward_model(tmp_path / "rm", vocab=len(own), pad_token_id=0)
     own.save_pretrained(tmp_path / "rm")
     prompt, answer = tokens("hi<sep>"), tokens("abba<eos>")
-    trained = RewardRows(str(base), str(tmp_path / "rm")).row(prompt, answer)
-    texts = "hi<sep>abba<eos>" if same_vocabulary else "[user] hi;[assistant] abba;"
-    assert AutoTokenizer.from_pretrained(tmp_path / "rm").decode(trained) == texts
     config = make_config(
         base, task={"max_prompt_tokens": 64}, reward_model=RewardModelConfig(path=str(tmp_path / "rm"))
     )
+    trained = RewardRows(str(base), str(tmp_path / "rm"), config.task).row(prompt, answer)
+    texts = "hi<sep>abba<eos>" if same_vocabulary else "[user] hi;[assistant] abba;"
+    assert AutoTokenizer.from_pretrained(tmp_path / "rm").decode(trained) == texts
     scorer = RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
     seen: list[Any] = []
     monkeypatch.setattr(scorer, "_score_sequences", lambda rows: seen.extend(rows) or torch.zeros(len(rows)))

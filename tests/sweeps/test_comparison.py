@@ -97,6 +97,29 @@ def test_one_run_that_goes_on_has_a_report_of_its_steps_so_far(
     assert len(read_run(run).steps) > count
 
 
+def test_runs_that_went_on_from_a_checkpoint_are_named_with_what_their_times_are(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told() -> str:
+        assert main(["report", *map(str, runs[:2]), "--out", str(tmp_path / "out")]) == 0
+        printed, page = capsys.readouterr().out, (tmp_path / "out" / "report.html").read_text()
+        assert ("went on from a checkpoint" in printed) == ("went on from a checkpoint" in page)
+        return printed
+
+    assert "went on from a checkpoint" not in told()
+    lines = [json.loads(line) for line in (runs[1] / "metrics.jsonl").read_text().splitlines()]
+    began_s = next(line["time/since_first_step_s"] for line in lines if line["step"] == 6 and "reward/mean" in line)
+    for line in lines:
+        if line["step"] >= 6 and "time/since_first_step_s" in line:
+            line["time/since_first_step_s"] -= began_s
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert (
+        "These runs went on from a checkpoint, so their times are those of their parts added up, without each part's "
+        "start and first step: staleness-2.seed-0.\n"
+    ) in told()
+    assert tables_in((tmp_path / "out" / "table.md").read_text())[0].header[2] == "staleness-2.seed-0"
+
+
 def test_tokens_add_up_over_the_steps(runs: list[Path]) -> None:
     run = read_run(runs[0])
     tokens = [step["batch/response_tokens"] or 0.0 for step in run.steps]

@@ -15,9 +15,10 @@ from async_rl.config import Config
 from async_rl.cores import threads_per_process
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
+from async_rl.seams.doc_pages import doc_page
 from async_rl.storage.file_copies import awaits_push
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
-from rollout_server.engines.server_process import ServerProcess, command_line
+from rollout_server.engines.server_process import ServerProcess, command_line, free_port
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.launch import API_KEY_VARIABLE, PARENT_VARIABLE
 from rollout_server.engines.sglang.staging_admin import BASE_VARIABLE, SWAP
@@ -35,7 +36,7 @@ _HINTS = (
     ("failed to dispatch data type Float", "This kernel has no float32: set model.dtype: bfloat16."),
     ("out of memory", "Lower rollout.mem_fraction."),
     ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),
-    ("No module named 'sglang'", "Install SGLang (docs/installing.md), or set rollout.engine=hf."),
+    ("No module named 'sglang'", f"Install SGLang ({doc_page('installing.md')}), or set rollout.engine=hf."),
     ("MissingKernelError", "This model needs a kernel this host lacks: use a Qwen or Llama text model."),
     ("are not supported for now", "SGLang does not know this architecture: set rollout.engine=hf."),
     ("SafetensorError", "A weight file of model.path is damaged or cut off."),
@@ -126,10 +127,22 @@ def sglang_process(name: str, flags: Flags, log_file: Path, config: Config, port
         name, log_file, config, port=port, is_ready=is_ready, hints=_HINTS,
         environment=server_environment(config, flags),
         command=lambda port: [
-            sys.executable, "-m", "rollout_server.engines.sglang.launch", *words, "--port", str(port),
+            sys.executable, "-m", "rollout_server.engines.sglang.launch", *words,
+            *command_line({"port": port} | _own_rendezvous(config, flags, port)),
         ],
         shared_files=("sglang_loads_*", "sem.mp-*"),  # SGLang's reports of its load, and its semaphores
     )
+
+
+def _own_rendezvous(config: Config, flags: Flags, port: int) -> Flags:
+    """Return the flag for the port at which the server's own processes meet, if network.ports bounds it.
+
+    SGLang would take a free one of the kernel's. `port` is that of the server.
+    """
+    others = [each for each in config.network.port_range if each != port]
+    if not others or "nccl-port" in flags:
+        return {}
+    return {"nccl-port": free_port(config.network.host, others)}
 
 
 def server_environment(config: Config, flags: Flags) -> dict[str, str]:

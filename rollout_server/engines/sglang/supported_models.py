@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from async_rl.config import Config
+from async_rl.seams.doc_pages import doc_page
 
 _READ_FROM_CONFIG = {"Gemma2ForCausalLM": "hidden_act"}
 """By architecture, a key of config.json that SGLang needs and that transformers 5 leaves out of the files it writes."""
@@ -26,7 +27,8 @@ def why_refused(config: Config) -> str:
     sglang = importlib.util.find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         gpu = "pip install 'async-rl[sglang-gpu]'"
-        return f"it is not installed. With a GPU: {gpu}; else see docs/installing.md, or set rollout.engine: hf"
+        page = doc_page("installing.md")
+        return f"it is not installed. With a GPU: {gpu}; else see {page}, or set rollout.engine: hf"
     model = transformers.AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     if not model.architectures:
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import itertools
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from async_rl.config import (
     Config,
     ModelConfig,
+    NetworkConfig,
     PlacementConfig,
     RolloutConfig,
     StalenessConfig,
@@ -97,6 +99,24 @@ def test_a_gpu_server_computes_float32_in_full_precision(dtype: str, computes_fl
     assert chosen.get("attention-backend") == ("triton" if computes_float32 else None)
     own = dataclasses.replace(typed, rollout=RolloutConfig(server_args={"attention-backend": "flashinfer"}))
     assert flags(own, on_gpu=True)["attention-backend"] == "flashinfer"
+
+
+def test_the_processes_of_a_server_meet_at_another_port_of_its_range(tmp_path: Path) -> None:
+    def command(ports: str, **server_args: Any) -> list[str]:
+        typed = dataclasses.replace(config(server_args=server_args), network=NetworkConfig(ports=ports))
+        process = sglang_process.sglang_process("server 0", flags(typed), tmp_path / "log", typed)
+        return list(process._command(21001))
+
+    def words(command: list[str], flag: str) -> list[str]:
+        return [after for before, after in itertools.pairwise(command) if before == f"--{flag}"]
+
+    for _ in range(8):
+        bounded = command("21001-21002")
+        assert (words(bounded, "port"), words(bounded, "nccl-port")) == (["21001"], ["21002"])
+    assert (words(command(""), "port"), words(command(""), "nccl-port")) == (["21001"], [])
+    assert words(command("21001-21009", nccl_port=30000), "nccl-port") == ["30000"]
+    (folder,) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
+    assert "nccl_port: A[" in (Path(folder) / "srt/arg_groups/fields/parallel.py").read_text()
 
 
 @pytest.mark.parametrize(("bound", "in_turns"), [(0, True), (1, False)])

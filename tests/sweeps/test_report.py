@@ -18,7 +18,7 @@ from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record,
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import Run, read_results, read_run, read_runs
+from async_rl.sweeps.results import Run, read_results, read_runs
 from async_rl.sweeps.settings import Setting, settings_of
 from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
 from tests.kit.runs import logged
@@ -242,26 +242,6 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
     (read,) = read_runs(run)
     (at_13,) = [line["time/since_first_step_s"] for line in lines if line["step"] == 13]
     assert [(version, seconds) for version, seconds, _ in read.evals][1] == (13.0, at_13)
-
-
-def test_an_evaluation_of_a_resumed_run_counts_from_the_time_of_its_whole_training(
-    sweep: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
-    whole = read_run(run)
-    lines = logged(run)
-    first_s = next(line["time/since_first_step_s"] for line in lines if line["step"] == 15)
-    for line in lines:
-        if line["step"] >= 15 and "time/since_first_step_s" in line:
-            line["time/since_first_step_s"] -= first_s
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    resumed = read_run(run)
-    lost_s = whole.seconds[14] - whole.seconds[13]
-    assert [seconds for _, seconds, _ in resumed.evals] == pytest.approx(
-        [seconds - (lost_s if version >= 15 else 0.0) for version, seconds, _ in whole.evals]
-    )
-    assert len(whole.evals) > 2 and resumed.seconds[-1] == pytest.approx(whole.seconds[-1] - lost_s)
 
 
 @pytest.mark.usefixtures("no_pictures")

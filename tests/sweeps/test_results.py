@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 from async_rl.sweeps.report import write_report
-from async_rl.sweeps.results import TAIL, read_runs
+from async_rl.sweeps.results import TAIL, read_run, read_runs
+from tests.kit.runs import logged
 
 
 def test_the_worst_steps_and_the_mean_over_time_are_told_of_every_run(sweep: Path) -> None:
@@ -33,3 +36,23 @@ def test_the_worst_steps_and_the_mean_over_time_are_told_of_every_run(sweep: Pat
     )
     assert told.values()["reward_less_lag"] == pytest.approx(0.5 + 4 / 20 * 0.5)  # 2 steps of 2 s in 20 s
     assert "reward of the policy, mean over the time" in write_report(sweep)
+
+
+def test_an_evaluation_of_a_resumed_run_counts_from_the_time_of_its_whole_training(
+    sweep: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run)
+    whole = read_run(run)
+    lines = logged(run)
+    first_s = next(line["time/since_first_step_s"] for line in lines if line["step"] == 15)
+    for line in lines:
+        if line["step"] >= 15 and "time/since_first_step_s" in line:
+            line["time/since_first_step_s"] -= first_s
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resumed = read_run(run)
+    lost_s = whole.seconds[14] - whole.seconds[13]
+    assert [seconds for _, seconds, _ in resumed.evals] == pytest.approx(
+        [seconds - (lost_s if version >= 15 else 0.0) for version, seconds, _ in whole.evals]
+    )
+    assert len(whole.evals) > 2 and resumed.seconds[-1] == pytest.approx(whole.seconds[-1] - lost_s)

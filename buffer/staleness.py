@@ -107,10 +107,17 @@ class Rules:
     drain: bool = False
     """Whether a push waits until no group runs; meanwhile no group may start."""
 
+    fewest_slots: int = 0
+    """The smallest S with which the learner never waits for ever."""
+
     @property
     def most_slots(self) -> int:
         """(M + 1) F, with which the bound is kept."""
         return (self.max_staleness + 1) * self.fresh_per_step
+
+    def allowed(self, slots: int) -> int:
+        """Return the number of slots nearest to `slots` that a run may have, which moves them."""
+        return min(max(slots, self.fewest_slots), self.most_slots)
 
     @classmethod
     def from_config(cls, config: Config) -> Rules:
@@ -119,7 +126,7 @@ class Rules:
             fresh_per_step=config.fresh_per_step, slots=config.slots,
             moves_slots=config.staleness.depth == "auto", max_uses=config.buffer.max_uses,
             late=config.staleness.late, exact=config.staleness.mode == "exact",
-            drain=config.weight_sync.on_update == "drain",
+            drain=config.weight_sync.on_update == "drain", fewest_slots=config.fewest_slots,
         )
 
 

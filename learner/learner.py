@@ -237,6 +237,7 @@ class Learner:
             Metric("push/pause_s", report.pause_s),
             *([Metric("push/changed_share", report.changed_share)] if self.config.weight_sync.delta else []),
             *(Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers),
+            *([Metric("push/lost_servers", float(len(lost)), "sum")] if lost else []),
         ]
         return [*lost]
 

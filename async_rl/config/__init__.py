@@ -20,6 +20,7 @@ from async_rl.config.data import (
     RolloutConfig,
     StalenessConfig,
     TaskConfig,
+    depth_at,
     slots_at,
 )
 from async_rl.config.guard import GuardConfig

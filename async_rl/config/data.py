@@ -280,6 +280,11 @@ def slots_at(depth: float, fresh_per_step: int) -> int:
     return math.ceil((depth + 1) * fresh_per_step)
 
 
+def depth_at(slots: int, fresh_per_step: int) -> float:
+    """Return the largest depth, in quarters, that needs no more than so many slots."""
+    return (4 * slots // fresh_per_step - 4) / 4
+
+
 @section("buffer")
 class BufferConfig:
     """The use of groups: how often each is trained on, and how long the journal keeps it."""

@@ -98,7 +98,11 @@ class DepthController:
         old, floor = self.depth, max(self._lowest, ALARM_FLOOR)
         if not broken or version < self._hold_until or old <= floor:
             return None
-        move = self._move(max(floor, old - ALARM_STEP), f"half a batch less than {old:g}, because {broken[0]}")
+        lower = max(floor, old - ALARM_STEP)
+        while lower > floor and slots_at(lower, self._fresh) == slots_at(old, self._fresh):  # with batches of one group
+            lower = max(floor, lower - ALARM_STEP)
+        less = "half a batch less" if lower >= old - ALARM_STEP else "less"
+        move = self._move(lower, f"{less} than {old:g}, because {broken[0]}")
         self._hold_until = version + math.ceil(old) + ALARM_HOLD_STEPS
         return move
 
@@ -107,8 +111,19 @@ class DepthController:
         if servers == self._servers or servers == 0:
             return
         self._servers, self._decisions = servers, 0
+        self._moved_at = max(self._moved_at, self._version)
         self._window.forget_groups()
         self._next_at = self._version + MEASURED_STEPS
+
+    @property
+    def version(self) -> int:
+        """The policy version that the newest step made."""
+        return self._version
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether there are enough groups and steps for a decision."""
+        return self._window.is_filled
 
     def prospect(self) -> Prospect | None:
         """Return what a decision needs to know if one is due, else None."""
@@ -148,7 +163,7 @@ class DepthController:
         return self._move(best.depth, compared(best, here) + more)
 
     def _move(self, depth: float, reason: str) -> Move:
-        settled = self._version + math.ceil(self.depth) + 2
+        settled = self._version + math.ceil(self.depth) + 1 + self._config.weight_sync.every_steps
         self.depth, self._hold_until, self._moved_at = depth, settled, settled
         self._moves += 1
         return Move(depth, slots_at(depth, self._fresh), reason)

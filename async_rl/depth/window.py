@@ -72,8 +72,11 @@ class RecentWindow:
 
     @property
     def ess_loss_per_version(self) -> float:
-        """The median over the steps of 1 - ESS / N over the mean staleness; in this project's sweeps twice the KL."""
-        return self._per_version("offpolicy/ess", 2 * KL_PER_VERSION, lambda ess: 1 - ess)
+        """The median over the steps of 1 - ESS / N over the mean staleness; in this project's sweeps twice the KL.
+
+        The ESS is that of the step size, sqrt(ESS / N): of tokens or of rows, as learner.lr_by_ess says.
+        """
+        return self._per_version("policy/lr_scale", 2 * KL_PER_VERSION, lambda scale: 1 - scale**2)
 
     def _per_version(self, key: str, prior: float, cost: Callable[[float], float] = float) -> float:
         found = [
@@ -93,14 +96,13 @@ class RecentWindow:
         train, push = self._of_steps("time/train_s"), self._of_steps("time/push_s")
         pause_s = float(np.mean(self._of_steps("push/pause_s") or [0.0]))
         step_s = float(np.mean([step.step_s for step in self._steps]))
-        waits = self._of_steps("time/wait_data_s")
         load, groups = without_load(list(self._groups), servers, pause_s / rules.every_steps / step_s)
         groups = groups[-WINDOW_BATCHES * self._config.fresh_per_step :]
         mean_s = float(np.mean([group.sampling_s for group in groups]))
         return dataclasses.replace(
             rules, train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)),
             sync_s=float(np.mean(push or [0.0])), pause_s=pause_s, failed=self._failed(),
-            receive_s=float(np.quantile(waits, 0.1)) if self._config.staleness.max else 0.0,
+            receive_s=receive_s([step.values for step in self._steps]),
             groups=groups, group_mean_s=mean_s, load_s=load * mean_s,
         )
 
@@ -113,6 +115,16 @@ class RecentWindow:
         dropped = sum(last.get(key, 0.0) - first.get(key, 0.0) for key in _DROPPED)
         trained = last.get("buffer/trained", 0.0) - first.get("buffer/trained", 0.0)
         return dropped / (dropped + trained) if dropped > 0 else 0.0
+
+
+def receive_s(steps: Iterable[Mapping[str, float | None]]) -> float:
+    """Return how long the learner takes to receive a batch that is ready, given the metrics of steps.
+
+    That is the median of its waits, without the time in which the buffer had no batch; 0 if nothing was measured.
+    """
+    pairs = [(step.get("time/wait_data_s"), step.get("buffer/waited_s")) for step in steps]
+    found = [max(0.0, waits - without) for waits, without in pairs if waits is not None and without is not None]
+    return float(np.median(found)) if found else 0.0
 
 
 def rules_of(config: Config, servers: int) -> Workload:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.config import Config, depth_at
 from async_rl.depth.choice import Forecast, Prospect
-from async_rl.depth.controller import DepthController, Move
+from async_rl.depth.controller import MEASURED_STEPS, DepthController, Move
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
@@ -29,7 +29,11 @@ from async_rl.messages.reports import (
 from async_rl.storage.checkpoints import resumed_training_state
 from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.status import depth_text
+from buffer.staleness import Rules
 
+DISTURBING = frozenset({"checkpoint/pause_s", "push/lost_servers", "time/paused_s"})
+"""Metrics of steps whose time is not that of training: with a checkpoint, a push that lost a server, a guard's pause."""
+TOLD_AFTER_STEPS = 3 * MEASURED_STEPS
 MOST_CPU = 0.01
 """The largest share of one core that decisions take, but for the first."""
 
@@ -44,14 +48,16 @@ class DepthTuner:
         self._watchdog = watchdog
         saved = resumed_training_state(config)
         slots, version = (saved.buffer["scalars"]["slots"], saved.version) if saved else (config.slots, 0)
-        slots = min(slots, config.most_slots)
-        depth = int(4 * (slots / config.fresh_per_step - 1)) / 4
+        depth = depth_at(Rules.from_config(config).allowed(slots), config.fresh_per_step)
         self._controller = DepthController(config, depth, version)
         self._servers = config.placement.rollout.servers
         self._is_disturbed = True  # the first step warms up
         self._starts = 0
         """How often processes had been started when the last step ended; 0 in the first step, whose groups warm up."""
         self._is_deciding = False
+        self._has_told = False
+        """Whether it was said that nothing is measured."""
+        self._first = version
         self._cpu_s = 0.0
         self._began_s = time.monotonic()
         watchdog.depth = depth_text(depth, config.staleness.max)
@@ -66,12 +72,13 @@ class DepthTuner:
         controller, log = self._controller, self._log
         match report:
             case WorkerReport():
-                if not self._has_restarted:  # groups that wait for another buffer arrive late
+                # groups that wait for another buffer arrive late, and beside an evaluation they take longer
+                if not (self._is_disturbed or self._has_restarted or is_evaluating):
                     controller.add_groups(report.groups)
             case EvaluationDue(servers=()) | ServersLost():
                 self._is_disturbed = True
             case DepthMoved():
-                depth = report.slots / self._config.fresh_per_step - 1
+                depth = depth_at(report.slots, self._config.fresh_per_step)
                 text = f"{depth_text(depth, self._config.staleness.max)} since step {report.version}"
                 self._watchdog.depth = text
                 log.logger.note(f"{text}: {report.reason}")
@@ -81,8 +88,9 @@ class DepthTuner:
                     controller.change_servers(servers)
                 values = reduce_metrics(report.metrics)
                 is_disturbed = self._is_disturbed or self._has_restarted or is_evaluating
-                is_disturbed |= "checkpoint/pause_s" in values
+                is_disturbed |= not DISTURBING.isdisjoint(values)
                 self._send(controller.add_step(report.version, values, is_disturbed=is_disturbed))
+                self._tell_if_nothing_is_measured()
                 self._is_disturbed, self._starts = is_evaluating, self._watchdog.starts
                 log.add_metrics([*controller.metrics(), Metric("auto/cpu_s", self._cpu_s, "last")])
                 return self._decision()
@@ -92,6 +100,18 @@ class DepthTuner:
     def _has_restarted(self) -> bool:
         """Whether the buffer, a server or a judge was started again since the last step ended."""
         return self._starts != self._watchdog.starts
+
+    def _tell_if_nothing_is_measured(self) -> None:
+        """Say once that the depth stays as it is, if no decision can be made."""
+        controller = self._controller
+        if controller.has_measured or self._has_told or controller.version < self._first + TOLD_AFTER_STEPS:
+            return
+        self._has_told = True
+        self._log.logger.note(
+            f"staleness.depth auto has measured too little in {controller.version - self._first} steps, so the depth "
+            f"stays {controller.depth:g}: steps with a checkpoint (checkpoint.every_steps) and beside an evaluation by "
+            "the rollout servers (eval.every_steps) are left out. Make both rarer, or set placement.eval.servers"
+        )
 
     def _decision(self) -> Coroutine[Any, Any, None] | None:
         has_time = self._cpu_s <= MOST_CPU * (time.monotonic() - self._began_s)

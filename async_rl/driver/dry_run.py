@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from async_rl.config import Config
+from async_rl.config import Config, depth_at
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
@@ -37,7 +37,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     placement, prompts = config.placement, task().num_prompts
     is_auto = config.staleness.depth == "auto"
     most = config.most_slots if is_auto else config.slots
-    begun = depth_text(config.slots / config.fresh_per_step - 1, config.staleness.max)
+    begun = depth_text(depth_at(config.slots, config.fresh_per_step), config.staleness.max)
     begins = f", {config.slots} at the start: {begun}" * is_auto
     derived = {
         "epochs of the training prompts, at least":

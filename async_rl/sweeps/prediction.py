@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from async_rl.depth.simulate import Result, Workload, simulate
+from async_rl.depth.window import receive_s
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound
 from async_rl.sweeps.results import Run
@@ -49,7 +50,6 @@ class Stages:
 def stages(run: Run) -> Stages:
     steps = run.steps[1:]
     train = [value for step in steps if (value := step.get("time/train_s")) is not None]
-    waits = [value for step in steps if (value := step.get("time/wait_data_s")) is not None]
     pushes = [value for step in steps if (value := step.get("time/push_s")) is not None]
     step_s = float(run.summary["seconds"]) / max(1, len(steps))
     busy, paused = (float(run.summary.get(f"utilisation/rollout{state}", math.nan)) for state in ("", "/sync"))
@@ -59,8 +59,7 @@ def stages(run: Run) -> Stages:
     return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.figure("time/push_s"),
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
-        # at depth 0 the waits are for generation
-        receive_s=float(np.quantile(waits, 0.1)) if run.staleness.depth and waits else 0.0,
+        receive_s=receive_s(steps),
         group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
         together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,

@@ -46,7 +46,7 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     (r"rollout/in_flight", BY_TIME),
     # the seconds that a step takes, the parts of a step, and what happens once in a step
     (r"time/(written_at_s|since_first_step_s)", FigureKind("last")),
-    (r"(time|push|checkpoint)/.+_s|buffer/waited_for_late_s", BY_STEPS),
+    (r"(time|push|checkpoint)/.+_s|buffer/waited(_for_late)?_s", BY_STEPS),
     (r"scoring/.+/group_s", BY_GROUPS),
     (r"scoring/.+", FigureKind("sum")),
     # values by staleness and by length, which have sizes of their own
@@ -71,7 +71,7 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     ),
     (r"episode/.+", BY_ENDED_EPISODES),
     # counts of one step
-    (r"(batch|rollout|endpoint)/.+|push/bytes|.+/(skipped_steps|skipped_batches|early_stops)", FigureKind("sum")),
+    (r"(batch|rollout|endpoint)/.+|push/(bytes|lost_servers)|.+/(skipped_steps|skipped_batches|early_stops)", FigureKind("sum")),
     # states and counts since the start of the run
     (r"buffer/(depth|running|held|used|slots_held)", BY_STEPS),
     (r"(buffer|difficulty|eval|late|version)/.+|.+/lr|kl/coef|auto/.+", FigureKind("last")),

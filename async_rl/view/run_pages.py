@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from async_rl.config import depth_at
 from async_rl.errors import ConfigError
 from async_rl.guard.signals import SIGNALS
 from async_rl.telemetry.plot_timeline import STATE_COLORS
@@ -121,7 +122,9 @@ def staleness(request: Request) -> Response:
     facts = {"charts": staleness_charts(metrics.keys), "outcomes": rows, "moves": [], "problem": ""}
     if run.bound and run.bound.is_auto:
         try:
-            facts["moves"] = [{**move, "depth": move["slots"] / run.fresh_per_step - 1} for move in run.journal.moves()]
+            facts["moves"] = [
+                {**move, "depth": depth_at(move["slots"], run.fresh_per_step)} for move in run.journal.moves()
+            ]
         except JournalError as error:
             facts["problem"] = str(error)
     return run_page(request, "staleness.html", "staleness", facts | {"bound": run.bound})

@@ -6,6 +6,7 @@ are listed in buffer/protocol/wire.py.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from async_rl.messages.limits import Limits
 from async_rl.messages.message_reader import Fields
 from buffer.checkpoint import buffer_checkpoint
 from buffer.frames import Frame, view
-from buffer.late_waits import LateWaits
+from buffer.learner_waits import LearnerWaits
 from buffer.protocol.wire import (
     MAX_ANSWERED,
     MAX_ERROR_CHARS,
@@ -37,6 +38,8 @@ MAX_WAIT_S = 60.0
 MAX_ACKNOWLEDGED = 2**20
 MAX_SOURCES = 2**16
 LEARNER = "learner"
+LATE = "buffer/waited_for_late_s"
+"""The counter of the learner's waits for late groups alone; `buffer/waited_s` counts all of its waits for a batch."""
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class Operations:
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
         self._seen_workers: set[str] = set()
         self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
-        self._late_waits = LateWaits()
+        self._waits = {"buffer/waited_s": LearnerWaits(), LATE: LearnerWaits()}
         self._replies: list[Outgoing] = []
         self._open_acks: dict[tuple[bytes, bool], Outgoing] = {}  # [client, stored] reply that more puts may join
 
@@ -276,18 +279,21 @@ class Operations:
         if parked.request.op == "may_push":
             result = {"ready": True} if self.store.may_push() else {}
         elif taken := self.store.take(parked.version, now_s):
-            waited_s = self._late_waits.hand_out(parked.version, now_s)
-            counters = self.counters() | {"buffer/waited_for_late_s": waited_s}
+            waited_s = {key: waits.hand_out(parked.version, now_s) for key, waits in self._waits.items()}
+            counters = self.counters() | waited_s
             batch = batch_frames(parked.version, taken, counters, self.limits)
         elif self.store.end_reason:
             result = {"end": self.store.end_reason}
         if not (result or batch):
-            if parked.request.op == "take" and self.store.misses_late:
-                self._late_waits.begin(now_s)
+            if parked.request.op == "take":
+                for key, waits in self._waits.items():
+                    if key != LATE or self.store.misses_late:
+                        waits.begin(now_s)
             if now_s < parked.until_s:
                 return
             result = {"state": self.describe(now_s)}
-            self._late_waits.end(now_s)
+            for waits in self._waits.values():
+                waits.end(now_s)
         del self._parked[LEARNER, ""]
         self._replies.append(Outgoing(parked.identity, [parked.request.id], result, batch=batch))
 
@@ -295,10 +301,17 @@ class Operations:
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
     """Return {worker: number of slots}: each slot goes to the worker with the fewest groups, up to what it `asked`.
 
-    `capacity` groups may start now. `running` has the number of groups that each worker runs already.
+    `capacity` groups may start now. `running` has the number of groups that each worker runs already. Of workers with
+    equally many, the first one asked gets the slot.
     """
     shares = dict.fromkeys(asked, 0)
+    able = [(running.get(worker, 0), place, worker) for place, worker in enumerate(asked) if asked[worker] > 0]
+    heapq.heapify(able)
     for _ in range(min(capacity, sum(asked.values()))):
-        able = (worker for worker in asked if shares[worker] < asked[worker])
-        shares[min(able, key=lambda worker: running.get(worker, 0) + shares[worker])] += 1
+        groups, place, worker = able[0]
+        shares[worker] += 1
+        if shares[worker] < asked[worker]:
+            heapq.heapreplace(able, (groups + 1, place, worker))
+        else:
+            heapq.heappop(able)
     return shares

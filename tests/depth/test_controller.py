@@ -45,6 +45,13 @@ def test_the_first_decision_comes_after_eight_steps_and_the_next_after_fifteen()
     assert made.prospect() is not None
 
 
+def test_with_batches_of_one_group_an_alarm_takes_a_whole_group() -> None:
+    config = make_config(staleness={"max": 8, "depth": "auto"}, learner={"prompts_per_step": 1})
+    made = DepthController(config, 2.0, 0)
+    (move,) = steps(made, 1, 9, alarm__kl=1.0)
+    assert (move.depth, move.slots) == (1.0, 2)
+
+
 def test_a_depth_worth_two_percent_more_is_moved_to_and_one_percent_is_not() -> None:
     made = controller()
     steps(made, 1, 8)

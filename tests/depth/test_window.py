@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import Config
-from async_rl.depth.window import KL_PER_VERSION, RecentWindow, rules_of, without_load
+from async_rl.depth.window import KL_PER_VERSION, RecentWindow, receive_s, rules_of, without_load
 from async_rl.messages.reports import GroupRecord
 from tests.kit.configs import make_config
 from tests.kit.depth.steps import step_values
@@ -73,13 +73,23 @@ def test_the_workload_has_the_rules_of_the_run_and_the_means_of_the_window() -> 
     assert rules_of(CONFIG, 1).concurrency == 6
 
 
+def test_the_wait_for_generation_is_no_time_to_receive_a_batch() -> None:
+    """Nor is it where the learner waits in every step, as at depth 0 and where generation is the slower part."""
+    steps: list[dict[str, float | None]] = [
+        {"time/wait_data_s": waits, "buffer/waited_s": without}
+        for waits, without in ((4.1, 4.0), (2.3, 2.0), (0.2, 0.0), (5.0, None))
+    ]
+    assert receive_s(steps) == pytest.approx(0.2)
+    assert receive_s([{"time/wait_data_s": 3.0}]) == 0.0
+
+
 def test_kl_and_ess_are_those_of_one_version_in_the_median() -> None:
     window = RecentWindow(CONFIG)
     assert window.kl_per_version == KL_PER_VERSION
     measured = [(1.0, 0.01, 0.98), (2.0, 0.06, 0.9), (4.0, 0.08, 0.84), (0.1, 5.0, 0.0)]
     for version, (staleness, kl, ess) in enumerate(measured):
         window.add_step(version, step_values(
-            staleness__mean=staleness, offpolicy__kl_behaviour_proximal_k3=kl, offpolicy__ess=ess
+            staleness__mean=staleness, offpolicy__kl_behaviour_proximal_k3=kl, policy__lr_scale=ess**0.5
         ))
     assert window.kl_per_version == pytest.approx(0.02)  # of .01, .03, .02; the last is too fresh to tell
     assert window.ess_loss_per_version == pytest.approx(0.04)  # of .02, .05, .04

@@ -91,6 +91,15 @@ def checkpoint(driver: Driver) -> None:
 
 
 def push_that_lost_a_server(driver: Driver) -> None:
+    """The learner reports the loss after the step with the push."""
+    driver.step(3, push__lost_servers=1.0)
+
+
+def pause_of_the_guard(driver: Driver) -> None:
+    driver.step(3, time__paused_s=20.0)
+
+
+def loss_that_the_driver_sees(driver: Driver) -> None:
     driver.add(ServersLost(servers=(("rollout/1", "http://there:1"),)))
     driver.step(3)
 
@@ -107,7 +116,11 @@ def buffer_started_again(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    "disturb", [checkpoint, push_that_lost_a_server, server_started_again, buffer_started_again]
+    "disturb",
+    [
+        checkpoint, push_that_lost_a_server, pause_of_the_guard, loss_that_the_driver_sees, server_started_again,
+        buffer_started_again,
+    ],
 )
 def test_a_step_with_a_checkpoint_or_a_lost_process_is_left_out(
     disturb: Callable[[Driver], None], monkeypatch: pytest.MonkeyPatch
@@ -125,6 +138,34 @@ def test_after_servers_came_or_went_steps_count_from_the_next_on(monkeypatch: py
     for version, servers in ((1, 1), (2, 1), (3, 2), (4, 2), (5, 1), (6, 1)):
         driver.step(version, servers)
     assert driver.measured == [2, 4, 6]
+
+
+def test_groups_beside_an_evaluation_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    driver.step(1)
+    driver.add(WorkerReport(groups=GROUPS[:1]))
+    driver.add(EvaluationDue(version=1), is_evaluating=True)
+    driver.add(WorkerReport(groups=GROUPS[:2]), is_evaluating=True)
+    driver.add(WorkerReport(groups=GROUPS[:3]))  # the evaluation has ended in this step
+    driver.step(2)
+    driver.add(WorkerReport(groups=GROUPS[:4]))
+    assert driver.groups == [1, 4]
+
+
+def test_a_run_in_which_nothing_can_be_measured_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    driver.add(WorkerReport(groups=GROUPS))
+    for version in range(1, 30):
+        driver.step(version, checkpoint__pause_s=0.5)
+    (told,) = driver.told
+    assert told.startswith("staleness.depth auto has measured too little in 24 steps, so the depth stays 1.25: ")
+
+
+def test_depths_are_told_in_quarters_also_if_batches_do_not_divide_by_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(staleness={"max": 8, "depth": "auto"}, learner={"prompts_per_step": 10})
+    driver = Driver(monkeypatch, config)
+    driver.add(DepthMoved(version=3, slots=23, reason="why"))
+    assert driver.told == ["depth 1.25 of at most 8 since step 3: why"]
 
 
 def test_groups_that_waited_for_another_buffer_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

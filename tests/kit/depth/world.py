@@ -159,10 +159,12 @@ class LearningRun(Simulation):
         """Show the step to the controller, and return the depth that it wants. KL has 40 % of noise at each step."""
         assert self.controller
         kl = KL_PER_VERSION * sensitive**2 * staleness * math.exp(self._noise.normal(0, 0.4))
+        step_s, receive_s = self.now_s + 0.5 - self._last_s, self.workload.receive_s
+        waited_s = max(0.0, step_s - self._last_train_s - 0.5 - receive_s)
         values = {
-            "time/step_s": self.now_s + 0.5 - self._last_s, "time/train_s": self._last_train_s, "time/push_s": 0.5,
-            "push/pause_s": 0.5, "time/wait_data_s": 0.05, "staleness/mean": staleness, "alarm/kl": float(kl > 0.1),
-            "offpolicy/kl_behaviour_proximal_k3": kl, "offpolicy/ess": 1 - 2 * kl,
+            "time/step_s": step_s, "time/train_s": self._last_train_s, "time/push_s": 0.5, "push/pause_s": 0.5,
+            "time/wait_data_s": waited_s + receive_s, "buffer/waited_s": waited_s, "staleness/mean": staleness,
+            "alarm/kl": float(kl > 0.1), "offpolicy/kl_behaviour_proximal_k3": kl, "offpolicy/ess": 1 - 2 * kl,
         }
         self._last_s = self.now_s + 0.5
         self.controller.change_servers(self._servers)

@@ -1,4 +1,4 @@
-"""The learner's waits for late groups, which `staleness.late: wait` costs."""
+"""The learner's waits for a batch, and for late groups alone, which `staleness.late: wait` costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
-from buffer.late_waits import LateWaits
+from buffer.learner_waits import LearnerWaits
 from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker
@@ -19,7 +19,7 @@ from tests.kit.groups import make_group
 
 def test_what_the_learner_does_between_two_questions_is_no_wait() -> None:
     """It asks from 100 to 103 and from 105 to 110; from 102 on only late groups are missing."""
-    waits = LateWaits()
+    waits = LearnerWaits()
     waits.begin(102.0)
     waits.begin(102.5)
     waits.end(103.0)
@@ -29,7 +29,7 @@ def test_what_the_learner_does_between_two_questions_is_no_wait() -> None:
 
 
 def test_a_batch_that_is_asked_for_again_has_the_same_wait() -> None:
-    waits = LateWaits()
+    waits = LearnerWaits()
     waits.begin(108.0)
     assert waits.hand_out(0, 110.0) == waits.hand_out(0, 112.0) == 2.0
     waits.begin(120.0)
@@ -63,7 +63,7 @@ def test_the_wait_comes_with_the_batch() -> None:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
 
-        async def run(worker: WorkerClient) -> tuple[float, float]:
+        async def run(worker: WorkerClient) -> list[tuple[float, float]]:
             late, *others = await worker.admit(4)
             for slot in others[:2]:
                 await worker.put(make_group(slot))
@@ -76,8 +76,10 @@ def test_the_wait_comes_with_the_batch() -> None:
             await asyncio.sleep(0.2)
             await worker.put(make_group(late))
             second = await taking
-            return tuple(batch.counters["buffer/waited_for_late_s"] for batch in (first, second))
+            keys = ("buffer/waited_for_late_s", "buffer/waited_s")
+            return [tuple(batch.counters[key] for key in keys) for batch in (first, second)]
 
-        first_s, second_s = with_worker(server.address, run)
+        (first_late_s, first_s), (second_late_s, second_s) = with_worker(server.address, run)
         learner.close()
-    assert first_s == 0 and second_s == pytest.approx(0.2, abs=0.15)
+    assert first_late_s == 0 and first_s < 0.1, "it was ready when it was asked for"
+    assert second_late_s == pytest.approx(0.2, abs=0.15) and second_late_s <= second_s < second_late_s + 0.1

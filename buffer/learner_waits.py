@@ -1,23 +1,23 @@
-"""Measures how long the learner waits for late groups: what `staleness.late: wait` costs."""
+"""Measures how long the learner waits for a batch: for groups at all, or for late ones alone."""
 
 from __future__ import annotations
 
 
-class LateWaits:
-    """Adds up the time in which a waiting learner misses only late groups: without them there are enough for a batch.
+class LearnerWaits:
+    """Adds up the time in which the learner waits for one thing, before each batch.
 
     All times are by the buffer's clock.
     """
 
     def __init__(self) -> None:
         self._since_s: float | None = None
-        """The time since when the learner waits for late groups; None: it does not."""
+        """The time since when the learner waits; None: it does not."""
         self._waited_s = 0.0
-        """The sum of its earlier waits for them since the last batch."""
+        """The sum of its earlier waits since the last batch."""
         self._handed_out = (-1, 0.0)
 
     def begin(self, now_s: float) -> None:
-        """Note that the learner waits for late groups. Does nothing if it does already."""
+        """Note that the learner waits. Does nothing if it does already."""
         if self._since_s is None:
             self._since_s = now_s
 
@@ -28,7 +28,7 @@ class LateWaits:
             self._since_s = None
 
     def hand_out(self, version: int, now_s: float) -> float:
-        """Return the seconds of waits for late groups before batch `version`; the same for a batch asked for again."""
+        """Return the seconds of waits before batch `version`; the same for a batch that is asked for again."""
         self.end(now_s)
         if version != self._handed_out[0]:
             self._handed_out = (version, self._waited_s)

@@ -10,7 +10,8 @@ from learner.rank_status import PAUSE
 
 STEP_TIMES = {
     "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
-    "drain": "time/drain_s", "held push": "time/held_by_eval_s", "eval push": "time/eval_push_s", PAUSE: "time/paused_s",
+    "drain": "time/drain_s", "held push": "time/held_by_eval_s", "eval push": "time/eval_push_s",
+    PAUSE: "time/paused_s",
 }
 """By name of a span, the metric that counts the span's seconds. The last four exist only if there was such a span."""
 

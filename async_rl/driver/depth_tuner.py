@@ -32,7 +32,7 @@ from async_rl.telemetry.status import depth_text
 from buffer.staleness import Rules
 
 DISTURBING = frozenset({"checkpoint/pause_s", "push/lost_servers", "time/paused_s"})
-"""Metrics of steps whose time is not that of training: with a checkpoint, a push that lost a server, a guard's pause."""
+"""Metrics of steps that take other times: with a checkpoint, a push that lost a server, or a pause of the guard."""
 TOLD_AFTER_STEPS = 3 * MEASURED_STEPS
 MOST_CPU = 0.01
 """The largest share of one core that decisions take, but for the first."""

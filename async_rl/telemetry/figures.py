@@ -71,7 +71,10 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     ),
     (r"episode/.+", BY_ENDED_EPISODES),
     # counts of one step
-    (r"(batch|rollout|endpoint)/.+|push/(bytes|lost_servers)|.+/(skipped_steps|skipped_batches|early_stops)", FigureKind("sum")),
+    (
+        r"(batch|rollout|endpoint)/.+|push/(bytes|lost_servers)|.+/(skipped_steps|skipped_batches|early_stops)",
+        FigureKind("sum"),
+    ),
     # states and counts since the start of the run
     (r"buffer/(depth|running|held|used|slots_held)", BY_STEPS),
     (r"(buffer|difficulty|eval|late|version)/.+|.+/lr|kl/coef|auto/.+", FigureKind("last")),

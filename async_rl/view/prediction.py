@@ -17,8 +17,8 @@ LEAST_STEPS = 5
 MEASURED = ("utilisation/learner", "utilisation/rollout", "utilisation/rollout/sync", "occupancy/rollout")
 KEYS = (
     "time/train_s", "time/wait_data_s", "buffer/waited_s", "time/push_s", "push/pause_s", "rollout/group_s",
-    "rollout/group_s_squared", "rollout/concurrency", "rollout/groups", "rollout/failed", "rollout/aborted", "time/since_first_step_s",
-    "staleness/mean", "staleness/max", "time/step_s", "batch/episodes", *MEASURED,
+    "rollout/group_s_squared", "rollout/concurrency", "rollout/groups", "rollout/failed", "rollout/aborted",
+    "time/since_first_step_s", "staleness/mean", "staleness/max", "time/step_s", "batch/episodes", *MEASURED,
 )  # fmt: skip
 """The metrics that the simulator is fed with, and those that its prediction stands beside."""
 

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from async_rl.storage.checkpoints import TrainingState
@@ -224,7 +225,9 @@ class ModelChecker:
         self.kept += len(finished)
         if self.rules.exact and not finished:
             self.first_version = saved.version
-        self.now_slots = self.rules.slots
+        saved_slots = saved.buffer["scalars"]["slots"]
+        self.now_slots = saved_slots if self.rules.moves_slots else self.rules.slots
+        assert self.store.state.slots == self.now_slots
         self.store.served(self.version)
         self.commit()
         self.check_journal()
@@ -280,6 +283,7 @@ def random_checker(rng: random.Random) -> Iterator[ModelChecker]:
         files = Path(folder) if rng.random() < 2 / 3 else None
         allowed = range(max(every_steps * rules.prompts_per_step, rules.fresh_per_step), rules.most_slots + 1)
         changing = rng.choices(allowed, k=20) if not rules.exact and rng.random() < 0.5 else ()
+        rules = replace(rules, moves_slots=bool(changing), fewest_slots=allowed.start if changing else 0)
         checker = ModelChecker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)), slots=changing)
         try:
             yield checker

@@ -20,9 +20,8 @@ from async_rl.config.data import (
     RolloutConfig,
     StalenessConfig,
     TaskConfig,
-    depth_at,
-    slots_at,
 )
+from async_rl.config.depths import depth_at, slots_at
 from async_rl.config.guard import GuardConfig
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (

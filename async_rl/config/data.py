@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
@@ -273,16 +272,6 @@ class StalenessConfig:
         """The depth at the start of the run; it changes only with depth auto."""
         auto = min(AUTO_START, self.max)
         return self.max if self.depth == "max" else auto if self.depth == "auto" else self.depth
-
-
-def slots_at(depth: float, fresh_per_step: int) -> int:
-    """Return the number of groups that may hold a slot at once at a depth: (depth + 1) * fresh_per_step, rounded up."""
-    return math.ceil((depth + 1) * fresh_per_step)
-
-
-def depth_at(slots: int, fresh_per_step: int) -> float:
-    """Return the largest depth, in quarters, that needs no more than so many slots."""
-    return (4 * slots // fresh_per_step - 4) / 4
 
 
 @section("buffer")

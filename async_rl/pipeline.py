@@ -166,7 +166,9 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         if supervisor.guard:
             supervisor.guard.complete(summary)
         upload_model(config, run_dir / "model", log.logger.note)
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    partial_file = run_dir / "summary.json.partial"  # a summary that is cut short would say nothing of the end
+    partial_file.write_text(json.dumps(summary, indent=2) + "\n")
+    partial_file.replace(run_dir / "summary.json")
     plot_learning_curve(run_dir)
     return summary
 

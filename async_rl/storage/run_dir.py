@@ -152,14 +152,15 @@ def is_complete(run_dir: Path, config: Config) -> bool:
     """Return whether a run has come to its end, with a summary: after run.steps steps, or earlier for its own reasons.
 
     Its own are run.seconds, an alarm, the program that trains, and a task of which nothing is left to learn. A run that
-    Ctrl-C or SIGTERM has ended, that the guard sends back, or that went on after its summary is not complete.
+    Ctrl-C or SIGTERM has ended, that the guard sends back, that went on after its summary, or that ended without a
+    step, which is an error, is not complete.
     """
     file = run_dir / "summary.json"
     summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}
     if INTERRUPTED in summary or "rolled_back" in summary:
         return False
     has_gone_on = max(list_checkpoints(run_dir), default=0) > summary["steps"]
-    has_its_reason = "ended" in summary or config.run.seconds > 0
+    has_its_reason = summary["steps"] > 0 and ("ended" in summary or config.run.seconds > 0)
     return summary["steps"] >= config.run.steps or (has_its_reason and not has_gone_on)
 
 

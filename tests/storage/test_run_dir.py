@@ -95,12 +95,14 @@ def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: 
         ({"steps": 7, "ended": "a fall", "rolled_back": 3}, 0.0, False),
         ({"steps": 7}, 0.0, False),  # of fewer run.steps than now
         ({"steps": 7}, 60.0, True),
+        ({"steps": 0, "ended": "all rewards are equal"}, 60.0, False),  # an error, which may be tried again
     ],
 )  # fmt: skip
 def test_a_run_is_complete_if_its_summary_tells_of_an_end_of_its_own(
     config: Config, tmp_path: Path, summary: dict[str, object] | None, seconds: float, expected: bool
 ) -> None:
-    save(tmp_path, 7)
+    if summary is None or summary["steps"]:
+        save(tmp_path, 7)
     if summary:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert is_complete(tmp_path, changed(config, run={"steps": 8, "seconds": seconds})) == expected

@@ -3,8 +3,8 @@
 The worth of a depth is its speed times what a step teaches. Speed and mean staleness come from the simulator with the
 durations of the run's own groups. What a step teaches, compared with a step on data that the newest policy sampled, is
 1 / (1 + 2.41 sqrt(KL)), where KL is that of behaviour to proximal policy in nats a token (k3 estimator): a law fitted
-to 90 runs at exact staleness (docs/staleness.md). Its constant is known to a factor of two; the depth that it chooses
-hardly depends on that.
+to 90 runs at exact staleness (docs/staleness.md). Its constant is known to a factor of two, so that a move which gives
+up steps has to pay also with half of it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Forecast:
         """Steps on data of the newest policy that would teach as much as a minute."""
         return self.steps_per_min * self.efficiency
 
+    @property
+    def worth_at_half_cost(self) -> float:
+        """`worth` if a step cost half as many steps on data of the newest policy: 1 / efficiency - 1 is that cost."""
+        return self.steps_per_min / (1 + (1 / self.efficiency - 1) / 2)
+
 
 def efficiency(kl: float) -> float:
     """Return what a step teaches whose KL of behaviour to proximal policy is `kl`, in steps without staleness."""
@@ -102,6 +107,21 @@ def in_reach(prospect: Prospect) -> dict[float, Forecast]:
 
 def best_of(forecasts: dict[float, Forecast]) -> Forecast:
     return max(forecasts.values(), key=lambda forecast: forecast.worth)
+
+
+def best_move(forecasts: dict[float, Forecast], here: Forecast) -> Forecast | None:
+    """Return the best of the depths to which a move from `here` pays; None if it pays to none.
+
+    A smaller depth has to be worth more also if staleness costs half as much as the law says: the steps that it gives
+    up are certain, what the others teach more is not.
+    """
+    paying = {
+        depth: new
+        for depth, new in forecasts.items()
+        if depth <= here.depth + MOST_UP and new.worth > WORTH_A_MOVE * here.worth
+        if depth > here.depth or new.worth_at_half_cost > here.worth_at_half_cost
+    }
+    return best_of(paying) if paying else None
 
 
 def compared(new: Forecast, old: Forecast) -> str:

@@ -1,10 +1,11 @@
 """Moves the depth of a run to where it learns most in a minute (staleness.depth: auto). No I/O, no thread, no clock.
 
 After 8 steps, and then every 15, the next steps are simulated at several depths with the durations of the run's own
-groups, and the depth moves if another is worth 1.5 % more (see choice.py). After a move nothing is decided until the
-steps show it: a smaller depth takes as many steps as the old one had, because groups that exist are trained first. An
-alarm lowers the depth by half a batch at once, down to 1. What the reward does is not looked at: it takes 90 to 800
-steps at each depth to see a difference of 5 % there.
+groups, and the depth moves if another is worth 1.5 % more (see choice.py); a smaller one has to be worth more also if
+staleness costs half of what it is taken to cost. After a move nothing is decided until the steps show it: a smaller
+depth takes as many steps as the old one had, because groups that exist are trained first. An alarm lowers the depth by
+half a batch at once, down to 1. What the reward does is not looked at: it takes 90 to 800 steps at each depth to see a
+difference of 5 % there.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ import numpy as np
 
 from async_rl.config import Config, slots_at
 from async_rl.depth.choice import (
-    MOST_UP,
-    WORTH_A_MOVE,
     Forecast,
     Prospect,
-    best_of,
+    best_move,
     compared,
     forecast,
     in_reach,
@@ -154,8 +153,8 @@ class DepthController:
         self._here = here
         if step_s := self._window.step_s(self._moved_at):
             self._ratios.append(60 / step_s / here.steps_per_min)
-        best = best_of({depth: each for depth, each in forecasts.items() if depth <= self.depth + MOST_UP})
-        if best.worth <= WORTH_A_MOVE * here.worth:
+        best = best_move(forecasts, here)
+        if best is None:
             return None
         self._here = best
         larger = next((other for depth, other in forecasts.items() if depth > best.depth), None)

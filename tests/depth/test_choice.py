@@ -9,6 +9,7 @@ from async_rl.depth.choice import (
     Forecast,
     Prospect,
     all_depths,
+    best_move,
     best_of,
     compared,
     efficiency,
@@ -55,6 +56,22 @@ def test_without_a_cost_of_staleness_speed_alone_counts() -> None:
     free = dataclasses.replace(PROSPECT, kl_per_version=0.0)
     assert forecast(free, 2.0).efficiency == 1
     assert best_of(in_reach(free)).depth >= best_of(in_reach(PROSPECT)).depth
+
+
+def test_a_move_down_has_to_pay_also_if_staleness_costs_half_as_much() -> None:
+    """Efficiency 0.5 is a cost of one step a step, half of it makes 2 / 3: 10 steps are then worth 6.67, not 5."""
+    here = Forecast(1.0, steps_per_min=10.0, staleness=1.0, efficiency=0.5)
+    assert here.worth_at_half_cost == pytest.approx(20 / 3)
+    paying, dear = Forecast(0.0, 6.7, 0.0, 1.0), Forecast(0.0, 6.6, 0.0, 1.0)
+    assert best_move({0.0: paying, 1.0: here}, here) is paying
+    assert dear.worth > 1.3 * here.worth and best_move({0.0: dear, 1.0: here}, here) is None
+
+
+def test_a_move_up_pays_from_1_5_percent_on_and_goes_one_batch_at_most() -> None:
+    here = Forecast(1.0, steps_per_min=10.0, staleness=1.0, efficiency=0.8)
+    paying, little, far = Forecast(1.5, 10.2, 1.5, 0.8), Forecast(1.25, 10.1, 1.25, 0.8), Forecast(2.25, 20.0, 2.2, 0.8)
+    assert best_move({1.0: here, 1.25: little, 1.5: paying, 2.25: far}, here) is paying
+    assert best_move({1.0: here, 1.25: little, 2.25: far}, here) is None
 
 
 def test_with_lr_by_ess_a_depth_counts_less() -> None:

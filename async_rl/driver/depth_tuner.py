@@ -1,8 +1,8 @@
 """Lets the driver move the depth of a run (staleness.depth: auto): it feeds the controller, and sends its moves.
 
-Decisions are simulated in a thread of the driver, so that no one waits for them, and are put off while they have taken
-more than MOST_CPU of the run's time. The thread has the priority of the others: it holds Python's lock from time to
-time, and the driver would wait for it.
+Decisions are simulated in a thread of the driver, so that no one waits for them, and are put off as long as they would
+take more than MOST_CPU of the run's time. The thread has the priority of the others: it holds Python's lock from time
+to time, and the driver would wait for it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class DepthTuner:
         self._has_told = False
         """Whether it was said that nothing is measured."""
         self._first = version
-        self._cpu_s = 0.0
+        self._cpu_s = self._last_cpu_s = 0.0
+        """What all decisions took so far, and what the last one took, which the next one is expected to take, too."""
         self._began_s = time.monotonic()
         watchdog.depth = depth_text(depth, config.staleness.max)
 
@@ -114,7 +115,7 @@ class DepthTuner:
         )
 
     def _decision(self) -> Coroutine[Any, Any, None] | None:
-        has_time = self._cpu_s <= MOST_CPU * (time.monotonic() - self._began_s)
+        has_time = self._cpu_s + self._last_cpu_s <= MOST_CPU * (time.monotonic() - self._began_s)
         if self._is_deciding or not has_time or (prospect := self._controller.prospect()) is None:
             return None
         self._is_deciding = True
@@ -123,6 +124,7 @@ class DepthTuner:
     async def _decide(self, prospect: Prospect) -> None:
         forecasts, cpu_s = await asyncio.to_thread(self._look, prospect)
         self._cpu_s += cpu_s
+        self._last_cpu_s = cpu_s
         self._is_deciding = False
         self._send(self._controller.decide(forecasts))
 

@@ -58,8 +58,9 @@ class DepthTuner:
         self._has_told = False
         """Whether it was said that nothing is measured."""
         self._first = version
-        self._cpu_s = self._last_cpu_s = 0.0
-        """What all decisions took so far, and what the last one took, which the next one is expected to take, too."""
+        self._cpu_s = 0.0
+        self._last_cpu_s = 0.0
+        """The time of the last decision alone, which the next one is expected to take, too."""
         self._began_s = time.monotonic()
         watchdog.depth = depth_text(depth, config.staleness.max)
 

@@ -56,6 +56,7 @@ from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import hub_repos
 from async_rl.storage.hub_upload import upload_model
 from async_rl.storage.run_dir import INTERRUPTED, open_run_dir
+from async_rl.storage.whole_file import write_whole
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
 from buffer.protocol.keys import client_keys_to_send, own_keys
@@ -166,9 +167,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         if supervisor.guard:
             supervisor.guard.complete(summary)
         upload_model(config, run_dir / "model", log.logger.note)
-    partial_file = run_dir / "summary.json.partial"  # a summary that is cut short would say nothing of the end
-    partial_file.write_text(json.dumps(summary, indent=2) + "\n")
-    partial_file.replace(run_dir / "summary.json")
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     plot_learning_curve(run_dir)
     return summary
 

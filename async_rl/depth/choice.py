@@ -59,7 +59,7 @@ class Forecast:
 
     @property
     def worth_at_half_cost(self) -> float:
-        """`worth` if a step cost half as many steps on data of the newest policy: 1 / efficiency - 1 is that cost."""
+        """`worth` if staleness cost half as much. A step then teaches 1 / (1 + cost / 2); now 1 / (1 + cost)."""
         return self.steps_per_min / (1 + (1 / self.efficiency - 1) / 2)
 
 

@@ -17,6 +17,7 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import checkpoint_folder, find_checkpoint, list_checkpoints, run_dir_of
 from async_rl.storage.run_dir import is_locked
+from async_rl.storage.whole_file import write_whole
 
 _FILE, _ANSWER = "guard_events.jsonl", "guard_answer"
 Answer = Literal["go_on", "rollback", "stop"]
@@ -51,10 +52,8 @@ def read_guard_events(run_dir: Path) -> list[GuardEvent]:
 def add_guard_event(run_dir: Path, event: GuardEvent) -> None:
     """Add an event to those of a run, in place of a last line that a crash has cut short."""
     file = run_dir / _FILE
-    partial = file.with_name(f"{_FILE}.partial")
     lines = _whole_lines(file) if file.is_file() else []
-    partial.write_text("".join([*lines, json.dumps(asdict(event)) + "\n"]))
-    partial.replace(file)
+    write_whole(file, "".join([*lines, json.dumps(asdict(event)) + "\n"]))
 
 
 def _whole_lines(file: Path) -> list[str]:
@@ -116,9 +115,7 @@ def answer_pause(run_dir: Path, answer: Answer) -> None:
         raise ConfigError(f"{run_dir} has no checkpoint to go back to. Let it go on, or end it by Ctrl-C")
     if not is_locked(run_dir):
         raise ConfigError(f"{run_dir} does not run. Resume it, it will pause again: async-rl train --resume {run_dir}")
-    partial = run_dir / f"{_ANSWER}.partial"
-    partial.write_text(answer)
-    partial.replace(run_dir / _ANSWER)
+    write_whole(run_dir / _ANSWER, answer)
 
 
 def take_answer(run_dir: Path) -> Answer | None:

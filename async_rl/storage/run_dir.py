@@ -27,6 +27,7 @@ from async_rl.storage.checkpoints import (
     rename_later,
     run_dir_of,
 )
+from async_rl.storage.whole_file import write_whole
 
 _LOCK_FILE = ".lock"
 _MARKER = ".resuming"
@@ -105,9 +106,8 @@ def write_config(config: Config) -> None:
     """Write the run's config.yaml. A resumed run calls this after its first step, from which on it is not undone."""
     run_dir = config.run_dir
     (run_dir / _MARKER).unlink(missing_ok=True)
-    partial = run_dir / "config.yaml.partial"
-    partial.write_text(dump_config(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=""))))
-    partial.replace(run_dir / "config.yaml")
+    kept = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=""))
+    write_whole(run_dir / "config.yaml", dump_config(kept))
 
 
 def new_run_dir(config: Config) -> Path:
@@ -226,7 +226,7 @@ def _prepare_resume(config: Config, version: int) -> None:
         kept = [line for line in lines if json.loads(line)["step"] <= version]
         if discarded := [line for line in lines if json.loads(line)["step"] > version]:
             (run_dir / f"metrics.{suffix}.jsonl").write_text("".join(discarded))
-        _replace(metrics, kept)
+        write_whole(metrics, "".join(kept))
     # A new config.lineage_N.yaml ends the lineage. It comes last, as the sign for `undo_resume` that all is renamed.
     old_config = run_dir / "config.yaml"
     old_config.touch()
@@ -254,7 +254,8 @@ def undo_resume(run_dir: Path) -> None:
     metrics, discarded = run_dir / "metrics.jsonl", run_dir / f"metrics.{suffix}.jsonl"
     if discarded.exists():
         kept = _whole_lines(metrics)
-        _replace(metrics, [*kept, *(line for line in _whole_lines(discarded) if line not in kept)])
+        more = (line for line in _whole_lines(discarded) if line not in kept)
+        write_whole(metrics, "".join([*kept, *more]))
         discarded.unlink()
     marker.unlink()
 
@@ -263,9 +264,3 @@ def _files_in_use(run_dir: Path) -> list[Path]:
     """Return the files that a resumed run begins anew: the journal with its payload files, the trace and its plot."""
     found = [*run_dir.glob("trajectories.*"), *run_dir.glob("timeline.*")]
     return [file for file in found if ".lineage_" not in file.name]
-
-
-def _replace(file: Path, lines: list[str]) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text("".join(lines))
-    partial.replace(file)

@@ -19,6 +19,7 @@ from async_rl.config.check import check
 from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
+from async_rl.storage.whole_file import write_whole
 
 SEED = "seed"
 STALENESS = "staleness"
@@ -268,6 +269,4 @@ def make_record(
 
 
 def write_record(cell: Cell, record: Record) -> None:
-    partial = cell.folder / "cell.json.part"
-    partial.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
-    partial.rename(cell.folder / "cell.json")
+    write_whole(cell.folder / "cell.json", json.dumps(dataclasses.asdict(record), indent=2) + "\n")

@@ -6,13 +6,13 @@ It says what each process does, what it waits on, and since when.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from async_rl.errors import ConfigError
+from async_rl.storage.whole_file import write_whole
 
 NORMAL_END = "ended normally"
 RUNNING = "running"
@@ -57,11 +57,9 @@ def write_status(
         alarms: the alarms of the run in words; empty: there was none.
         depth: how far ahead the run begins groups, in words; empty: as far as its bound allows.
     """
-    partial = run_dir / "status.json.partial"
     told = {"note": note, "alarms": alarms, "depth": depth, "time_s": time.time()}
     saved = told | {"processes": [asdict(status) for status in statuses]}
-    partial.write_text(json.dumps(saved))
-    os.replace(partial, run_dir / "status.json")
+    write_whole(run_dir / "status.json", json.dumps(saved))
 
 
 def depth_text(depth: float, bound: int) -> str:

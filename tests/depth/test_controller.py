@@ -77,6 +77,14 @@ def test_a_move_goes_up_by_a_batch_at_most_and_down_as_far_as_it_is_worth() -> N
     assert move and move.depth == 1.0
 
 
+def test_steps_are_not_given_up_for_what_only_the_whole_cost_of_staleness_is_worth() -> None:
+    """6.6 steps of the newest data are worth more than 10 of efficiency 0.5, but less than 10 of 2 / 3."""
+    made = controller(depth=1.0)
+    steps(made, 1, 8)
+    assert made.decide({0.0: Forecast(0.0, 6.6, 0.0, 1.0), 1.0: Forecast(1.0, 10.0, 1.0, 0.5)}) is None
+    assert made.depth == 1.0
+
+
 def test_after_a_move_nothing_is_decided_until_the_old_groups_are_trained() -> None:
     made = controller(depth=4.0)
     steps(made, 1, 8)

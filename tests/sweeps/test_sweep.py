@@ -199,7 +199,9 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
 @pytest.mark.processes
 def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path) -> None:
     processes, cells = CellProcesses(tmp_path / "logs"), all_cells(make(tmp_path).axes, tmp_path)[:2]
-    code = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(130)); print('on'); time.sleep(60)"
+    # Short naps: a signal that comes just before a nap begins is seen only after it.
+    naps = "[time.sleep(0.05) for _ in range(1200)]"
+    code = f"import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(130)); print('on'); {naps}"
     codes: list[int] = []
 
     def run(cell: Cell) -> None:

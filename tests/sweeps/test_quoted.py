@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from async_rl.config.data import AUTO_START
-from async_rl.sweeps.report import LAGGING, TRADE_OFF
+from async_rl.sweeps.report import LAGGING, LEARNING, TAILS, TRADE_OFF
 from async_rl.sweeps.results import read_results
 from async_rl.sweeps.settings import WORTH, Setting, settings_of
 from async_rl.sweeps.statistics import p_value, ratio_text
@@ -188,6 +188,29 @@ def test_where_durations_change_the_documents_say_that_auto_is_behind() -> None:
     text = f"at the end, {ends[0]:.3f} and {ends[1]:.3f}, are below bound 2 with {two} and bound 1 with {one}, of"
     assert f"{text} which no run has less than {min(end['1']):.3f}" in results
     assert max(ends) < min(end["1"]) < min(end["2"])
+
+
+def test_the_documents_quote_the_sweep_whose_durations_change_for_80_s() -> None:
+    rows = by_staleness("sweep_agent_drift_120")
+    results = (ROOT / "docs" / "results.md").read_text()
+    formats = TRADE_OFF | LEARNING | TAILS
+    keys = ("steps_per_minute", "learner", "staleness_mean", "waited_for_late", "kl_p95", "policy_reward")
+    for name, row in rows.items():
+        cells = [row.estimate(key).text(formats[key][1]) for key in (*keys, "accuracy_end")]
+        assert f"| {' | '.join([name, *cells])} |" in results
+    results = text_of("docs/results.md")
+    rewards = {name: row.values["policy_reward"] for name, row in rows.items()}
+    of_four = [p_value(rewards["4"], rewards[name]) for name in ("1", "2", "8")]
+    assert "p is {:.3f} against 1 and {:.2f} against 2, and {:.2f} against 8".format(*of_four) in results
+    assert f"it is above bound 1 (p = {p_value(rewards['auto/8'], rewards['1']):.2f})" in results
+    assert f"with one run at {min(rewards['auto/8']):.3f}." in results
+    assert "({:.2f} and {:.2f})".format(*sorted(rewards["8"], reverse=True)[-2:]) in results
+    speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
+    assert f"at {speed['auto/8'] / speed['1']:.1f} times as many steps" in results
+    staleness = [rows[name].estimate("staleness_mean").mean for name in ("auto/8", "4")]
+    text = "at a mean staleness of {:.1f} in place of the {:.1f} of the best, bound 4"
+    assert text.format(*staleness) in text_of("docs/staleness.md")
+    assert max(rewards, key=lambda name: float(np.mean(rewards[name]))) == "4"
 
 
 def test_the_start_of_auto_is_explained_by_the_table_of_short_runs() -> None:

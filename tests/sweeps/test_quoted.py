@@ -213,6 +213,29 @@ def test_the_documents_quote_the_sweep_whose_durations_change_for_80_s() -> None
     assert max(rewards, key=lambda name: float(np.mean(rewards[name]))) == "4"
 
 
+def test_the_documents_quote_what_a_step_size_by_ess_does_to_the_largest_steps() -> None:
+    results, staleness = (ROOT / "docs" / "results.md").read_text(), text_of("docs/staleness.md")
+    found = settings_of(read_results(RESULTS / "sweep_agent_hard_ess"))
+    rows = {(str(row.staleness), dict(row.series)["learner.lr_by_ess"]): row for row in found}
+    formats = TRADE_OFF | LEARNING | TAILS
+    keys = ("steps_per_minute", "kl_median", "kl_p95", "kl_largest", "is_variance_p95", "is_weight_largest")
+    for names, row in rows.items():
+        cells = [row.estimate(key).text(formats[key][1]) for key in (*keys, "policy_reward", "accuracy_end")]
+        assert f"| {' | '.join([*names, *cells])} |" in results
+    tamed, wild, bound = (rows[name].estimate for name in (("2/8", "token"), ("2/8", "off"), ("2", "off")))
+    for key, text in {
+        "kl_largest": "of 2 below 8 is {} with it, {} without, and {} at bound 2",
+        "kl_p95": "the 95th percentile is {}, {} and {}.",
+    }.items():
+        assert text.format(*(of(key).text("{:.2f}") for of in (tamed, wild, bound))) in staleness
+    weights = [of("is_weight_largest").text("{:.0f}") for of in (tamed, bound)]
+    assert "The largest weight, {}, stays above the {} of bound 2".format(*weights) in staleness
+    fewer = 1 - tamed("steps_per_minute").mean / wild("steps_per_minute").mean
+    assert f"for {fewer:.0%} of".replace("%", " %") in text_of("docs/results.md")
+    for key in ("kl_median", "kl_p95", "kl_largest"):
+        assert tamed(key).mean < bound(key).mean
+
+
 def test_the_start_of_auto_is_explained_by_the_table_of_short_runs() -> None:
     table = (ROOT / "tests" / "results" / "simulated_depths.md").read_text().partition("Short runs")[2]
     mean = next(line for line in table.splitlines() if line.startswith("| mean |"))

@@ -32,6 +32,21 @@ def test_a_cost_is_a_share_of_the_time_against_the_run_of_the_same_seed() -> Non
     assert rows["on a server of its own"] == ["12.5", "2.0", "15.0% ± 5.0%"]
 
 
+def test_the_guide_quotes_the_costs_of_the_committed_runs() -> None:
+    def cost(name: str, kind: str) -> str:
+        file = ROOT / "benchmarks" / "results" / f"{name}.json"
+        rows = table_of([EvaluationRun(**run) for run in json.loads(file.read_text())]).rows
+        return next(row[3] for row in rows if row[0] == kind).replace("% ±", " ±").replace("%", " %")
+
+    guide = " ".join((ROOT / "docs" / "guide.md").read_text().split())
+    beside, pinned, own = (cost("evaluation_cost_room", kind) for kind in KINDS if kind != "none")
+    text = f"every eight steps {beside} of the time, pinned {pinned}, and on a server of its own {own} (two runs each"
+    assert text in guide
+    full = [cost("evaluation_cost", kind) for kind in ("beside training", "beside training, pinned")]
+    rounded = [" ± ".join(f"{float(part):.0f}" for part in each.removesuffix(" %").split(" ± ")) for each in full]
+    assert "it takes {} % of the time, and {} % where it is pinned".format(*rounded) in guide
+
+
 def test_a_kind_that_this_host_refuses_is_left_out_and_the_page_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

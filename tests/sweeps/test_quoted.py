@@ -234,6 +234,12 @@ def test_the_documents_quote_what_a_step_size_by_ess_does_to_the_largest_steps()
     assert f"for {fewer:.0%} of".replace("%", " %") in text_of("docs/results.md")
     for key in ("kl_median", "kl_p95", "kl_largest"):
         assert tamed(key).mean < bound(key).mean
+    tame, rough, two = (rows[name].values for name in (("2/8", "token"), ("2/8", "off"), ("2", "off")))
+    for text, key, other in (
+        ("the steps (p = {:.2f})", "steps_per_minute", rough), ("p is {:.2f} for the largest KL", "kl_largest", rough),
+        ("of bound 2 (p = {:.2f})", "accuracy_end", two), ("is above it (p = {:.2f})", "policy_reward", two),
+    ):  # fmt: skip
+        assert text.format(p_value(tame[key], other[key])) in text_of("docs/results.md")
 
 
 def test_the_start_of_auto_is_explained_by_the_table_of_short_runs() -> None:

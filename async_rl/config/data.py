@@ -230,7 +230,7 @@ class RolloutConfig(OnePart):
 
 
 AUTO_START = 1.25
-"""The depth with which a run with staleness.depth auto begins: docs/staleness.md says why."""
+"""The depth with which a run with staleness.depth auto begins: docs/depth.md says why."""
 
 
 @section("staleness")
@@ -241,9 +241,9 @@ class StalenessConfig:
     """No token that is older than this many versions is trained on. 0: generating and training take turns; 1 and more:
     they overlap."""
     depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max", "auto"] = "max"
-    """How many versions' worth of groups are begun ahead of the one that is trained, in quarters, at most `max`. The
-    mean staleness is about `depth`, whereas a group that takes long has until `max`. 0: as `max` 0, nothing is begun
-    ahead. max: as many as `max` allows. auto: the run begins with 1.25 and moves it to where it learns most in a
+    """How many batches of groups are begun ahead of the one that is trained, in quarters, at most `max`. The mean
+    staleness is about `depth`, whereas a group that takes long has until `max`. 0: as `max` 0, nothing is begun ahead.
+    max: as many as `max` allows. auto: the run begins with 1.25 and moves it to where it expects to learn most in a
     minute, by what it measures; each move has a line on the console."""
     mode: Literal["bounded", "exact"] = "bounded"
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the

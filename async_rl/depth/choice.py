@@ -3,7 +3,7 @@
 The worth of a depth is its speed times what a step teaches. Speed and mean staleness come from the simulator with the
 durations of the run's own groups. What a step teaches, compared with a step on data that the newest policy sampled, is
 1 / (1 + 2.41 sqrt(KL)), where KL is that of behaviour to proximal policy in nats a token (k3 estimator): a law fitted
-to 90 runs at exact staleness (docs/staleness.md). Its constant is known to a factor of two, so that a move which gives
+to 90 runs at exact staleness (docs/depth.md). Its constant is known to a factor of two, so that a move which gives
 up steps has to pay also with half of it.
 """
 

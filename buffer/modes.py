@@ -74,8 +74,8 @@ class Mode(ABC):
             )
 
     def misses_late(self, state: StoreState) -> bool:
-        """Return whether enough groups for a batch are there, so that a learner that waits does so for late ones."""
-        return len(state.finished) + len(state.used) >= self.rules.prompts_per_step
+        """Return whether a learner that waits does so for late groups alone; never where it does not wait for these."""
+        return False
 
     def describe_late(self, state: StoreState) -> str:
         """Return text on the running groups for which a batch waits although enough have finished; "" if none."""
@@ -129,6 +129,9 @@ class Wait(_ByDeadline):
 
     def num_fresh(self, finished: Counter[int], running: Counter[int], reusable: int, version: int) -> int | None:
         return fresh_to_take(finished, running, reusable, version, self.rules)
+
+    def misses_late(self, state: StoreState) -> bool:
+        return fresh_at_least(0, len(state.finished), len(state.used), self.rules) is not None
 
     def describe_late(self, state: StoreState) -> str:
         overfull = overfull_deadline(*self._by_deadline(state), state.version, self.rules)
@@ -193,9 +196,6 @@ class Exact(Mode):
                 f"group {row.group_id} of versions {row.start_version}..{row.newest_version} would be trained on at "
                 f"version {version}, which takes only version {only} in exact mode; this is a bug"
             )
-
-    def misses_late(self, state: StoreState) -> bool:
-        return False
 
     def may_push(self, state: StoreState) -> bool:
         return not (state.running or self.capacity(state))

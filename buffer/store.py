@@ -48,13 +48,12 @@ class Store:
         self.num_flat = 0
         """The number of groups in a row that arrived with one and the same reward for every answer."""
         self._flat_reward = 0.0
-        self._is_draining = False
 
     # --- for workers
 
     def capacity(self) -> int:
         """Return the number of groups that may start now; 0 before the first `served` and while a push drains."""
-        return 0 if self._is_draining else self.mode.capacity(self.state)
+        return 0 if self.state.is_draining else self.mode.capacity(self.state)
 
     def running_by_worker(self) -> Counter[str]:
         return Counter(row.worker for row in self.state.running.values())
@@ -188,7 +187,7 @@ class Store:
         With `drain` it may once no group runs; this call stops admission until `served`. In exact mode it may once all
         groups of the served version were admitted and have arrived. Otherwise it always may.
         """
-        self._is_draining = self.mode.holds_admission
+        self.state.is_draining = self.mode.holds_admission
         return self.mode.may_push(self.state)
 
     def served(self, version: int, slots: int | None = None) -> None:
@@ -208,7 +207,7 @@ class Store:
             raise WireError(f"version: got {version}, allowed {lowest}..{self.state.version} (served..trained)")
         self.state.served_version = version
         self.state.slots = self.state.slots if slots is None else slots
-        self._is_draining = False
+        self.state.is_draining = False
         for trained_version in [v for v in self.state.unserved if v <= version]:
             del self.state.unserved[trained_version]
 

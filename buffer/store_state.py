@@ -100,6 +100,8 @@ class StoreState:
         """The version from which exact mode counts batches."""
         self.slots = 0
         """The number of groups that may hold a slot at once."""
+        self.is_draining = False
+        """Whether no group may start, because a push waits for those that run (weight_sync.on_update=drain)."""
         self.next_group_id = 0
         self.next_prompt = 0
         self.requeued: deque[int] = deque()
@@ -194,7 +196,7 @@ class StoreState:
         """
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
-            "slots": self.slots,
+            "slots": self.slots, "is_draining": self.is_draining,
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
             "accounting": self.accounting.scalars(), "prompts": self.prompts.scalars(),
@@ -209,6 +211,7 @@ class StoreState:
         """
         for name in ("version", "served_version", "first_version", "slots", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
+        self.is_draining = scalars.get("is_draining", False)
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
         accounting = copy.deepcopy(scalars["accounting"])

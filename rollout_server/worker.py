@@ -126,6 +126,7 @@ class Worker(EvalWorker):
             for group_id in dropped:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
+                    self._stats.aborted(group_id)
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
         """Make the group of one slot: have its prompt answered and scored, and send the group to the buffer."""

@@ -35,6 +35,7 @@ class _GroupClock:
     """The time that the engine took for its longest request, or for all of its longest episode."""
     steps: int = 0
     """The tokens of its longest episode; 0 until the group has reached the buffer."""
+    is_aborted: bool = False
 
 
 class WorkerStats:
@@ -68,7 +69,7 @@ class WorkerStats:
         """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
         self._groups: dict[int, _GroupClock] = {}
         self._records: list[GroupRecord] = []
-        """The groups that have reached the buffer since the last drain."""
+        """The groups that have reached the buffer, or were aborted, since the last drain."""
 
     def begin_group(self, group_id: int) -> None:
         self._change_in_flight(+1)
@@ -88,15 +89,20 @@ class WorkerStats:
         if group.episodes:
             clock.sampling_s = max(group.episodes, key=lambda episode: episode.duration_s).generate_s
 
+    def aborted(self, group_id: int) -> None:
+        """Note that a group is cancelled because the buffer has dropped it as late."""
+        self._groups[group_id].is_aborted = True
+
     def end_group(self, group_id: int) -> None:
         clock = self._groups.pop(group_id)
         self._change_in_flight(-1)
         seconds = max(self._counted_s - clock.start_s, 1e-9)
         together = (self._group_seconds - clock.group_seconds) / seconds
         self._finished.append((seconds, together))
-        if clock.steps:
+        if clock.steps or clock.is_aborted:
             sampling_s = min(clock.sampling_s, seconds)
-            self._records.append(GroupRecord(sampling_s, seconds - sampling_s, clock.steps, together))
+            record = GroupRecord(sampling_s, seconds - sampling_s, clock.steps, together, clock.is_aborted)
+            self._records.append(record)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -145,7 +151,7 @@ class WorkerStats:
         return self._timeline.drain()
 
     def drain_records(self) -> tuple[GroupRecord, ...]:
-        """Return the groups that have reached the buffer since the last call."""
+        """Return the groups that have reached the buffer, or were aborted, since the last call."""
         records, self._records = tuple(self._records), []
         return records
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from async_rl.config.alarms import check_alarms
 from async_rl.config.check import check
 from async_rl.config.compact import check_compact
+from async_rl.config.depths import check_slots
 from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
 from async_rl.config.learning import check_average
@@ -27,9 +28,12 @@ def check_cross_section(config: Config) -> None:
     _check_sequence_parallel(config)
     _check_sizes(config)
     _check_algorithm(config)
-    _check_step_size(config)
+    _check_interpolated(config)
     _check_episodes(config)
-    _check_slots(config)
+    check_slots(
+        config.staleness.depth, config.slots, config.fresh_per_step, config.learner.prompts_per_step,
+        config.weight_sync.every_steps,
+    )
     _check_replay(config)
     _check_best(config)
     _check_eval_servers(config)
@@ -120,12 +124,12 @@ def _check_algorithm(config: Config) -> None:
     )
 
 
-def _check_step_size(config: Config) -> None:
-    by_ess = config.learner.lr_by_ess
-    check(
-        by_ess == "off" or config.algorithm.proximal != "interpolate", "learner.lr_by_ess", by_ess,
-        "off with algorithm.proximal interpolate", "Interpolated logprobs don't show how far the policy is.",
-    )
+def _check_interpolated(config: Config) -> None:
+    by_ess, depth = config.learner.lr_by_ess, config.staleness.depth
+    is_interpolated, given = config.algorithm.proximal == "interpolate", "with algorithm.proximal interpolate"
+    why = "Interpolated logprobs don't show how far the policy is. Or set algorithm.proximal: recompute."
+    check(by_ess == "off" or not is_interpolated, "learner.lr_by_ess", by_ess, f"off {given}", why)
+    check(depth != "auto" or not is_interpolated, "staleness.depth", depth, f"max or a number {given}", why)
 
 
 def _check_episodes(config: Config) -> None:
@@ -156,20 +160,6 @@ def _check_episodes(config: Config) -> None:
     )
 
 
-def _check_slots(config: Config) -> None:
-    """Check that there are slots for all batches between two pushes, without which the learner would wait for ever."""
-    every_steps, prompts = config.weight_sync.every_steps, config.learner.prompts_per_step
-    fresh, needed = config.fresh_per_step, every_steps * prompts
-    largest_every = config.slots // prompts
-    limit = "staleness.max" if isinstance(config.staleness.depth, str) else "staleness.depth"
-    check(
-        config.slots >= needed, f"({limit} + 1) * ceil(buffer.fresh_fraction * learner.prompts_per_step)",
-        config.slots, f"at least weight_sync.every_steps * learner.prompts_per_step = {needed}",
-        f"Otherwise the learner waits for ever. Set {limit} >= {-(-needed // fresh) - 1}"
-        + (f" or weight_sync.every_steps <= {largest_every}." if largest_every else "."),
-    )
-
-
 def _check_replay(config: Config) -> None:
     uses, fraction = config.buffer.max_uses, config.buffer.fresh_fraction
     check(
@@ -177,7 +167,7 @@ def _check_replay(config: Config) -> None:
         f"No batch would have room for a used group. Set {1 / uses:g} or more but below 1, or buffer.max_uses: 1.",
     )
     check(
-        fraction * uses >= 1, "buffer.fresh_fraction", fraction, f"at least 1 / buffer.max_uses = {1 / uses:g}",
+        fraction * uses >= 1 - 1e-5, "buffer.fresh_fraction", fraction, f"at least 1 / buffer.max_uses = {1 / uses:g}",
         "In the long run, used groups can make up no more than the rest of a batch.",
     )
     check(

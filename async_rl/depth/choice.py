@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from async_rl.config import depth_at, slots_at
 from async_rl.depth.simulate import Workload, simulate
 
 EFFICIENCY_PER_ROOT_KL = 2.41
 STEPS, BEGIN = 80, 10
-"""A forecast simulates so many steps and leaves out the first ones, in which the buffer fills."""
+"""A forecast simulates so many steps and leaves out the first ones, in which the buffer fills: more at large depths."""
 MOST_GROUPS = 5000
 """A forecast simulates fewer steps if these had more groups, but at least FEWEST_STEPS."""
 FEWEST_STEPS = 30
@@ -72,24 +73,29 @@ def forecast(prospect: Prospect, depth: float, ceiling: int | None = None) -> Fo
     """Simulate the next steps at a depth, below another ceiling than staleness.max if one is given."""
     workload = prospect.workload
     arriving = workload.prompts_per_step / (1 - workload.failed)
-    steps = max(FEWEST_STEPS, min(STEPS, int(MOST_GROUPS / arriving)))
-    result = simulate(workload, prospect.ceiling if ceiling is None else ceiling, steps, depth=depth, begin=BEGIN)
+    begin = max(BEGIN, math.ceil(depth) + 2)
+    steps = max(FEWEST_STEPS, min(STEPS, int(MOST_GROUPS / arriving))) + begin - BEGIN
+    result = simulate(workload, prospect.ceiling if ceiling is None else ceiling, steps, depth=depth, begin=begin)
     worth = efficiency(prospect.kl_per_version * result.mean_staleness)
     if prospect.ess_loss_per_version is not None:
         worth *= math.sqrt(max(0.1, 1 - prospect.ess_loss_per_version * result.mean_staleness))
     return Forecast(depth, 60 / result.step_s, result.mean_staleness, worth)
 
 
-def all_depths(lowest: float, ceiling: int) -> list[float]:
-    """Return the depths that are tried: in quarters up to 3, in halves up to 5, whole ones up to the ceiling."""
+def all_depths(lowest: float, ceiling: int, fresh_per_step: int) -> list[float]:
+    """Return the depths that are tried: in quarters up to 3, in halves up to 5, whole ones up to the ceiling.
+
+    Where batches have few groups, depths that need equally many slots are one.
+    """
     quarters = (number / 4 for number in range(4 * ceiling + 1))
     sizes = ((depth, 0.25 if depth <= 3 else 0.5 if depth <= 5 else 1) for depth in quarters)
-    return [depth for depth, size in sizes if depth >= lowest and (depth % size == 0 or depth == ceiling)]
+    named = (depth for depth, size in sizes if depth >= lowest and (depth % size == 0 or depth == ceiling))
+    return [depth for depth in named if depth == depth_at(slots_at(depth, fresh_per_step), fresh_per_step)]
 
 
 def near(prospect: Prospect) -> dict[float, Forecast]:
     """Forecast the present depth and the two next ones on either side."""
-    depths = all_depths(prospect.lowest, prospect.ceiling)
+    depths = all_depths(prospect.lowest, prospect.ceiling, prospect.workload.fresh_per_step)
     at = min(range(len(depths)), key=lambda i: abs(depths[i] - prospect.depth))
     chosen = {*depths[max(0, at - 2) : at + 3], prospect.depth}
     return {depth: forecast(prospect, depth) for depth in sorted(chosen)}
@@ -98,7 +104,8 @@ def near(prospect: Prospect) -> dict[float, Forecast]:
 def in_reach(prospect: Prospect) -> dict[float, Forecast]:
     """Forecast the present depth and, of those that one move may reach, every third and those around the best."""
     most = prospect.depth + MOST_UP
-    depths = [depth for depth in all_depths(prospect.lowest, prospect.ceiling) if depth <= most]
+    every = all_depths(prospect.lowest, prospect.ceiling, prospect.workload.fresh_per_step)
+    depths = [depth for depth in every if depth <= most]
     found = {depth: forecast(prospect, depth) for depth in depths[::3]}
     at = depths.index(best_of(found).depth)
     missing = {*depths[max(0, at - 2) : at + 3], prospect.depth} - found.keys()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_rl.config import Config, slots_at
+from async_rl.config import Config, depth_at, depth_of_slots, slots_at
 from async_rl.depth.choice import (
     Forecast,
     Prospect,
@@ -67,7 +67,7 @@ class DepthController:
     def __init__(self, config: Config, depth: float, version: int) -> None:
         self._config = config
         self._fresh = config.fresh_per_step
-        self._lowest = math.ceil(4 * (config.fewest_slots / self._fresh - 1)) / 4
+        self._lowest = depth_of_slots(config.fewest_slots, self._fresh)
         self.depth = max(depth, self._lowest)
         self._window = RecentWindow(config)
         self._version = version
@@ -76,6 +76,8 @@ class DepthController:
         self._decisions = 0
         self._moves = 0
         self._servers = config.placement.rollout.servers
+        self._have_servers_changed = False
+        """Whether they have since the last `prospect`, whose forecasts are then of other servers."""
         self._ratios: deque[float] = deque(maxlen=5)
         """Measured over predicted speed at the last decisions."""
         self._here: Forecast | None = None
@@ -100,6 +102,7 @@ class DepthController:
         lower = max(floor, old - ALARM_STEP)
         while lower > floor and slots_at(lower, self._fresh) == slots_at(old, self._fresh):  # with batches of one group
             lower = max(floor, lower - ALARM_STEP)
+        lower = depth_at(slots_at(lower, self._fresh), self._fresh)
         less = "half a batch less" if lower >= old - ALARM_STEP else "less"
         move = self._move(lower, f"{less} than {old:g}, because {broken[0]}")
         self._hold_until = version + math.ceil(old) + ALARM_HOLD_STEPS
@@ -109,7 +112,7 @@ class DepthController:
         """Take the number of rollout servers that are up; a change is a reason to look at all depths again."""
         if servers == self._servers or servers == 0:
             return
-        self._servers, self._decisions = servers, 0
+        self._servers, self._decisions, self._have_servers_changed = servers, 0, True
         self._moved_at = max(self._moved_at, self._version)
         self._window.forget_groups()
         self._next_at = self._version + MEASURED_STEPS
@@ -128,6 +131,7 @@ class DepthController:
         """Return what a decision needs to know if one is due, else None."""
         if self._version < max(self._hold_until, self._next_at) or not self._window.is_filled:
             return None
+        self._have_servers_changed = False
         return self._prospect()
 
     def _prospect(self) -> Prospect:
@@ -145,6 +149,8 @@ class DepthController:
 
     def decide(self, forecasts: dict[float, Forecast]) -> Move | None:
         """Return the move to the best depth of `look`, or None if it is not worth a move."""
+        if self._have_servers_changed:
+            return None
         self._next_at = self._version + EVERY_STEPS
         self._decisions += 1
         here = forecasts.get(self.depth)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.config import StalenessConfig, slots_at
+from async_rl.config import StalenessConfig, depth_of_slots, slots_at
 from async_rl.config.check import check
 from buffer.staleness import Rules
 from buffer.store import Store
@@ -81,8 +81,8 @@ class Workload:
     def smallest_depth(self) -> float:
         """The smallest depth, in quarters, with which the learner never waits for ever; configs with less are refused.
         """
-        between_pushes = self.every_steps * self.prompts_per_step / self.fresh_per_step - 1
-        return max(math.ceil(4 * between_pushes) / 4, float(self.max_uses > 1))
+        fewest = max(self.every_steps * self.prompts_per_step, 2 * self.fresh_per_step * (self.max_uses > 1))
+        return depth_of_slots(fewest, self.fresh_per_step)
 
     def group_s(self, in_flight: float) -> float:
         """Return the mean duration of a group while `in_flight` groups run, that group included."""
@@ -167,8 +167,6 @@ class Simulation:
         begun, ages_before = np.zeros(4), 0
         self._admit()
         for version in range(steps):
-            if version == begin - 1:
-                ages_before = len(self._ages)
             while (batch := store.take(version)) is None:
                 self._generate(None)
             self._abort()
@@ -183,7 +181,7 @@ class Simulation:
             if (version + 1) % workload.every_steps == 0:
                 self._push(version + 1, slots)
             if version + 1 == begin:
-                begun = self._clocks()
+                begun, ages_before = self._clocks(), len(self._ages)
         store.state.check_accounting()
         late = store.state.accounting.dropped["late"]
         seconds, train_s, busy_s, group_seconds = (self._clocks() - begun).tolist()

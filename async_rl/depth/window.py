@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,10 @@ KL_PER_VERSION = 0.0085
 _LOWEST_STALENESS = 0.2
 """Steps with less staleness say little of what a version of it costs."""
 Array = npt.NDArray[np.float64]
-_DROPPED = ("buffer/dropped_failed", "buffer/dropped_zero_variance")
+_DROPPED, _TRAINED = ("buffer/dropped_failed", "buffer/dropped_zero_variance"), "buffer/trained"
+ABORTED_TAKE = 2.0
+"""A group that was aborted would have taken so many times as long: the mean of what has lasted so long, if the tail of
+the durations is a Pareto law of index 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,9 @@ class RecentWindow:
 
     @property
     def is_filled(self) -> bool:
-        """Whether there are two steps, and as many groups as a batch has."""
-        return len(self._steps) > 1 and len(self._groups) >= self._config.fresh_per_step
+        """Whether there are two steps, and as many groups that were not aborted as a batch has."""
+        finished = sum(not group.is_aborted for group in self._groups)
+        return len(self._steps) > 1 and finished >= self._config.fresh_per_step
 
     def step_s(self, since: int) -> float | None:
         """Return the mean duration of the steps after version `since`; None if there are fewer than four."""
@@ -110,11 +115,17 @@ class RecentWindow:
         return [step.values[key] for step in self._steps if key in step.values]
 
     def _failed(self) -> float:
-        """Return the share of groups that arrived or failed and were dropped, over the window."""
-        first, last = self._steps[0].values, self._steps[-1].values
-        dropped = sum(last.get(key, 0.0) - first.get(key, 0.0) for key in _DROPPED)
-        trained = last.get("buffer/trained", 0.0) - first.get("buffer/trained", 0.0)
-        return dropped / (dropped + trained) if dropped > 0 else 0.0
+        """Return the share of groups that arrived or failed and were dropped, over the steps of the window.
+
+        Steps between them are left out: when a server is lost, its groups fail.
+        """
+        counts = Counter[str]()
+        for before, after in itertools.pairwise(self._steps):
+            if after.version == before.version + 1:
+                for key in (*_DROPPED, _TRAINED):
+                    counts[key] += after.values.get(key, 0.0) - before.values.get(key, 0.0)
+        dropped = sum(counts[key] for key in _DROPPED)
+        return dropped / (dropped + counts[_TRAINED]) if dropped > 0 else 0.0
 
 
 def receive_s(steps: Iterable[Mapping[str, float | None]]) -> float:
@@ -144,17 +155,23 @@ def without_load(groups: Sequence[GroupRecord], servers: int, paused: float) -> 
     numbers differ too little to tell, half of the cost is taken to be b n, with an error of half of it.
 
     Args:
-        groups: at least one.
+        groups: at least one that was not aborted. Aborted ones tell nothing of the load; their time is split between
+            the engine and elsewhere as that of the others, and they take ABORTED_TAKE times as long.
         servers: the number of servers over which groups are spread evenly.
         paused: the share of time in which pushes pause the engines.
     """
+    is_aborted = np.array([group.is_aborted for group in groups])
     sampling_s = np.array([group.sampling_s for group in groups]) * (1 - paused)
     waiting_s = np.array([group.waiting_s for group in groups])
-    steps = np.array([float(group.steps) for group in groups])
-    at_engine = float(sampling_s.sum() / (sampling_s + waiting_s).sum())
+    steps = np.where(is_aborted, 0.0, [float(group.steps) for group in groups])
+    total_s = sampling_s + waiting_s
+    at_engine = float(sampling_s[~is_aborted].sum() / total_s[~is_aborted].sum())
+    sampling_s = np.where(is_aborted, ABORTED_TAKE * total_s * at_engine, sampling_s)
+    waiting_s = np.where(is_aborted, ABORTED_TAKE * total_s * (1 - at_engine), waiting_s)
     others = np.maximum(1.0, np.array([group.together for group in groups]) * servers * at_engine)
     mean = float(np.average(others, weights=steps))
-    share = _share_of_load(sampling_s / steps, steps, others / mean)
+    token_s = sampling_s[~is_aborted] / steps[~is_aborted]
+    share = _share_of_load(token_s, steps[~is_aborted], others[~is_aborted] / mean)
     load = share / (mean * (1 - share) + share)
     alone_s = sampling_s / (1 + load * (others - 1))
     return load, [GroupTime(max(s, 1e-6), w) for s, w in zip(alone_s.tolist(), waiting_s.tolist(), strict=True)]
@@ -167,14 +184,17 @@ def _share_of_load(token_s: Array, steps: Array, others: Array) -> float:
     inverse of their squared errors.
     """
     guess, guess_error = 0.5, 0.5
-    columns = np.stack([np.ones_like(others), others], axis=1) * np.sqrt(steps)[:, None]
-    values = token_s * np.sqrt(steps)
-    (alone, more), _, rank, _ = np.linalg.lstsq(columns, values, rcond=None)
-    total = alone + more
-    if rank < 2 or total <= 0:
+    mean_s, mean_others = np.average(token_s, weights=steps), np.average(others, weights=steps)
+    beside_mean = others - mean_others
+    square = float((steps * beside_mean**2).sum())
+    if square < 1e-6 * steps.sum():
         return guess
-    residuals = values - columns @ (alone, more)
-    spread = float((residuals**2).sum()) / max(1, len(steps) - 2)
-    error = math.sqrt(spread * float(np.linalg.inv(columns.T @ columns)[1, 1])) / total
+    more = float((steps * beside_mean * (token_s - mean_s)).sum()) / square
+    total = float(mean_s + more * (1 - mean_others))
+    if total <= 0:
+        return guess
+    residuals = token_s - mean_s - more * beside_mean
+    spread = float((steps * residuals**2).sum()) / max(1, len(steps) - 2)
+    error = math.sqrt(spread / square) / total
     weight = guess_error**2 / (guess_error**2 + error**2)
     return float(np.clip(guess + weight * (more / total - guess), 0.0, 1.0))

@@ -8,8 +8,9 @@ to time, and the driver would wait for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from async_rl.config import Config, depth_at
@@ -55,9 +56,11 @@ class DepthTuner:
         self._starts = 0
         """How often processes had been started when the last step ended; 0 in the first step, whose groups warm up."""
         self._is_deciding = False
+        """Whether a decision is being simulated, or one has failed: no other begins then."""
         self._has_told = False
         """Whether it was said that nothing is measured."""
-        self._first = version
+        self._since = version
+        """The version since which the servers are the same."""
         self._cpu_s = 0.0
         self._last_cpu_s = 0.0
         """The time of the last decision alone, which the next one is expected to take, too."""
@@ -86,7 +89,7 @@ class DepthTuner:
                 log.logger.note(f"{text}: {report.reason}")
             case StepDone() if report.metrics:
                 if servers != self._servers:
-                    self._servers, self._is_disturbed = servers, True
+                    self._servers, self._is_disturbed, self._since = servers, True, report.version
                     controller.change_servers(servers)
                 values = reduce_metrics(report.metrics)
                 is_disturbed = self._is_disturbed or self._has_restarted or is_evaluating
@@ -106,28 +109,44 @@ class DepthTuner:
     def _tell_if_nothing_is_measured(self) -> None:
         """Say once that the depth stays as it is, if no decision can be made."""
         controller = self._controller
-        if controller.has_measured or self._has_told or controller.version < self._first + TOLD_AFTER_STEPS:
+        if controller.has_measured or self._has_told or controller.version < self._since + TOLD_AFTER_STEPS:
             return
         self._has_told = True
         self._log.logger.note(
-            f"staleness.depth auto has measured too little in {controller.version - self._first} steps, so the depth "
+            f"staleness.depth auto has measured too little in {controller.version - self._since} steps, so the depth "
             f"stays {controller.depth:g}: steps with a checkpoint (checkpoint.every_steps) and beside an evaluation by "
             "the rollout servers (eval.every_steps) are left out. Make both rarer, or set placement.eval.servers"
         )
 
     def _decision(self) -> Coroutine[Any, Any, None] | None:
         has_time = self._cpu_s + self._last_cpu_s <= MOST_CPU * (time.monotonic() - self._began_s)
-        if self._is_deciding or not has_time or (prospect := self._controller.prospect()) is None:
+        if self._is_deciding or not has_time:
             return None
-        self._is_deciding = True
-        return self._decide(prospect)
+        with self._none_fail():
+            if prospect := self._controller.prospect():
+                self._is_deciding = True
+                return self._decide(prospect)
+        return None
 
     async def _decide(self, prospect: Prospect) -> None:
-        forecasts, cpu_s = await asyncio.to_thread(self._look, prospect)
-        self._cpu_s += cpu_s
-        self._last_cpu_s = cpu_s
-        self._is_deciding = False
-        self._send(self._controller.decide(forecasts))
+        with self._none_fail():
+            forecasts, cpu_s = await asyncio.to_thread(self._look, prospect)
+            self._cpu_s += cpu_s
+            self._last_cpu_s = cpu_s
+            self._is_deciding = False
+            self._send(self._controller.decide(forecasts))
+
+    @contextlib.contextmanager
+    def _none_fail(self) -> Iterator[None]:
+        """Have no error of a decision end the run, which can do without: it is told, and none is made any more."""
+        try:
+            yield
+        except Exception as error:
+            self._is_deciding = True
+            self._log.logger.note(
+                f"staleness.depth auto can not decide: {error!r}. The depth stays {self._controller.depth:g} from now "
+                "on, but for alarms. This is a bug: please report it with the run's config"
+            )
 
     def _look(self, prospect: Prospect) -> tuple[dict[float, Forecast], float]:
         began_s = time.thread_time()
@@ -135,8 +154,9 @@ class DepthTuner:
 
     async def tell_outlook(self) -> None:
         """Say on the console, after training, what a higher bound would have given, if enough was measured."""
-        if prospect := self._controller.last_prospect():
-            self._log.logger.note(await asyncio.to_thread(self._controller.outlook, prospect))
+        with self._none_fail():
+            if prospect := self._controller.last_prospect():
+                self._log.logger.note(await asyncio.to_thread(self._controller.outlook, prospect))
 
     def _send(self, move: Move | None) -> None:
         if move:

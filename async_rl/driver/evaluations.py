@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 from async_rl.config import Config
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.run_log import RunLog
-from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ProcessDiedError
 from async_rl.messages.reports import EvaluationDone, EvaluationDue
 
 
@@ -59,19 +59,20 @@ class RunningEvaluations:
         """Evaluate a version, and log the result.
 
         Each evaluation server answers an equal part of the prompts. The part of one that dies is given to another that
-        still serves the version. After timeouts.work_s, the version stays without an evaluation.
+        still serves the version. After timeouts.work_s, or after another error of a server, the task or a reward, the
+        version stays without an evaluation.
         """
         count = max(1, len(due.servers))
         parts, reports, problem = list(range(count)), list[EvaluationDone](), ""
-        own = {name: self._processes.actors.get(name) for name in due.servers}
+        own = {name: self._processes.actors.get(name) for name in due.servers if name in self._running}
         while parts and not problem:
-            if not (actors := self._able(own)):
-                problem = "no evaluation server that serves it is up" if own else "no rollout server is up"
+            if not (actors := self._able(own, due)):
+                problem = "no evaluation server that serves it is up" if due.servers else "no rollout server is up"
                 break
             asked = [self._ask(*actors[i % len(actors)], due, (part, count)) for i, part in enumerate(parts)]
             try:
                 answers = await asyncio.gather(*asked)
-            except WaitTimeoutError as error:
+            except AsyncRLError as error:  # of the server, the task or the reward: training goes on without this one
                 problem = str(error).splitlines()[0]
             else:
                 reports += filter(None, answers)
@@ -82,11 +83,11 @@ class RunningEvaluations:
             self._log.add_eval(*reports)
         self._processes.actors["learner/0"].evaluated.remote()
 
-    def _able(self, own: dict[str, ActorHandle | None]) -> list[tuple[str, Any]]:
+    def _able(self, own: dict[str, ActorHandle | None], due: EvaluationDue) -> list[tuple[str, Any]]:
         """Return (name, actor) of the servers that can answer: of the evaluation servers `own`, which may be lost or
-        started again since, without the version; without any, of the first rollout server that is up.
+        started again since, without the version; if `due` names none, of the first rollout server that is up.
         """
-        if not own:
+        if not due.servers:
             names = sorted(name for name in self._running if name.startswith("rollout"))[:1]
             return [(name, self._processes.actors[name]) for name in names]
         actors = self._processes.actors

@@ -102,6 +102,9 @@ class GroupRecord(NamedTuple):
     """The tokens of its longest episode, which the engine samples one after the other."""
     together: float
     """The mean number of this worker's groups in flight meanwhile, itself included."""
+    is_aborted: bool = False
+    """Whether the buffer dropped it as late while it ran. Then it took at least this long, and the split of the time
+    and `steps` are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ class WorkerReport(TimedReport):
     notes: tuple[str, ...] = ()
     """Lines for the console, such as the first error of a reward."""
     groups: tuple[GroupRecord, ...] = ()
-    """The groups that have reached the buffer."""
+    """The groups that have reached the buffer, or were aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,8 @@ def why_unknown(synchronous: Sequence[Evaluations], reasons: Reasons = BY_ACCURA
 def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: float = math.inf) -> float:
     """Return the e from 0 to LARGEST for which curve(e v) fits the evaluations of `runs` after the start best.
 
-    The result is nan if there are none, or if they lie above all of the curve, so that no e is the best.
+    The result is nan if there are none, or if larger e fit as well: the runs lie above all of the curve, or have
+    reached a level from which it is flat.
 
     Args:
         until: the last version whose evaluations count.
@@ -137,13 +138,16 @@ def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: floa
         return math.nan
     versions, accuracies = np.array(points).T
 
-    def best(candidates: NDArray[np.float64]) -> float:
-        errors = ((curve(candidates[:, None] * versions) - accuracies) ** 2).sum(axis=1)
-        return float(candidates[errors.argmin()])
+    def errors(candidates: NDArray[np.float64]) -> NDArray[np.float64]:
+        squares: NDArray[np.float64] = (curve(candidates[:, None] * versions) - accuracies) ** 2
+        return squares.sum(axis=1)
 
-    near = best(np.linspace(0.0, LARGEST, 121))
-    found = best(np.clip(near + np.linspace(-0.025, 0.025, 101), 0.0, LARGEST))
-    return math.nan if found >= LARGEST else found
+    coarse = np.linspace(0.0, LARGEST, 121)
+    found = errors(coarse)
+    if found[-1] <= found.min() + 1e-12:
+        return math.nan
+    fine = np.clip(coarse[found.argmin()] + np.linspace(-0.025, 0.025, 101), 0.0, LARGEST)
+    return float(fine[errors(fine).argmin()])
 
 
 def per_seed(statistic: Callable[[str | None], NDArray[np.float64]], seeds: Sequence[str]) -> NDArray[np.float64]:

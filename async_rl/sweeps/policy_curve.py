@@ -49,7 +49,8 @@ class PolicyCurve:
     def mean_over_time(self, until_s: float) -> float:
         """Return the mean reward of the policy that is served, from the end of the first step until `until_s`.
 
-        A version without answers counts as the one before it. The result is nan if the curve ends before.
+        A version without answers counts as the one before it. The result is nan if the curve ends
+        before, or begins later.
         """
         if not self.points or not 0 < until_s <= self.end_s:
             return math.nan
@@ -59,6 +60,8 @@ class PolicyCurve:
             for point, end_s in zip(self.points, ends, strict=True)
         ]
         spans = [(span_s, reward) for span_s, reward in spans if span_s > 0]
+        if not spans:
+            return math.nan
         return math.fsum(span_s * reward for span_s, reward in spans) / math.fsum(span_s for span_s, _ in spans)
 
     def evaluations(self) -> list[tuple[float, float]]:

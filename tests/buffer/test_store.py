@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from async_rl.errors import StalenessError, WireError
@@ -199,6 +201,20 @@ def test_a_push_that_drains_waits_for_what_runs_and_nothing_starts_meanwhile() -
     assert store.capacity() == 0
     store.served(1)
     assert store.capacity() == 2
+
+
+def test_a_buffer_that_starts_again_during_a_push_that_drains_admits_no_group() -> None:
+    store = Store(plain_rules(2, 1, drain=True))
+    store.served(0)
+    store.admit("rollout/0", 2, 0.0)
+    finish_all(store, [0, 1])
+    train(store)
+    assert store.may_push()
+    again = Store(store.rules)
+    again.state.restore(store.state.rows(), json.loads(json.dumps(store.state.scalars())))
+    assert again.capacity() == 0
+    again.served(1)
+    assert again.capacity() == 2
 
 
 def test_a_push_waits_for_nothing_unless_it_drains() -> None:

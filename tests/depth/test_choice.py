@@ -34,8 +34,20 @@ def test_a_step_teaches_less_the_larger_its_kl() -> None:
 
 
 def test_depths_are_tried_in_quarters_then_halves_then_whole_ones_up_to_the_ceiling() -> None:
-    assert all_depths(0.5, 2) == [0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
-    assert all_depths(2.5, 8) == [2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8]
+    assert all_depths(0.5, 2, 64) == [0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
+    assert all_depths(2.5, 8, 64) == [2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8]
+
+
+def test_depths_that_need_equally_many_slots_are_tried_once() -> None:
+    assert all_depths(0, 3, 1) == [0, 1, 2, 3]
+    assert all_depths(0, 2, 2) == [0, 0.5, 1, 1.5, 2]
+    assert all_depths(0, 2, 3) == [0, 0.25, 0.5, 1, 1.25, 1.5, 2]  # of 3, 4, 5, 6, 7, 8, 9 slots
+
+
+@pytest.mark.parametrize("depth", [1.0, 8.0, 32.0])
+def test_a_forecast_has_the_staleness_that_a_long_run_at_its_depth_gets(depth: float) -> None:
+    deep = dataclasses.replace(PROSPECT, workload=Workload(prompts_per_step=128, concurrency=4096), ceiling=32)
+    assert forecast(deep, depth).staleness == pytest.approx(depth, rel=0.02)
 
 
 def test_where_few_groups_are_long_a_depth_of_two_beats_both_sides() -> None:

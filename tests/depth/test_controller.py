@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.depth.choice import Forecast
+from async_rl.config import depth_at, slots_at
+from async_rl.depth.choice import Forecast, near
 from async_rl.depth.controller import DepthController, Move
 from async_rl.messages.reports import GroupRecord
 from async_rl.telemetry.metrics import reduce_metrics
@@ -157,17 +158,17 @@ def test_far_depths_are_not_looked_at_when_the_model_is_far_from_what_was_measur
 
 
 def test_a_start_between_quarters_is_never_below_what_the_learner_can_live_with() -> None:
-    """2 * 8 groups between pushes, of which 3 a batch are fresh: 16 slots, depth 4.33. Below 4.5 it would wait."""
+    """2 * 8 groups between pushes, of which 3 a batch are fresh: 16 slots, which are those of depth 4.25."""
     config = make_config(
         staleness={"max": 8, "depth": "auto"}, learner={"prompts_per_step": 8}, weight_sync={"every_steps": 2},
         buffer={"max_uses": 3, "fresh_fraction": 0.375},
     )
-    made = DepthController(config, 4.25, 0)
+    made = DepthController(config, 4.0, 0)
     made.add_groups(GROUPS)
     steps(made, 1, 8, buffer__trained=3.0)
     prospect = made.prospect()
-    assert prospect and prospect.depth == 4.5
-    assert 4.5 in made.look(prospect)
+    assert prospect and prospect.depth == 4.25
+    assert min(made.look(prospect)) == 4.25
 
 
 def test_the_metrics_say_the_depth_and_what_is_expected_of_it() -> None:
@@ -191,3 +192,29 @@ def test_the_outlook_says_what_twice_the_bound_would_have_given() -> None:
     text = made.outlook(prospect)
     assert text.startswith("depth 8 at the end, after 0 move(s). Simulated with the last groups, staleness.max 16 in ")
     assert "place of 8, which limits the depth, would give" in text
+
+
+def test_a_decision_of_servers_that_are_gone_is_dropped_and_the_next_looks_at_all_depths() -> None:
+    made = controller(placement={"rollout": {"servers": 2}})
+    steps(made, 1, 8)
+    assert made.prospect()
+    made.change_servers(1)
+    assert made.decide(forecasts(d2=5.0, d2_5=9.0)) is None and made.depth == 2.0
+    made.add_groups(GROUPS)
+    steps(made, 9, 16)
+    prospect = made.prospect()
+    assert prospect and len(made.look(prospect)) > 5
+    assert made.decide(forecasts(d2=5.0, d2_5=9.0))
+
+
+@pytest.mark.parametrize("fresh", [1, 2, 3])
+def test_with_small_batches_each_depth_has_one_name(fresh: int) -> None:
+    config = make_config(staleness={"max": 8, "depth": "auto"}, learner={"prompts_per_step": fresh})
+    made = DepthController(config, 2.0, 0)
+    made.add_groups(GROUPS)
+    steps(made, 1, 8)
+    prospect = made.prospect()
+    assert prospect
+    seen = {depth: slots_at(depth, fresh) for depth in (*made.look(prospect), *near(prospect))}
+    assert len(set(seen.values())) == len(seen) and min(seen) < 2 < max(seen)
+    assert {depth: depth_at(slots, fresh) for depth, slots in seen.items()} == {depth: depth for depth in seen}

@@ -50,4 +50,4 @@ def test_the_first_steps_can_be_left_out() -> None:
     result = simulate(EQUAL, 3, 30, begin=10)
     assert result.mean_staleness == 3
     assert result.utilisation == pytest.approx(1)
-    assert simulate(EQUAL, 3, 30).mean_staleness == pytest.approx((0 + 1 + 2 + 27 * 3) / 30)
+    assert simulate(EQUAL, 3, 30).mean_staleness == pytest.approx((1 + 2 + 27 * 3) / 29)

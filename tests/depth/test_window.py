@@ -67,7 +67,7 @@ def test_the_workload_has_the_rules_of_the_run_and_the_means_of_the_window() -> 
     assert (workload.concurrency, workload.prompts_per_step, workload.every_steps) == (12, 4, 2)
     assert (workload.train_s, workload.train_cv, workload.sync_s, workload.pause_s) == (3.0, 0.0, 0.5, 0.25)
     assert workload.receive_s == pytest.approx(0.1)
-    assert workload.failed == pytest.approx(2 / 6)  # 8 dropped and 16 trained between steps 1 and 5
+    assert workload.failed == pytest.approx(2 / 6)  # in each step 2 dropped and 4 trained
     assert len(workload.groups) == 8 * 4  # the newest of 40
     assert workload.group_mean_s == pytest.approx(np.mean([group.sampling_s for group in workload.groups]))
     assert rules_of(CONFIG, 1).concurrency == 6
@@ -104,3 +104,44 @@ def test_the_duration_of_steps_counts_from_a_version_on_if_there_are_four() -> N
     assert window.step_s(4) is None
     window.add_groups(records(0.0, (2, 4), 4))
     assert window.is_filled
+
+
+def test_groups_that_fail_with_their_server_are_not_expected_to_fail_again() -> None:
+    """Step 6, in which it was lost, is left out, and with it the 12 groups that the server ran."""
+    window = filled()
+    for version in range(7, 10):
+        values = {"buffer__trained": 4.0 * version, "buffer__dropped_failed": 2.0 * version + 12.0}
+        window.add_step(version, step_values(**values))
+    assert window.workload(servers=1).failed == pytest.approx(2 / 6)
+
+
+def test_an_aborted_group_is_taken_to_last_twice_as_long_and_tells_nothing_of_the_load() -> None:
+    """It ran for 30 s. The others are at the engine for two thirds of their time."""
+    finished = [record._replace(waiting_s=record.sampling_s / 2) for record in records(0.1, (4, 60))]
+    load, times = without_load(finished, servers=1, paused=0.0)
+    aborted = GroupRecord(1.0, 29.0, 0, 30.0, is_aborted=True)
+    same, longer = without_load([*finished, aborted], servers=1, paused=0.0)
+    assert same == pytest.approx(load) and np.array(longer[:-1]) == pytest.approx(np.array(times))
+    others = 30.0 * 2 / 3  # at the engine
+    assert longer[-1] == pytest.approx((40.0 / (1 + load * (others - 1)), 20.0))
+
+
+def test_aborted_groups_alone_fill_no_window() -> None:
+    window = RecentWindow(CONFIG)
+    window.add_groups([GroupRecord(1.0, 29.0, 0, 30.0, is_aborted=True)] * 9)
+    for version in (1, 2):
+        window.add_step(version, step_values())
+    assert not window.is_filled
+    window.add_groups(records(0.0, (2, 4), 4))
+    assert window.is_filled
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-15, 1e-12, 1e-9, 1e-6])
+@pytest.mark.parametrize("number", [2, 8, 400])
+def test_groups_that_met_almost_equally_many_others_give_the_guess(difference: float, number: int) -> None:
+    rng = np.random.default_rng(0)
+    together = 10.0 * (1 + difference * rng.standard_normal(number))
+    alike = records(0.3, (1, 2), number)
+    groups = [record._replace(together=float(n)) for record, n in zip(alike, together, strict=True)]
+    found, _ = without_load(groups, servers=1, paused=0.0)
+    assert found * 10 / (1 + found * 9) == pytest.approx(0.5, abs=0.01)

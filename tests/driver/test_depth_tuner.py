@@ -243,3 +243,33 @@ def test_the_status_says_the_depth_and_since_when_a_move_has_made_it(
     driver.add(DepthMoved(version=23, slots=10, reason="6 % more steps than 1.25"))
     assert told(driver.watchdog) == "depth 1.5 of at most 4 since step 23"
     assert driver.told == ["depth 1.5 of at most 4 since step 23: 6 % more steps than 1.25"]
+
+
+@pytest.mark.parametrize("method", ["prospect", "look", "decide"])
+def test_an_error_of_a_decision_is_told_and_ends_neither_the_run_nor_alarms(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(monkeypatch)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("of a window")
+
+    monkeypatch.setattr(driver.tuner._controller, method, fail)
+    driver.tuner._controller.add_groups(GROUPS)
+    for version in range(1, 20):
+        if decision := driver.step(version):
+            asyncio.run(decision)
+    (told,) = driver.told
+    assert told.startswith("staleness.depth auto can not decide: ZeroDivisionError('of a window'). The depth stays 1.2")
+    driver.step(20, alarm__kl=1.0)
+    assert driver.sent == [8]  # depth 1
+
+
+def test_a_run_that_loses_a_server_is_not_said_to_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    for version in range(1, 40):
+        if decision := driver.step(version, servers=1 if version < 30 else 2):
+            decision.close()
+            driver.tuner._is_deciding = False
+        driver.add(WorkerReport(groups=GROUPS))
+    assert driver.told == []

@@ -150,3 +150,28 @@ def test_a_version_whose_evaluation_takes_too_long_is_skipped(servers: tuple[str
     fixture = Fixture(rollout_0=late, eval_0=late)
     fixture.evaluate(*servers)
     assert fixture.log.skipped == [(4, "the driver waited 9 s")] and not fixture.log.results
+
+
+@pytest.mark.parametrize("servers", [(), ("eval/0",)])
+def test_an_evaluation_that_fails_is_skipped_and_training_goes_on(servers: tuple[str, ...]) -> None:
+    broken = failing(AsyncRLError("rollout/0 failed: ValueError: no verdict\nand a traceback"))
+    fixture = Fixture(rollout_0=broken, eval_0=broken)
+    fixture.evaluate(*servers)
+    assert fixture.log.skipped == [(4, "rollout/0 failed: ValueError: no verdict")]
+    assert not fixture.log.results and not fixture.lost
+
+
+def test_a_server_that_was_down_when_the_evaluation_began_is_not_asked_when_it_is_back() -> None:
+    """It serves version 0 until the next push."""
+    asked: list[Any] = []
+    fixture = Fixture(rollout_0=answering([]), eval_0=answering(asked))
+
+    async def die(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        fixture.running.add("eval/0")
+        raise ProcessDiedError("gone")
+
+    fixture.processes.actors["eval/1"] = Processes.actor(die)
+    fixture.running = fixture.evaluations._running = {"rollout/0", "eval/1"}
+    fixture.evaluate("eval/0", "eval/1")
+    assert (asked, fixture.log.results) == ([], [])
+    assert fixture.log.skipped == [(4, "no evaluation server that serves it is up")]

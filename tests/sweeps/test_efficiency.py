@@ -152,6 +152,15 @@ def test_runs_above_all_of_the_curve_or_without_evaluations_have_no_efficiency()
     assert LARGEST > 1.0
 
 
+@pytest.mark.parametrize("e", [2.0, 2.5, 4.0])
+def test_runs_that_reach_the_level_where_the_curve_is_flat_have_no_efficiency(e: float) -> None:
+    curve = SynchronousCurve([[(0.0, 0.1), (10.0, 0.42), (20.0, 0.5), (30.0, 0.5), (40.0, 0.5)]])
+    fast = [(v, float(curve(e * v))) for v in (0.0, 10.0, 20.0, 30.0, 40.0)]
+    assert math.isnan(efficiency([fast], curve))
+    slow = [(v, float(curve(1.5 * v))) for v in (0.0, 10.0, 20.0, 30.0, 40.0)]
+    assert efficiency([slow], curve) == pytest.approx(1.5, abs=0.01)
+
+
 def test_why_no_efficiency_can_be_told() -> None:
     assert why_unknown([run(saturating)]) == ""
     assert why_unknown([]) == "the sweep has no synchronous setting (staleness.max 0) to compare with"

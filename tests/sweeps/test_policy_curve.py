@@ -124,6 +124,8 @@ def test_the_mean_over_the_time_is_that_of_the_policy_that_is_served() -> None:
     assert curve.mean_over_time(9.0) == pytest.approx((1 * 0.1 + 3 * 0.5 + 5 * 0.9) / 9)
     assert curve.mean_over_time(2.0) == pytest.approx((1 * 0.1 + 1 * 0.5) / 2)
     assert math.isnan(curve.mean_over_time(9.5)) and math.isnan(curve.mean_over_time(0.0))
+    late = PolicyCurve(curve.points[2:], curve.end_s)  # from 1 s on
+    assert math.isnan(late.mean_over_time(0.5)) and late.mean_over_time(2.0) == pytest.approx(0.5)
 
 
 def test_a_run_that_went_on_from_a_checkpoint_has_the_curve_of_one_without_that_step() -> None:

@@ -28,6 +28,11 @@ def test_the_scale_is_the_root_of_the_effective_share_of_the_samples() -> None:
     assert step_scale(0.0, 0.0, 0.0) == 1.0
 
 
+@pytest.mark.parametrize("sums", [(math.nan, math.nan), (math.inf, math.inf), (2.0, math.inf), (2.0, math.nan)])
+def test_weights_that_are_no_numbers_leave_the_step_as_it_is(sums: tuple[float, float]) -> None:
+    assert step_scale(*sums, 3.0) == 1.0
+
+
 def test_weights_are_those_of_trained_tokens_or_of_the_rows_that_have_any() -> None:
     """Rows of tokens with weights (2, 3, untrained), (untrained) and (1/2)."""
     log_rho = torch.tensor([2.0, 3.0, 1.0, 1.0, 0.5]).log()
@@ -69,3 +74,5 @@ def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
 def test_interpolated_logprobs_that_show_no_sample_size_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"learner\.lr_by_ess must be off with algorithm\.proximal interpolate, got"):
         learner_config(algorithm={"epochs": 2, "proximal": "interpolate"}, learner={"lr_by_ess": "token"})
+    with pytest.raises(ConfigError, match=r"staleness\.depth must be max or a number with algorithm\.proximal interp"):
+        learner_config(algorithm={"epochs": 2, "proximal": "interpolate"}, staleness={"max": 2, "depth": "auto"})

@@ -44,7 +44,6 @@ class Store:
         self.state.slots = rules.slots
         self.end_reason = ""
         """Why there will probably be no further batch; empty while there may be one."""
-        self._aborts: dict[str, list[int]] = {}  # [worker] groups dropped while it ran them, until it acknowledges
         self.num_flat = 0
         """The number of groups in a row that arrived with one and the same reward for every answer."""
         self._flat_reward = 0.0
@@ -119,16 +118,16 @@ class Store:
         lost = [group_id for group_id, row in self.state.running.items() if row.worker == worker]
         for group_id in lost:
             self.fail(group_id, f"{worker} is gone", requeue=True)
-        self._aborts.pop(worker, None)
+        self.state.aborts.pop(worker, None)
         return len(lost)
 
     def aborts(self, worker: str) -> list[int]:
         """Return the ids of the groups that were dropped while `worker` ran them and that it has not acknowledged."""
-        return self._aborts.get(worker, [])
+        return self.state.aborts.get(worker, [])
 
     def acknowledge_aborts(self, worker: str, group_ids: Iterable[int]) -> None:
         received = set(group_ids)
-        self._aborts[worker] = [group_id for group_id in self.aborts(worker) if group_id not in received]
+        self.state.aborts[worker] = [group_id for group_id in self.aborts(worker) if group_id not in received]
 
     # --- for the learner
 
@@ -246,7 +245,7 @@ class Store:
         """Drop groups as late; `aborts` tells the workers of it."""
         for row in rows:
             if row.state == "running":
-                self._aborts.setdefault(row.worker, []).append(row.group_id)
+                self.state.aborts.setdefault(row.worker, []).append(row.group_id)
             self.state.drop(row, "late", requeue=True, now_s=now_s)
 
     def _count_flat(self, arrival: Arrival) -> None:

@@ -102,6 +102,8 @@ class StoreState:
         """The number of groups that may hold a slot at once."""
         self.is_draining = False
         """Whether no group may start, because a push waits for those that run (weight_sync.on_update=drain)."""
+        self.aborts: dict[str, list[int]] = {}
+        """[worker] ids of the groups that were dropped while it ran them, until it acknowledges that it knows."""
         self.next_group_id = 0
         self.next_prompt = 0
         self.requeued: deque[int] = deque()
@@ -197,6 +199,7 @@ class StoreState:
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
             "slots": self.slots, "is_draining": self.is_draining,
+            "aborts": {worker: list(group_ids) for worker, group_ids in self.aborts.items()},
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
             "accounting": self.accounting.scalars(), "prompts": self.prompts.scalars(),
@@ -212,6 +215,7 @@ class StoreState:
         for name in ("version", "served_version", "first_version", "slots", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
         self.is_draining = scalars.get("is_draining", False)
+        self.aborts = {worker: list(group_ids) for worker, group_ids in scalars.get("aborts", {}).items()}
         self.requeued = deque(scalars["requeued"])
         self.unserved = Counter({int(version): number for version, number in scalars["unserved"].items()})
         accounting = copy.deepcopy(scalars["accounting"])

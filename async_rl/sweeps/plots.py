@@ -169,18 +169,24 @@ def _depth_beside_bound(rows: Sequence[Setting]) -> Any:
     }
     if not (bounds and depths) or not all(row.has(key) for row in rows for key in shown):
         return None
+    below = sorted({row.staleness.max for row in depths})
+    groups = {"bound": bounds} | {f"depth / {m}": [row for row in depths if row.staleness.max == m] for m in below}
     figure, panels = make_panels(len(shown))
     for axes, (key, title) in zip(panels, shown.items(), strict=True):
-        for number, (group, line, label) in enumerate(((bounds, "-", "bound"), (depths, "", "depth / bound"))):
+        for number, (label, group) in enumerate(groups.items()):
             group = sorted(group, key=lambda row: row.estimate("staleness_mean").mean)
             xs, ys = ([row.estimate(name) for row in group] for name in ("staleness_mean", key))
             axes.errorbar(
                 [x.mean for x in xs], [y.mean for y in ys], yerr=[0.0 if math.isnan(y.error) else y.error for y in ys],
-                capsize=3, color=OKABE_ITO[number], marker=MARKERS[number], linestyle=line, label=label,
+                capsize=3, color=OKABE_ITO[number], marker=MARKERS[number], label=label,
+                linestyle="-" if number == 0 else ":" if len(below) > 1 else "",
             )  # fmt: skip
+            if 0 < number < len(below):  # its depths lie below those of the largest bound, which have names
+                continue
             for place, (row, x, y) in enumerate(zip(group, xs, ys, strict=True)):
                 # Below the line of bounds, and to both sides of the depths, which lie close together.
-                offset, side = ((5, -12), "left") if line else ((7, 4), "left") if place % 2 else ((-7, 4), "right")
+                sides = ((5, -12), "left"), ((7, 4), "left"), ((-7, 4), "right")
+                offset, side = sides[0] if number == 0 else sides[2 - place % 2]
                 axes.annotate(
                     str(row.staleness), (x.mean, y.mean), offset, textcoords="offset points", fontsize=8, ha=side,
                     color=OKABE_ITO[number],

@@ -217,6 +217,23 @@ def test_a_buffer_that_starts_again_during_a_push_that_drains_admits_no_group() 
     assert again.capacity() == 2
 
 
+def test_a_buffer_that_starts_again_still_tells_workers_of_the_groups_that_it_dropped() -> None:
+    store = Store(plain_rules(1, 2, late="drop"))
+    store.served(0)
+    store.admit("rollout/0", 4, 0.0)
+    finish_all(store, [2, 3])
+    train(store)
+    store.served(1)
+    store.admit("rollout/0", 4, 0.0)
+    finish_all(store, [4, 5])
+    assert store.take(1)  # 0 and 1 still run, and can only miss their deadline
+    again = Store(store.rules)
+    again.state.restore(store.state.rows(), json.loads(json.dumps(store.state.scalars())))
+    assert again.aborts("rollout/0") == store.aborts("rollout/0") == [0, 1]
+    again.acknowledge_aborts("rollout/0", [0, 1])
+    assert again.aborts("rollout/0") == []
+
+
 def test_a_push_waits_for_nothing_unless_it_drains() -> None:
     store = open_store()
     store.admit("rollout/0", 1, 0.0)

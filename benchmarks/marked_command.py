@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 class MarkedCommand:
     """Runs a command in a process group of its own, from its creation on, and finds all processes that it started.
 
+    Once there is one, SIGTERM raises SystemExit here, so that a `finally` can end the command.
+
     Args:
         log: the file that receives the command's output.
         program: the words before the arguments (default: `async-rl`).
@@ -37,6 +40,8 @@ class MarkedCommand:
         self, arguments: list[str], log: Path, program: Sequence[str] = ASYNC_RL,
         environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.log = log
         with log.open("w") as out:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from async_rl.errors import WaitTimeoutError
-from benchmarks.marked_command import MARK, RAY_AGENTS, MarkedCommand, wait_until
+from benchmarks.marked_command import MARK, RAY_AGENTS, ROOT, MarkedCommand, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -61,3 +63,26 @@ def test_a_process_that_has_overwritten_its_environment_is_found_by_its_parent(
     finally:
         command.kill()
     wait_until(lambda: not runs(hidden.pid), 30, "it to be ended")
+
+
+BENCHMARK = """
+import sys
+from pathlib import Path
+from benchmarks.marked_command import MarkedCommand
+command = MarkedCommand([], Path(sys.argv[1]), (sys.executable, "-c", "import time; time.sleep(600)"))
+try:
+    print(command.process.pid, flush=True)
+    command.wait(600)
+finally:
+    command.kill()
+"""
+
+
+def test_a_benchmark_that_gets_sigterm_ends_its_command(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", BENCHMARK, str(tmp_path / "log")]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout
+        pid = int(benchmark.stdout.readline())
+        benchmark.send_signal(signal.SIGTERM)
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+    assert not runs(pid)

@@ -9,8 +9,9 @@ where accuracy(v) is the held-out accuracy after v steps and acc0 that of synchr
 the same other settings. A step is worth e synchronous steps. Steps a minute times e are effective steps a minute: the
 synchronous steps that would have taught as much.
 
-- acc0: the k-th evaluations of the synchronous runs are averaged over seeds, made monotone by isotonic regression, and
-  interpolated by a monotone cubic (PCHIP) over log(1 + v / v1), v1 the version of the first evaluation after the start.
+- acc0: the evaluations of the synchronous runs are averaged over seeds, version by version, made monotone by isotonic
+  regression, and interpolated by a monotone cubic (PCHIP) over log(1 + v / v1), v1 the version of the first evaluation
+  after the start.
   Between few evaluations of a concave curve an interpolation over v itself lies too low, and e would be too large.
   Beyond the last evaluation the curve goes on with its last slope.
 - e: least squares over all evaluations after the start of all seeds of a setting together.
@@ -93,10 +94,17 @@ class SynchronousCurve:
 
 
 def _averaged(runs: Sequence[Evaluations]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return versions, accuracies and numbers of runs of the k-th evaluations, averaged over runs that have them."""
+    """Return versions, accuracies and numbers of runs of the evaluations, averaged over the runs that have them.
+
+    Averaged are those of equal versions, of which a run may have skipped some; the k-th ones where versions differ from
+    run to run, because weights changed while answers were sampled.
+    """
     found: dict[float, list[tuple[float, int]]] = {}
-    for k in range(max(map(len, runs))):
-        have = [run[k] for run in runs if len(run) > k]
+    longest = max(map(len, runs))
+    due = sorted({version for run in runs for version, _ in run})
+    for k in range(longest):
+        at_k = [run[k] for run in runs if len(run) > k]
+        have = [each for run in runs for each in run if each[0] == due[k]] if len(due) == longest else at_k
         version, accuracy = np.mean(have, axis=0)
         found.setdefault(float(version), []).append((float(accuracy), len(have)))
     versions = sorted(found)

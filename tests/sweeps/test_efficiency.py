@@ -65,6 +65,15 @@ def test_the_curve_meets_the_means_of_the_seeds_and_never_falls() -> None:
     assert (np.diff(curve(np.linspace(0, 60, 200))) >= -1e-12).all()
 
 
+@pytest.mark.parametrize("skipped", [[30.0], [60.0], [30.0, 60.0]])
+def test_an_evaluation_that_one_seed_has_skipped_leaves_the_curve_as_it_is(skipped: list[float]) -> None:
+    whole = run(saturating)
+    short = [each for each in whole if each[0] not in skipped]
+    curve = SynchronousCurve([whole, short, short])
+    assert [float(curve(version)) for version, _ in whole] == pytest.approx([accuracy for _, accuracy in whole])
+    assert efficiency([whole], curve) == pytest.approx(1.0, abs=0.001)
+
+
 def test_beyond_its_end_the_curve_goes_on_with_its_last_slope() -> None:
     curve = SynchronousCurve([run(lambda v: 0.2 + 0.004 * v, 10)])
     slope = (float(curve(120.0)) - float(curve(119.9))) / 0.1

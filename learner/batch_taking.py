@@ -46,7 +46,7 @@ def ask_buffer(
         WaitTimeoutError: there was no batch within timeouts.work_s, and no other reason to end the wait.
     """
     if (wanted := asked()) and wanted.why == "paused":
-        return wanted
+        return NoBatch("push wanted") if is_push_wanted() else wanted
     try:
         frames = client.take_raw(version, lambda: asked() is not None or is_push_wanted())
     except NothingToLearnError as error:

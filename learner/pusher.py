@@ -55,7 +55,7 @@ class Pusher:
 
     def has_servers(self) -> bool:
         """Take in on rank 0 which servers died or came back, and return whether there is one to push to."""
-        self.membership.apply(self.publisher.servers)
+        self.publisher.forget(self.membership.apply(self.publisher.servers))
         return bool(self.publisher.servers)
 
     def push(self, version: int) -> tuple[PushReport, list[ServersLost]]:
@@ -69,10 +69,10 @@ class Pusher:
         """
         lost: list[ServersLost] = []
         while True:
-            self.membership.apply(self.publisher.servers)
+            self.publisher.forget(self.membership.apply(self.publisher.servers))
             urls = dict(self.publisher.servers)
             report = self.publisher.push(self._weights(), version, erases=self._may_erase and not self._is_verified)
-            self.membership.pushed(self.publisher.servers, report.lost)
+            self.membership.pushed({} if report.has_failed else self.publisher.servers, report.lost)
             if report.lost:
                 died = tuple((name, urls[name]) for name in report.lost)
                 lost.append(ServersLost(servers=died, cause=report.cause))

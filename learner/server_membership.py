@@ -47,14 +47,20 @@ class ServerMembership:
         """Return whether a server waits in `join`, and so needs an extra push."""
         return any(self._urls.values())
 
-    def apply(self, servers: dict[str, str]) -> None:
-        """Take servers that died out of `servers`, {name: URL} of those to push to, and add those that came back."""
+    def apply(self, servers: dict[str, str]) -> tuple[str, ...]:
+        """Take servers that died out of `servers`, {name: URL} of those to push to, and add those that came back.
+
+        Returns:
+            The names of all these.
+        """
         with self._lock:
+            changed = tuple(self._urls)
             for name, url in self._urls.items():
                 servers.pop(name, None)
                 if url:
                     servers[name] = url
             self._urls = {name: url for name, url in self._urls.items() if url}
+        return changed
 
     def pushed(self, servers: dict[str, str], lost: tuple[str, ...]) -> None:
         """End the wait in `join` of each server that a push to `servers` reached; for those `lost`, with an error."""

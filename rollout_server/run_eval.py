@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from async_rl.config import Config, EvalConfig
-from async_rl.errors import RewardError
+from async_rl.errors import RewardError, first_error
 from async_rl.messages.reports import EvaluationDone
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import IntArray, Prompt
@@ -61,7 +61,7 @@ class Evaluation:
         with self._stats.evaluating():
             held_out = await asyncio.to_thread(self._task.eval_prompts)
             prompts = held_out[part[0] :: part[1]]
-            groups = await asyncio.gather(*(self._group(prompt, places) for prompt in prompts))
+            groups = await self._groups(prompts, places)
             gold = await self._gold_metrics(prompts, groups)
         if not prompts:
             return EvaluationDone(version=version, spans=self._stats.drain_spans())
@@ -137,6 +137,17 @@ class Evaluation:
             return await self._gold(prompt, episodes) if episodes else []
         except RewardError:
             return None
+
+    async def _groups(
+        self, prompts: Sequence[Prompt], places: asyncio.Semaphore
+    ) -> list[Sequence[Episode | None]]:
+        """Return the episodes of each prompt. The first error ends those that are still played."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(self._group(prompt, places)) for prompt in prompts]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return [group.result() for group in groups]
 
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore

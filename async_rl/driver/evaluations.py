@@ -77,6 +77,10 @@ class RunningEvaluations:
             else:
                 reports += filter(None, answers)
                 parts = [part for part, answer in zip(parts, answers, strict=True) if answer is None]
+        metrics = (metric for report in reports for metric in report.metrics)
+        oldest = {metric.value for metric in metrics if metric.key == "eval/oldest_version"}
+        if due.servers and not problem and (other := oldest - {float(due.version)}):
+            problem = f"an evaluation server was started again, and answered with version {min(other):.0f}"
         if problem:
             self._log.skipped_eval(due.version, problem)
         else:

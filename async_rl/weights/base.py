@@ -19,6 +19,7 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.changed_weights import ChangedWeights
 from async_rl.weights.server_admin import ServerAdmin
+from async_rl.weights.silent_servers import find_silent
 from async_rl.weights.start_together import start_together
 
 LOST_WITHIN_S = 10.0
@@ -120,12 +121,25 @@ class WeightPublisher(ABC):
         return self._admins[key]
 
     def give_up(self) -> tuple[str, ...]:
-        """After a failed push, end the update at each server, which stays paused if it is.
+        """After a failed push, end the update at each server, which stays paused if it is, with the weights in use.
 
-        Returns:
-            The names of servers that did not answer within `push_limit`: they hang in the failed push.
+        Returns the names of servers that did not answer within `push_limit`: they hang in the failed push.
         """
-        return self.tell_servers(lambda admin: admin.end_update(), self.servers)
+        stages = self.config.weight_sync.staging != "none"
+
+        def end(admin: ServerAdmin) -> None:
+            if stages:  # it forgets what has come, maybe all of it: the server may still sample with the old weights
+                admin.begin_update()
+            admin.end_update()
+
+        return self.tell_servers(end, self.servers)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Note that the servers `names` were started again since the last push, maybe at the same URL."""
+        for name in names:
+            self._admins = {key: admin for key, admin in self._admins.items() if key[0] != name}
+            if self._changes is not None:
+                self._changes.forget(name)
 
     def push(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False
@@ -166,6 +180,8 @@ class WeightPublisher(ABC):
     def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
         """Do the work of `push` on rank 0, but for gathering what is left after an error."""
         try:
+            if self._changes is not None:
+                self._changes.is_sparse = False  # as of the push before
             self.connect()
             start_s = time.monotonic()
             if self._changes is not None:
@@ -257,13 +273,10 @@ class WeightPublisher(ABC):
 
     def _find_lost(self) -> tuple[str, ...]:
         """Wait until a server does not answer, and return the names of all that do not; () after LOST_WITHIN_S."""
-        deadline = time.monotonic() + LOST_WITHIN_S
-        while True:
-            alive = self._call_all(lambda admin: admin.is_ready())
-            lost = tuple(name for name, is_alive in zip(self.servers, alive, strict=True) if not is_alive)
-            if lost or time.monotonic() > deadline:
-                return lost
+        deadline, probes = time.monotonic() + LOST_WITHIN_S, self.calls(lambda admin: admin.is_ready())
+        while not (lost := find_silent(probes)) and time.monotonic() < deadline:
             time.sleep(0.2)
+        return lost
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
         """Release what the transport holds in this process and at the servers, such as process groups or folders."""

@@ -6,7 +6,7 @@ One process group holds learner rank 0 as its rank 0 and all ranks of all server
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,11 +24,13 @@ from torch.distributed.distributed_c10d import (
 )
 
 from async_rl.config import Config
+from async_rl.errors import WeightSyncError
 from async_rl.network import open_store
 from async_rl.network.ports import open_listener
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
 from async_rl.weights.bucket_publisher import BucketPublisher
 from async_rl.weights.group_abort import abort_when_told, tell_to_abort
+from async_rl.weights.silent_servers import find_silent
 from async_rl.weights.start_together import start_together
 
 
@@ -53,6 +55,8 @@ class BroadcastPublisher(BucketPublisher):
         self._leave()
         if not self.servers:
             return
+        if silent := find_silent(self.calls(lambda admin: admin.is_ready())):  # a scheduler would wait for them
+            raise WeightSyncError(f"joining the weight group: {', '.join(silent)} did not answer")
         self.group_name = f"weights-{time.time_ns()}"
         host, tp = self.config.network.host, self.config.placement.rollout.tp
         world_size = 1 + len(self.servers) * tp
@@ -68,7 +72,7 @@ class BroadcastPublisher(BucketPublisher):
             for index, name in enumerate(self.servers)
         }
         calls["learner rank 0"] = partial(
-            join_group, store, 0, world_size, self.group_name, self.backend, self.config.timeouts.push_s
+            join_group, store, 0, world_size, self.group_name, self.backend, limit.seconds
         )
         self.group = start_together(calls, limit, "joining the weight group")()["learner rank 0"]
         self._members = dict(self.servers)
@@ -96,6 +100,12 @@ class BroadcastPublisher(BucketPublisher):
         with torch.cuda.stream(stream):
             dist.broadcast(data, group=self.group, group_src=0)
         stream.synchronize()
+
+    def forget(self, names: Iterable[str]) -> None:
+        names = tuple(names)
+        super().forget(names)
+        for name in names:
+            self._members.pop(name, None)
 
     def give_up(self) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast

@@ -54,6 +54,10 @@ class ChangedWeights:
             yield name + SUFFIX, parcel
         self._version, self.changed_share = version, changed / max(1, total)
 
+    def forget(self, name: str) -> None:
+        """Note that the server `name` was started again, so that it does not hold the last push."""
+        self._holders.pop(name, None)
+
     def delivered(self, servers: Mapping[str, str]) -> None:
         """Note that the last push has reached all of `servers`, {name: URL}."""
         self._holders = dict(servers)

@@ -19,7 +19,8 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
 
     Raises (the returned function does):
         WeightSyncError: a call failed; the message names it. The other calls may still be running.
-        WaitTimeoutError: the message names the calls that are still running after `limit`.
+        WaitTimeoutError: a call waited too long itself, or calls are still running after `limit`; the message names
+            them.
     """
     futures: dict[str, Future[Any]] = {name: Future() for name in calls}
     deadline = time.monotonic() + limit.seconds
@@ -34,7 +35,8 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
         done, running = wait(futures.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         for name, future in futures.items():
             if future in done and (error := future.exception()):
-                raise WeightSyncError(f"{what}: {name} failed: {error}") from error
+                kind = WaitTimeoutError if isinstance(error, WaitTimeoutError) else WeightSyncError
+                raise kind(f"{what}: {name} failed: {error}") from error
         if running:
             names = ", ".join(sorted(name for name, future in futures.items() if future in running))
             raise WaitTimeoutError(f"{what}: the learner waited {limit} for {names}")

@@ -175,3 +175,18 @@ def test_a_server_that_was_down_when_the_evaluation_began_is_not_asked_when_it_i
     fixture.evaluate("eval/0", "eval/1")
     assert (asked, fixture.log.results) == ([], [])
     assert fixture.log.skipped == [(4, "no evaluation server that serves it is up")]
+
+
+def test_answers_of_another_version_are_not_taken_for_those_of_the_one_that_was_due() -> None:
+    """The server was started again between the push and the call, and serves version 0."""
+
+    async def answer(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        metrics = (Metric("eval/accuracy", 0.5), Metric("eval/oldest_version", 0.0, "min"))
+        return EvaluationDone(version=version, metrics=metrics)
+
+    fixture = Fixture(rollout_0=answering([]), eval_0=answer)
+    fixture.evaluate("eval/0")
+    assert fixture.log.skipped == [(4, "an evaluation server was started again, and answered with version 0")]
+    first = Fixture(rollout_0=answering([]), eval_0=answer)
+    first.evaluate("eval/0", version=0)
+    assert len(first.log.results) == 1

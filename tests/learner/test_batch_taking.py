@@ -39,3 +39,8 @@ def test_the_buffers_answer_decides_what_the_learner_does_next(
 def test_a_paused_learner_does_not_ask_for_a_batch() -> None:
     client: Any = None
     assert ask_buffer(client, 3, lambda: NoBatch("paused"), lambda: False) == NoBatch("paused")
+
+
+def test_a_server_that_comes_back_in_a_pause_gets_its_push() -> None:
+    client: Any = None
+    assert ask_buffer(client, 3, lambda: NoBatch("paused"), lambda: True) == NoBatch("push wanted")

@@ -62,6 +62,24 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     assert [report.version for report in (first, second)] == [1, 2]
 
 
+def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
+    )
+    reached: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    membership, pushed = learner.servers["rollout"], learner.servers["rollout"].pushed
+    monkeypatch.setattr(
+        membership, "pushed", lambda servers, lost: (reached.append((tuple(servers), lost)), pushed(servers, lost))
+    )
+    back = joining(learner)
+    publisher.dies_next = "rollout/0"
+    list(learner.run())
+    back.join()
+    assert reached[:2] == [((), ("rollout/0",)), (("rollout/1",), ())]
+
+
 def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:

@@ -80,3 +80,12 @@ def test_a_server_that_dies_while_waiting_is_told_apart_from_its_replacement() -
 def test_joining_without_a_push_times_out_and_names_the_server() -> None:
     with pytest.raises(WaitTimeoutError, match=r"rollout/3 waited 0 s \(timeouts\.work_s\)"):
         ServerMembership().join("rollout/3", "http://x", Limit(0.01, "timeouts.work_s"))
+
+
+def test_servers_that_left_or_came_back_are_named_also_at_the_same_url() -> None:
+    servers, live = ServerMembership(), {"rollout/0": "http://a", "rollout/1": "http://b"}
+    assert servers.apply(live) == ()
+    servers.leave("rollout/1")
+    servers.add("rollout/1", "http://b")
+    assert servers.apply(live) == ("rollout/1",)
+    assert live == {"rollout/0": "http://a", "rollout/1": "http://b"}

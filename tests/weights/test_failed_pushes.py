@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import Limit, PlacementConfig, TimeoutsConfig
+from async_rl.config import Config, Limit, PlacementConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights import base as publisher_module
+from async_rl.weights.bucket import iter_buckets
+from async_rl.weights.silent_servers import find_silent
+from rollout_server.engines.vllm.admin import VLLMAdmin
+from tests.kit.configs import make_config
 from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
 
 DEAD = "http://127.0.0.1:9"
@@ -147,3 +152,48 @@ def test_the_learner_frees_its_memory_before_servers_of_its_gpu_allocate_theirs(
         "empty_cache", "pause retract", "resume_memory weights", "begin_update", "end_update", "empty_cache",
         "resume_memory kv_cache", "resume",
     ]
+
+
+class DyingPublisher(PausingPublisher):
+    """Server rollout/1 dies when rollout/0 has received all weights. `asked` has what rollout/0 was asked for."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, ["http://h:1", "http://h:2"], 0, CPU)
+        self.asked, self.is_dead = list[str](), False
+        self._fakes = {name: self._fake(name) for name in self.servers}
+
+    def _fake(self, name: str) -> VLLMAdmin:
+        publisher = self
+
+        class Admin(VLLMAdmin):
+            def ask(self, method: str, path: str, body: Any = None, limit: Any = None) -> Any:
+                if name == "rollout/1" and publisher.is_dead:
+                    raise WeightSyncError("connection refused")
+                if name == "rollout/0" and method == "POST":
+                    publisher.asked.append((body or {}).get("method", path))
+                return {}
+
+        return Admin(self.config, self.servers[name])
+
+    def admin(self, name: str) -> Any:
+        return self._fakes[name]
+
+    def send(self, staged: Iterator[tuple[str, Tensor]], version: int) -> int:
+        (bucket,) = iter_buckets(staged, 2**20, torch.float32, [None, None])
+        self.admin("rollout/0").receive_bucket(bucket, version, "group")
+        self.is_dead = True
+        raise WeightSyncError("rollout/1 died")
+
+
+def test_a_staged_push_that_fails_after_its_last_weights_loads_none_of_them() -> None:
+    config = make_config(rollout={"engine": "vllm"}, weight_sync={"staging": "device", "on_update": "retract"})
+    publisher = DyingPublisher(config)
+    assert publisher.push([("w", torch.zeros(4))], 7).lost == ("rollout/1",)
+    assert "/update_weights" in publisher.asked and "/pause" not in publisher.asked
+    after = publisher.asked[publisher.asked.index("/update_weights") + 1 :]
+    assert "drop_weight_update" in after and "/finish_weight_update" not in after
+
+
+def test_a_server_that_misses_a_single_probe_is_not_taken_for_dead() -> None:
+    answers = {"busy": iter([False, True]), "dead": iter([False, False]), "well": iter([True])}
+    assert find_silent({name: partial(next, answer) for name, answer in answers.items()}) == ("dead",)

@@ -46,3 +46,11 @@ def test_a_server_that_never_answers_is_named_with_the_timeouts_key() -> None:
 
 def test_results_come_back_by_name() -> None:
     assert start_together({"a": lambda: 1, "b": lambda: 2}, PUSH, "sum")() == {"a": 1, "b": 2}
+
+
+def test_a_call_that_has_waited_too_long_itself_is_a_timeout_too() -> None:
+    def wait_too_long() -> None:
+        raise WaitTimeoutError("http://b/update: the learner waited 3 s")
+
+    with pytest.raises(WaitTimeoutError, match="push of version 3: http://b failed: http://b/update: the learner wai"):
+        start_together({"http://b": wait_too_long}, PUSH, "push of version 3")()

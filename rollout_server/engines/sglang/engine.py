@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def attach_server(admin: SGLangAdmin, config: Config) -> None:
         admin.resume()  # an earlier run may have left the server paused in the middle of a push
         admin.abort_all()
         admin.pause("in_place")
+        with suppress(WeightSyncError):  # an earlier run may have ended in the middle of an update
+            admin.end_update()
         admin.begin_update()
         admin.load_folder(Path(config.model.path).resolve(), version=0)
         admin.end_update()

@@ -53,7 +53,7 @@ class VLLMEngine(HttpEngine):
             extend_reply(reply, choice, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
-        return "/abort_requests", {"request_ids": [request_id]}
+        return "/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}  # as this endpoint names them
 
     async def load(self) -> Load | None:
         """Return the server's running replies and their limit, or None if it does not answer within LOAD_TIMEOUT_S."""

@@ -70,6 +70,9 @@ class FakePublisher:
     def connect(self) -> None:
         self.calls.append(("connect", -1))
 
+    def forget(self, names: Iterable[str]) -> None:
+        pass
+
     def release_server_memory(self) -> None:
         self.calls.append(("release_server_memory", -1))
 

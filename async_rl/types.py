@@ -97,8 +97,13 @@ class Row:
     """The position of the last token of each turn that the row trains. Empty: it is one turn, with the whole reward."""
     turn_rewards: Annotated[tuple[float, ...], PerTurn("<f8", column="reward")] = ()
     """The reward of each of these turns. Over all rows of an episode they add up to its reward."""
-    num_too_old: int = 0
-    """The number of tokens that are masked only because they are too old (`staleness.late: mask`)."""
+    too_old: BoolArray | None = None
+    """[T] True where a token is masked only because it is too old (`staleness.late: mask`); None: none is."""
+
+    @property
+    def sampled(self) -> BoolArray:
+        """[T] True where the model sampled the token and no earlier row has it, also if it is too old to be trained."""
+        return self.mask if self.too_old is None else self.mask | self.too_old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

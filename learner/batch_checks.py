@@ -29,7 +29,7 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
         rows = []
         for row in group.rows:
             mask = row.mask & young_enough(row.versions, version, staleness.max)
-            rows.append(replace(row, mask=mask, num_too_old=int(row.mask.sum() - mask.sum())))
+            rows.append(replace(row, mask=mask, too_old=row.mask & ~mask))
         groups.append(replace(group, rows=tuple(rows)))
     masked = replace(batch, groups=tuple(groups))
     check_bound(masked, version, staleness.max)
@@ -38,7 +38,8 @@ def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> t
         for group in batch.groups for rows in rows_by_episode(group)
     ]  # fmt: skip
     rows = [row for group in masked.groups for row in group.rows]
-    kept, too_old = sum(int(row.mask.sum()) for row in rows), sum(row.num_too_old for row in rows)
+    kept = sum(int(row.mask.sum()) for row in rows)
+    too_old = sum(int(row.sampled.sum()) for row in rows) - kept
     metrics = [
         Metric("staleness/before_mask_mean", float(np.mean(ages))),
         Metric("staleness/before_mask_max", float(max(ages)), "max"),

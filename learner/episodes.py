@@ -21,7 +21,7 @@ def tokens_by_episode(group: Group) -> list[int]:
 
     These are the trained tokens of all its rows and those that are masked only for their age.
     """
-    sampled = [int(row.mask.sum()) + row.num_too_old for row in group.rows]
+    sampled = [int(row.sampled.sum()) for row in group.rows]
     return [sum(sampled[index] for index in indices) for indices in rows_by_episode(group)]
 
 

@@ -145,7 +145,7 @@ class Learner:
                 metrics += self._checkpoint()
             step_s = time.monotonic() - start_s
             self._save(is_last=is_last)
-            yield self._step_report(taken, metrics, step_s)
+            yield self._step_report(metrics, step_s)
             yield from events
             start_s = time.monotonic()
         self._close()
@@ -252,7 +252,7 @@ class Learner:
             self._client.served(self.version, *(move or ()))
         return [DepthMoved(version=self.version, slots=move.slots, reason=move.reason)] if move else []
 
-    def _step_report(self, batch: Batch, metrics: list[Metric], step_s: float) -> StepDone:
+    def _step_report(self, metrics: list[Metric], step_s: float) -> StepDone:
         measured, spans = self._measured()
         report = StepDone(version=self.version, spans=spans, samples=self._gpus.drain())
         if self.rank > 0:
@@ -260,7 +260,7 @@ class Learner:
         metrics = [*metrics, *measured, Metric("time/step_s", step_s), *step_times(spans)]
         self._recent_steps.add(self.version, reduce_metrics(metrics))
         alarms, states = self._alarms.check(self.version, metrics)
-        examples = choose_examples(batch) if self.config.logging.wandb != "disabled" else ()
+        examples = choose_examples(self._updater.trained) if self.config.logging.wandb != "disabled" else ()
         return replace(report, metrics=(*metrics, *states), alarms=alarms, examples=examples)
 
     def _keep_for_checkpoint(self, metrics: list[Metric], step_s: float) -> None:
@@ -278,8 +278,7 @@ class Learner:
 
     def _end_early(self, no_batch: NoBatch) -> list[LearnerReport]:
         """Save a checkpoint and, unless the user stopped the run, push and save the policy; return the reports."""
-        events: list[LearnerReport] = []
-        reason = no_batch.reason
+        events, reason = list[LearnerReport](), no_batch.reason
         if no_batch.why == "stopped":
             if self.version > self._saved_version:
                 self._checkpoint()
@@ -288,6 +287,7 @@ class Learner:
             reason = f"stopped at version {self.version}{saved}"
         else:
             if self.version > self._served_version or self.config.learner.ema_decay:
+                self.evaluations.await_end()
                 events = self._push(is_last=True)
             if self.version > self._saved_version and self.config.checkpoint.every_steps:
                 self._checkpoint()

@@ -99,7 +99,8 @@ class Updater:
             self._pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
 
     def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
-        """Train on `batch`, and return the metrics of all ranks together. Collective.
+        """Train on `batch`, and return the metrics of all ranks together. Collective. `trained` is then the batch with
+        the rewards that it was trained with.
 
         Args:
             recorder: gets the logprobs of every pass.
@@ -116,6 +117,7 @@ class Updater:
             metrics += self._reward_model.prompt_metrics(rule)
             metrics += rule_metrics(rule, batch, is_gold=self.config.reward_model.leaves_task_out)
 
+        self.trained = batch
         advantages = batch_advantages(self.config, batch)
         minibatches = self.at_step_start(self.pack(batch, advantages))
         minibatches = self.objective.prepare(minibatches)  # what depends on all tokens of the batch
@@ -151,7 +153,7 @@ class Updater:
                 break
         totals = self._totals(sums)
         metrics += [*batch_metrics(batch), *token_metrics(totals), *ptx_metrics(totals)]
-        metrics += self.objective.finish(totals, batch)
+        metrics += self.objective.finish(totals, batch, has_trained_policy=bool(steps["policy"]))
         metrics += [metric for name, taken in steps.items() for metric in _step_metrics(name, taken, totals)]
         if self.critic is not None:
             metrics.append(Metric("critic/explained_variance", explained_variance(totals)))

@@ -119,6 +119,10 @@ class KlConfig:
     target: NonNegativeFloat = 0.0
     """The KL, in nats a token, that the coefficient is adapted to keep. 0: the coefficient stays fixed."""
 
+    def __post_init__(self) -> None:
+        is_used = self.kind != "none"
+        check(self.target == 0 or is_used, "algorithm.kl.target", self.target, "0 with algorithm.kl.kind none")
+
 
 @section("algorithm")
 class AlgorithmConfig:

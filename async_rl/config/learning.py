@@ -222,6 +222,10 @@ class LearnerConfig:
             f"{' or '.join(self.offloads)} with learner.optimizer {self.optimizer}",
             "Only AdamW's moments are moved one at a time.",
         )
+        check(
+            self.optimizer == "AdamW" or self.betas == (0.9, 0.999), "learner.betas", self.betas,
+            f"as by default with learner.optimizer {self.optimizer}", "Give them in learner.optimizer_params.",
+        )
         own = {"lr", "params", "weight_decay", *(("betas",) if self.optimizer == "AdamW" else ())}
         check(
             not own & set(self.optimizer_params), "learner.optimizer_params", dict(self.optimizer_params),

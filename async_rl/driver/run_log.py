@@ -282,7 +282,8 @@ class RunLog:
         if not is_first and end_s > self.timeline.step_ends_s[-2]:
             values["time/step_s"] = end_s - self.timeline.step_ends_s[-2]
         if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
-            values["throughput/trained_tokens_per_s"] = values["batch/response_tokens"] / step_s
+            trained = values["batch/response_tokens"] * (1 - values.get("staleness/masked_fraction", 0.0))
+            values["throughput/trained_tokens_per_s"] = trained / step_s
         self.version = report.version
         if is_first:
             self._begin_lineage()

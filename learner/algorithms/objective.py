@@ -236,10 +236,11 @@ class Objective:
             log_traces = math.log(max(algorithm.lam, 1e-9)) + of.log_rho.clamp(max=0.0)
             sums.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
-    def finish(self, totals: Totals, batch: Batch) -> list[Metric]:
+    def finish(self, totals: Totals, batch: Batch, *, has_trained_policy: bool) -> list[Metric]:
         """Return the metrics of the KL term and of V-trace, and adapt the KL coefficient, from sums of all ranks.
 
-        If algorithm.kl.target is set, `kl_coef` is multiplied by 1 + 0.1 * clip(kl / target - 1, -0.2, 0.2). Here kl is
+        While the policy is not trained, as in the critic's warm-up, its KL says nothing of the coefficient. Else, if
+        algorithm.kl.target is set, `kl_coef` is multiplied by 1 + 0.1 * clip(kl / target - 1, -0.2, 0.2). Here kl is
         KL(proximal || reference) of the batch, estimated by k3 in nats a token. Source: Ziegler et al. 2019, arXiv
         1909.08593, section 2.2. `vtrace/reach` is the share of a final reward that reaches the first token of a row
         of median length: the product of the traces lam * min(rho, 1) over the row.
@@ -248,7 +249,7 @@ class Objective:
         if "reference_k3" in totals:
             divergence = float(totals["reference_k3"]) / tokens
             metrics += [Metric("kl/reference", divergence), Metric("kl/coef", self.kl_coef, "last")]
-            if self._kl_target > 0 and math.isfinite(divergence):
+            if self._kl_target > 0 and has_trained_policy and math.isfinite(divergence):
                 error = min(max(divergence / self._kl_target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + KL_STEP * error
         if "log_trace" in totals:

@@ -12,7 +12,7 @@ from learner.episodes import rows_by_episode
 
 
 def distinct_fraction(rows: Sequence[Row]) -> float:
-    """Return the share of distinct tokens among the trained ones of an episode; 1 if there are none."""
+    """Return the share of distinct tokens among those that the model sampled in an episode; 1 if there are none."""
     tokens = _sampled(rows)
     return len(np.unique(tokens)) / len(tokens) if len(tokens) else 1.0
 
@@ -20,8 +20,8 @@ def distinct_fraction(rows: Sequence[Row]) -> float:
 def repeated_fraction(batch: Batch) -> float | None:
     """Return how far all prompts of a batch get the same answer; None if it has fewer than two different prompts.
 
-    s_p(a) is the share of the answers to prompt p that equal a, token for token; P is the number of prompts. Answers of
-    which no token is trained are left out.
+    s_p(a) is the share of the answers to prompt p that equal a, token for token, those too that are too old
+    to be trained; P is the number of prompts. Answers without any token are left out.
 
         max over a of  (sum over p of s_p(a)  -  max over p of s_p(a)) / (P - 1)
 
@@ -53,4 +53,4 @@ def _shares(answers: Sequence[bytes]) -> dict[bytes, float]:
 
 
 def _sampled(rows: Iterable[Row]) -> np.ndarray:
-    return np.concatenate([row.tokens[row.mask] for row in rows])
+    return np.concatenate([row.tokens[row.sampled] for row in rows])

@@ -25,7 +25,7 @@ from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
 from learner.models.lora import AdapterParcels, adapter_starts, add_adapters, dropouts, merged_parameters
 from learner.models.network import MASKED, Network
-from learner.models.sequence import RECURRENT, kernel_of, owners, split_attention
+from learner.models.sequence import RECURRENT, WINDOWS, kernel_of, owners, split_attention
 from learner.models.split_vocabulary import split_vocabulary
 from learner.models.token_scores import score_tokens
 from learner.packing.microbatches import ForwardInputs
@@ -142,7 +142,7 @@ def layout_of(lms: Sequence[Any]) -> Layout:
     names = {kernel_of(lm) for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
     flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
-    slides = any(key == "sliding_window" or key.startswith(RECURRENT) for key in keys)
+    slides = any(key in WINDOWS or key.startswith(RECURRENT) for key in keys)
     return Layout(
         masked=names <= {*MASKED, "flex_attention"} and not slides,
         sparse=flash == names or (names <= {*flash, "flex_attention"} and not slides),

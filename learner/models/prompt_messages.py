@@ -78,6 +78,8 @@ class PromptReader:
         """Return the messages of the user and the assistant in `text`, or nothing if they are not in turn."""
         if not self._has_marker(text):
             return [_user(text)]
+        if not self._after_reply:  # the template writes nothing there, so replies and questions can't be told apart
+            return []
         *exchanges, last = text.split(self._after_reply)
         turns = []
         for exchange in exchanges:

@@ -74,14 +74,21 @@ class RewardModel:
         partial.
 
         Raises:
-            AsyncRLError: a prompt with its answer has more tokens than the model has positions.
+            AsyncRLError: a prompt with its answer has more tokens than the model has positions, or a reward is NaN or
+                infinite.
         """
         sequences = [
             self._rows.row(group.prompt_tokens.tolist(), row.tokens.tolist())
             for group in batch.groups
             for row in group.rows
         ]
-        rewards = iter(self._score_sequences(sequences).tolist())
+        scores = self._score_sequences(sequences)
+        if infinite := int((~scores.isfinite()).sum()):
+            raise AsyncRLError(
+                f"reward_model.path: {infinite} of its {len(scores)} rewards are NaN or infinite. Check the model with "
+                "answers of this task, or set model.dtype: float32"
+            )
+        rewards = iter(scores.tolist())
         groups = []
         for group in batch.groups:
             rows = tuple(self._rewarded(row, next(rewards)) for row in group.rows)

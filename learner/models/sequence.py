@@ -34,7 +34,7 @@ _PREFIX = "sequence_parallel_"
 """The beginning of the names of these attention functions in transformers' table; the name of a kernel follows."""
 RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
 """Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
-_WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size")
+WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def check_splittable(lm: Any, key: str, path: str) -> None:
     """
     keys = {name: value for name, value in lm.config.to_dict().items() if value}
     kinds = set(keys.get("layer_types") or ()) - {"full_attention"}
-    found = sorted(name for name in keys if name in _WINDOWS or name.startswith(RECURRENT))
+    found = sorted(name for name in keys if name in WINDOWS or name.startswith(RECURRENT))
     reason = ""
     if found:
         reason = f"its layers have windows or are recurrent ({found[0]} = {keys[found[0]]!r:.40})"

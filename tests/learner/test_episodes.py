@@ -134,7 +134,7 @@ def test_aggregations_over_rows_in_separate_micro_batches_by_hand(
     batch = hand_batch()
     if masks_first_row:
         (group,) = batch.groups
-        hidden = dataclasses.replace(FORKED[0], mask=np.zeros(6, bool), num_too_old=4)
+        hidden = dataclasses.replace(FORKED[0], mask=np.zeros(6, bool), too_old=FORKED[0].mask)
         batch = dataclasses.replace(batch, groups=(dataclasses.replace(group, rows=(hidden, *group.rows[1:])),))
     objective = Objective(config_of(aggregation=aggregation, correction=CorrectionConfig(kind="none")))
     normaliser = objective.normaliser(batch.groups, [(0, 2), (0, 1), (0, 0)])
@@ -272,7 +272,7 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     masked, metrics = check_staleness(batch, 5, StalenessConfig(max=1, late="mask"))
     rows = masked.groups[0].rows
     assert [row.mask.nonzero()[0].tolist() for row in rows] == [[4, 5], [2], []]
-    assert [row.num_too_old for row in rows] == [2, 0, 2]
+    assert [int(row.sampled.sum() - row.mask.sum()) for row in rows] == [2, 0, 2]
     values = {metric.key: metric.value for metric in metrics}
     assert values["episode/masked_turns"] == 2 and values["staleness/masked_fraction"] == pytest.approx(4 / 7)
     assert (values["staleness/before_mask_mean"], values["staleness/before_mask_max"]) == (2.5, 3)

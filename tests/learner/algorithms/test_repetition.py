@@ -47,15 +47,16 @@ def test_repeated_answers_are_those_that_other_prompts_get_too(
     assert repeated_fraction(answered(*groups)) == pytest.approx(expected)
 
 
-def test_answers_without_a_trained_token_are_not_taken_for_equal() -> None:
+@pytest.mark.parametrize(("is_old", "expected"), [(False, 0.0), (True, 0.5)])
+def test_answers_count_by_what_was_sampled_also_if_it_is_too_old(is_old: bool, expected: float) -> None:
     batch = answered((1, [[5], [6]]), (2, [[7], [5]]))
 
     def without_first(group: Group) -> Group:
-        first = replace(group.rows[0], mask=np.array([False]), num_too_old=1)
+        first = replace(group.rows[0], mask=np.array([False]), too_old=np.array([is_old]))
         return replace(group, rows=(first, *group.rows[1:]))
 
-    # what is left is 6 for the first prompt, and 5 for the second
-    assert repeated_fraction(replace(batch, groups=tuple(map(without_first, batch.groups)))) == 0.0
+    # without its tokens what is left is 6 for the first prompt, and 5 for the second
+    assert repeated_fraction(replace(batch, groups=tuple(map(without_first, batch.groups)))) == expected
 
 
 def test_an_episode_is_the_tokens_of_all_its_rows() -> None:

@@ -23,7 +23,7 @@ from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.run_dir import write_config
+from async_rl.storage.run_dir import new_run_dir, write_config
 
 SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}
 
@@ -114,6 +114,7 @@ def test_resume_auto_starts_a_run_goes_on_with_it_and_has_the_summary_of_its_end
     settings = {**SETTINGS, "run": {"dir": str(tmp_path), "name": "job", "steps": 7}}
     assert async_rl.train(settings, resume="auto")["resume"] == ""
     (tmp_path / "job").mkdir()
+    assert new_run_dir(async_rl.load_config(settings)).name == "job-2"
     begin(tmp_path / "job-2")
     assert async_rl.train(settings, resume="auto")["resume"] == str(tmp_path / "job-2")
     (tmp_path / "job-2" / "summary.json").write_text('{"steps": 7, "accuracy_end": 0.5}')

@@ -32,6 +32,8 @@ from async_rl.storage.whole_file import write_whole
 _LOCK_FILE = ".lock"
 _MARKER = ".resuming"
 """The file that a resume keeps until its first step; it holds the suffix of what was set aside, and the version."""
+_ASKED_NAME = ".asked_name"
+"""The file with the run.name that was asked for, in a directory that got a number because the name was taken."""
 INTERRUPTED = "interrupted"
 """The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
@@ -122,6 +124,8 @@ def new_run_dir(config: Config) -> Path:
         candidate = _numbered(config, number)
         try:
             candidate.mkdir(parents=True)
+            if number > 1:
+                write_whole(candidate / _ASKED_NAME, config.run.name)
         except FileExistsError:
             continue
         except OSError as error:
@@ -136,14 +140,15 @@ def find_run(config: Config) -> Path | None:
     """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
 
     It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint or
-    an end.
+    an end. A run whose own run.name ends in such a number is another run.
     """
     found = None
     for number in itertools.count(1):
         candidate = _numbered(config, number)
         if not candidate.exists():
             return found
-        if list_checkpoints(candidate) or is_complete(candidate, config):
+        is_of_name = number == 1 or _asked_name(candidate) == config.run.name
+        if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
             found = candidate
     raise AssertionError("the count has no end")
 
@@ -166,6 +171,12 @@ def is_complete(run_dir: Path, config: Config) -> bool:
 
 def _numbered(config: Config, number: int) -> Path:
     return config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
+
+
+def _asked_name(run_dir: Path) -> str:
+    """Return the run.name for which a directory was numbered; "" if it has its own name."""
+    file = run_dir / _ASKED_NAME
+    return file.read_text() if file.is_file() else ""
 
 
 def _has_step(run_dir: Path) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.run_dir import find_run, is_complete, open_run_dir, write_config
+from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, write_config
 from tests.kit.configs import changed, make_config
 
 
@@ -72,15 +72,23 @@ def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: 
     assert find_run(config) is None
     (tmp_path / "run").mkdir()
     assert find_run(config) is None, "it ended before its first checkpoint"
-    (tmp_path / "run-2").mkdir()
+    assert [new_run_dir(config).name for _ in range(2)] == ["run-2", "run-3"]
     save(tmp_path / "run-2", 3)
-    (tmp_path / "run-3").mkdir()
     (tmp_path / "run-5").mkdir()
     save(tmp_path / "run-5", 9)  # of a run of this name, because there is no run-4
     assert find_run(config) == tmp_path / "run-2"
     assert find_run(changed(config, run={"name": "run-5"})) == tmp_path / "run-5"
     (tmp_path / "run-3" / "summary.json").write_text('{"steps": 20, "ended": "solved"}')
     assert find_run(config) == tmp_path / "run-3", "it ended by itself, without a checkpoint"
+
+
+def test_a_run_whose_own_name_ends_in_a_number_is_another_run(config: Config, tmp_path: Path) -> None:
+    for name in ("run", "run-2"):
+        save(new_run_dir(changed(config, run={"name": name})), 3)
+    assert find_run(config) == tmp_path / "run"
+    save(new_run_dir(config), 5)
+    assert find_run(config) == tmp_path / "run-3"
+    assert find_run(changed(config, run={"name": "run-2"})) == tmp_path / "run-2"
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,23 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
                 )
 
 
+def check_unchanged(cell: Path, record: Record, planned: Record) -> None:
+    """Check that a finished cell was trained with the settings that the sweep has for it now, but for its place.
+
+    `check_comparable` leaves out what the axes set, so it does not see all that has changed.
+
+    Raises:
+        ConfigError: a key has another value now.
+    """
+    now = leaves(yaml.safe_load(planned.config))
+    for key, value in leaves(yaml.safe_load(record.config)).items():
+        if key not in PLACE_KEYS and now.get(key, value) != value:
+            raise ConfigError(
+                f"a finished cell must have the settings that this sweep has for it, got {key} {value} in {cell} and "
+                f"{now[key]} now. Give this sweep another --name, or move the cell away"
+            )
+
+
 def has_settings(cell: Cell, config: Config) -> bool:
     """Return whether the run in the folder of a cell has these settings, but for its place and its resumes.
 

@@ -35,6 +35,7 @@ from async_rl.sweeps.cells import (
     all_cells,
     cell_config,
     check_comparable,
+    check_unchanged,
     finished_cells,
     has_settings,
     make_record,
@@ -268,7 +269,11 @@ def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
     cells = all_cells(sweep.axes, sweep.folder)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
-    check_comparable([*finished_cells(sweep.folder, (axis.name for axis in sweep.axes)).items(), *planned])
+    finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
+    check_comparable([*finished.items(), *planned])
+    for folder, record in planned:
+        if folder in finished:
+            check_unchanged(folder, finished[folder], record)
     return cells, configs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from async_rl.sweeps.cell_process import CellProcesses
 from async_rl.sweeps.cells import (
     CORRECTIONS,
     MODES,
+    Axis,
     Bound,
     Cell,
     all_cells,
@@ -159,6 +161,24 @@ def test_other_bounds_with_another_setting_in_the_same_folder_are_refused(tmp_pa
     with pytest.raises(ConfigError, match=r"differ in its axes alone, got learner\.lr .* and 0\.5 in .*staleness-2"):
         run_sweep(make(tmp_path, axes=axes, overrides=("learner.lr=0.5",)), Trainer())
     assert run_sweep(make(tmp_path, axes=axes), Trainer()).pending == []
+
+
+@pytest.mark.parametrize(
+    ("axis", "key", "before", "now"),
+    [
+        (key_axis("algorithm.preset=grpo,dr_grpo"), "algorithm.entropy_coef", "0.0", "0.5"),
+        (named_axis("mode", "bounded,exact", MODES), "weight_sync.on_update", "in_place", "abort"),
+    ],
+)
+def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(
+    tmp_path: Path, axis: Axis, key: str, before: str, now: str
+) -> None:
+    axes = (staleness_axis("1"), seed_axis(2, 0), axis)
+    run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",), max_cells=2), Trainer())
+    message = rf"got {re.escape(key)} {before} in .*seed-0 and {now} now\. Give this sweep another --name, or move"
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={now}",)), Trainer())
+    assert run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",)), Trainer()).pending == []
 
 
 def test_a_cell_cut_short_starts_anew(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 import async_rl
 from async_rl import pipeline
+from async_rl.api import config_to_start, evaluation_config
 from async_rl.config import Config
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
@@ -141,6 +142,12 @@ def test_a_run_is_continued_with_its_own_configuration_unless_one_is_given(
     assert (summary["bound"], summary["resume"]) == (4, str(tmp_path / "before"))
     assert async_rl.train(None, ["staleness.max=3"], resume=tmp_path / "before")["bound"] == 3
     assert async_rl.train({**SETTINGS, "staleness": {"max": 6}}, resume=tmp_path / "before")["bound"] == 6
+
+
+@pytest.mark.parametrize("name", ["2024", "a #3", "a: b"])
+def test_a_run_or_a_model_is_found_whatever_yaml_reads_in_its_path(name: str) -> None:
+    assert config_to_start(SETTINGS, (), name)[0].run.resume == name
+    assert evaluation_config(name, SETTINGS).model.path == name
 
 
 @pytest.mark.parametrize("resume", ["", "auto"])

@@ -16,7 +16,7 @@ import yaml
 
 from async_rl.config import Config, StalenessConfig
 from async_rl.config.check import check
-from async_rl.config.loading import dump_config, load_config
+from async_rl.config.loading import dump_config, load_config, text_override
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
 from async_rl.storage.whole_file import write_whole
@@ -100,6 +100,11 @@ class Cell:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The overrides by which its run is in its folder."""
+        return (text_override("run.dir", self.folder.parent), text_override("run.name", self.name))
+
 
 def key_axis(text: str) -> Axis:
     """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError for other text."""
@@ -170,9 +175,8 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
 
 
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
-    place = (f"run.dir={cell.folder.parent}", f"run.name={cell.name}")
     try:
-        return load_config(path, [*overrides, *cell.overrides, *place])
+        return load_config(path, [*overrides, *cell.overrides, *cell.place])
     except ConfigError as error:
         raise ConfigError(f"cell {cell.name}: {error}") from None
 

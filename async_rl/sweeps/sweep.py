@@ -278,8 +278,7 @@ def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
 
 
 def train_command(sweep: Sweep, cell: Cell) -> list[str]:
-    place = (f"run.dir={cell.folder.parent}", f"run.name={cell.name}")
-    return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *place]
+    return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *cell.place]
 
 
 def plan_of(sweep: Sweep) -> str:

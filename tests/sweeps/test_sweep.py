@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
+from async_rl.config.loading import load_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cell_process import CellProcesses
@@ -46,6 +47,15 @@ def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path
     assert set(cells[1].overrides) == {
         "staleness.max=0", "staleness.depth=max", "learner.lr=3e-4", "run.seed=5"
     }
+
+
+@pytest.mark.parametrize("name", ["runs #2", "a: b", "[x]", "ü ß", "2024"])
+def test_a_cell_runs_in_its_folder_whatever_yaml_reads_in_its_path(tmp_path: Path, name: str) -> None:
+    cell = all_cells([staleness_axis("0"), seed_axis(1, 0)], Path(name) / "s")[0]
+    config = cell_config(str(base_yaml(tmp_path)), (), cell)
+    assert config.run_dir == cell.folder
+    command = train_command(make(tmp_path), cell)
+    assert load_config(command[2], command[3:]).run_dir == cell.folder
 
 
 def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> None:

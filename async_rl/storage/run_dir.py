@@ -226,7 +226,7 @@ def _prepare_resume(config: Config, version: int) -> None:
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
-    (run_dir / _MARKER).write_text(f"{suffix} {version}")
+    write_whole(run_dir / _MARKER, f"{suffix} {version}")
     rename_later(Path(config.run.resume), version, lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
@@ -251,7 +251,10 @@ def undo_resume(run_dir: Path) -> None:
     marker = run_dir / _MARKER
     if not marker.exists():
         return
-    suffix, version = marker.read_text().split()
+    suffix, _, version = marker.read_text().partition(" ")
+    if not version.isdigit():  # the disk was full, so that nothing was set aside
+        marker.unlink()
+        return
     if max(list_checkpoints(run_dir), default=0) > int(version):  # killed between a checkpoint and the log of its step
         marker.unlink()
         return

@@ -27,6 +27,7 @@ from async_rl.storage.free_space import existing_parent, run_bytes
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
 from async_rl.storage.run_dir import is_complete, is_locked
+from async_rl.storage.whole_file import write_whole
 from async_rl.sweeps.cell_process import CellProcesses, claimed
 from async_rl.sweeps.cells import (
     SEED,
@@ -340,4 +341,4 @@ def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
         "overrides": sweep.overrides, "seconds": sweep.seconds,
         "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": machine,
     }  # fmt: skip
-    (sweep.folder / "sweep.json").write_text(json.dumps(plan, indent=2) + "\n")
+    write_whole(sweep.folder / "sweep.json", json.dumps(plan, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -189,6 +190,30 @@ def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(st
         assert again.run.resume == str(checkpoint_folder(tmp_path / "killed" / "run", 2))
         raise KeyboardInterrupt
     assert files(tmp_path / "killed" / "run") == before
+
+
+@pytest.mark.parametrize("marker", ["", "lineage_0"])
+def test_a_resume_whose_marker_was_cut_short_by_a_full_disk_has_changed_nothing(
+    stopped: Config, tmp_path: Path, marker: str
+) -> None:
+    before = files(tmp_path / "run")
+    (tmp_path / "run" / ".resuming").write_text(marker)
+    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped):
+        raise KeyboardInterrupt
+    assert files(tmp_path / "run") == before
+
+
+def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
+    stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(file: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = files(tmp_path / "run")
+    monkeypatch.setattr("async_rl.storage.run_dir.write_whole", fill)
+    with pytest.raises(OSError, match="No space left"), open_run_dir(stopped):
+        raise AssertionError("nothing was written")
+    assert files(tmp_path / "run") == before
 
 
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:

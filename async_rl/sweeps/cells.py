@@ -34,6 +34,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 }
 PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
 """The config keys that say where a cell runs, in which the cells of one sweep may differ."""
+COUNTED_KEYS = ("guard.rollbacks",)
+"""The config keys that a run writes down itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ def check_unchanged(cell: Path, record: Record, planned: Record) -> None:
 
 
 def has_settings(cell: Cell, config: Config) -> bool:
-    """Return whether the run in the folder of a cell has these settings, but for its place and its resumes.
+    """Return whether the run in the folder of a cell has these settings, but for its place, resumes and rollbacks.
 
     It has written down the commits of the repositories that the settings name on the hub.
     """
@@ -254,7 +256,7 @@ def has_settings(cell: Cell, config: Config) -> bool:
         for repo in hub_repos(config):
             config = with_name(config, repo.key, repo.name, recorded_name(of_run, repo) or repo.name)
     began, planned = (leaves(yaml.safe_load(text)) for text in (file.read_text(), dump_config(config)))
-    return all(began.get(key) == value for key, value in planned.items() if key not in PLACE_KEYS)
+    return all(began.get(key) == value for key, value in planned.items() if key not in (*PLACE_KEYS, *COUNTED_KEYS))
 
 
 def leaves(tree: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,15 @@ def test_a_cut_cell_that_began_with_other_settings_starts_anew(tmp_path: Path) -
     assert "--resume" not in trainer.commands[0] and not folder.exists()
 
 
+def test_a_cut_cell_that_its_guard_has_rolled_back_goes_on(tmp_path: Path) -> None:
+    sweep = make(tmp_path, overrides=("run.steps=12",))
+    cell, config = begin(sweep)
+    save(cell, 7)
+    rolled_back = dataclasses.replace(config, guard=dataclasses.replace(config.guard, rollbacks=1))
+    (cell.folder / "config.yaml").write_text(dump_config(rolled_back))
+    assert resumed_version(sweep, cell, config) == 7
+
+
 def test_a_cell_that_was_cut_short_after_its_last_step_goes_on_for_its_end(tmp_path: Path) -> None:
     sweep, trainer = make(tmp_path, overrides=("run.steps=12",)), Trainer()
     cell, config = begin(sweep)

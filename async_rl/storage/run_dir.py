@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
@@ -46,7 +47,8 @@ def open_run_dir(config: Config) -> Iterator[Config]:
     removed if the run was interrupted or failed with an error that needs no logs to explain it.
 
     Raises:
-        ConfigError: run.resume names no checkpoint, or its run is complete or is locked by another process.
+        ConfigError: run.resume names no checkpoint, or its run is complete or is locked by another process, or the
+            disk has no file locks.
     """
     if config.run.resume:
         with _locked(run_dir_of(find_checkpoint(config.run.resume))), _resumed(config) as resumed:
@@ -54,15 +56,15 @@ def open_run_dir(config: Config) -> Iterator[Config]:
         return
     run_dir = new_run_dir(config)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
-    with _locked(run_dir):
-        try:
+    try:
+        with _locked(run_dir):
             write_config(config)
             yield config
-        except BaseException as error:
-            tells_all = isinstance(error, ConfigError | KeyboardInterrupt) or not (run_dir / "logs").exists()
-            if tells_all and not _has_step(run_dir):
-                shutil.rmtree(run_dir, ignore_errors=True)
-            raise
+    except BaseException as error:
+        tells_all = isinstance(error, ConfigError | KeyboardInterrupt) or not (run_dir / "logs").exists()
+        if tells_all and not _has_step(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -195,28 +197,39 @@ def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the lock of a directory until the end of the block or of this process.
 
     Raises:
-        ConfigError: another process holds the lock.
+        ConfigError: another process holds the lock, or the disk has no locks.
     """
     with (run_dir / _LOCK_FILE).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"{run_dir} is locked by another run that is still going on. Stop it first (Ctrl-C)"
-            ) from None
+        if not has_locked(lock):
+            raise ConfigError(f"{run_dir} is locked by another run that is still going on. Stop it first (Ctrl-C)")
         yield
 
 
+def has_locked(file: TextIO) -> bool:
+    """Lock a file until it is closed; return whether that could be done, as no other process holds the lock.
+
+    Raises:
+        ConfigError: the disk has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir must be on a disk with file locks, got {file.name}, which can't be locked: {error.strerror}. "
+            "Set run.dir=... to another disk, or mount this one with them (Lustre: -o flock)"
+        ) from None
+    return True
+
+
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a run in this directory is going on in another process."""
+    """Return whether a run in this directory is going on in another process. ConfigError: the disk has no locks."""
     file = run_dir / _LOCK_FILE
     if not file.is_file():
         return False
-    try:
-        with _locked(run_dir):
-            return False
-    except ConfigError:
-        return True
+    with file.open("w") as lock:
+        return not has_locked(lock)
 
 
 def _prepare_resume(config: Config, version: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from async_rl.storage.run_dir import is_locked
+from async_rl.storage.run_dir import has_locked, is_locked
 from async_rl.sweeps.cells import Cell
 from async_rl.sweeps.places import CellPlace
 
@@ -66,13 +65,12 @@ class CellProcesses:
 
 @contextlib.contextmanager
 def claimed(cell: Cell, folder: Path) -> Iterator[bool]:
-    """Hold a cell of the sweep in `folder` until the end of the block; yields False if another process trains it."""
+    """Hold a cell of the sweep in `folder` until the end of the block; yields False if another process trains it.
+
+    Raises:
+        ConfigError: the disk has no locks.
+    """
     file = folder / "locks" / cell.name
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield not is_locked(cell.folder)
+        yield has_locked(lock) and not is_locked(cell.folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, write_config
+from async_rl.sweeps.cell_process import claimed
+from async_rl.sweeps.cells import Cell
 from tests.kit.configs import changed, make_config
 
 
@@ -126,6 +129,23 @@ def test_a_run_that_was_cut_short_after_its_last_step_is_resumed_for_its_end(con
     (run_dir / "summary.json").write_text('{"steps": 8}')
     with pytest.raises(ConfigError, match=r"run\.steps must be above 8"), open_run_dir(again):
         raise AssertionError("it is complete")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    message = r"a disk with file locks, got .*/run/\.lock.* \(Lustre: -o flock\)"
+    with pytest.raises(ConfigError, match=message), open_run_dir(config):
+        raise AssertionError("it has no lock")
+    assert not (tmp_path / "run").exists()
+    cell = Cell({}, (), tmp_path / "cells" / "c")
+    with pytest.raises(ConfigError, match="a disk with file locks"), claimed(cell, tmp_path):
+        raise AssertionError("it has no lock")
 
 
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:

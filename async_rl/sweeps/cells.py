@@ -165,7 +165,12 @@ def bounds_of(text: str) -> list[Bound]:
 
 
 def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
-    """Return a cell for every combination of levels. The seed varies slowest, so that a cut sweep has whole seeds."""
+    """Return a cell for every combination of levels. The seed varies slowest, so that a cut sweep has whole seeds.
+
+    Raises:
+        ConfigError: two axes set the same key, or two cells would be in one folder.
+    """
+    _check_apart(axes)
     ordered = sorted(axes, key=lambda axis: axis.name != SEED)
     cells = []
     for combination in itertools.product(*(axis.levels.items() for axis in ordered)):
@@ -173,7 +178,27 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
         overrides = tuple(override for _, level in combination for override in level)
         name = ".".join(f"{key}-{labels[key]}" for key in [*(key for key in labels if key != SEED), SEED])
         cells.append(Cell(labels, overrides, folder / "cells" / re.sub(r"[^\w.=+-]", "_", name)))
+    by_folder: dict[Path, Cell] = {}
+    for cell in cells:
+        if (other := by_folder.setdefault(cell.folder, cell)) is not cell:
+            raise ConfigError(
+                f"the cells of a sweep must be in folders of their own, got {cell.folder} for {other.labels} and for "
+                f"{cell.labels}. Give one level another text: in a folder's name, characters such as / become _"
+            )
     return cells
+
+
+def _check_apart(axes: Sequence[Axis]) -> None:
+    """Check that no two axes set the same key, or one of them a whole section and the other a key in it."""
+    keys = [(axis, {o.partition("=")[0].strip() for level in axis.levels.values() for o in level}) for axis in axes]
+    for (one, of_one), (other, of_other) in itertools.combinations(keys, 2):
+        for key, again in itertools.product(sorted(of_one), sorted(of_other)):
+            if f"{key}.".startswith(f"{again}.") or f"{again}.".startswith(f"{key}."):
+                raise ConfigError(
+                    f"the axes of a sweep must set different keys, got {one.name}, which sets {key}, and {other.name}, "
+                    f"which sets {again}. Leave one of them out, or set it by the other: --staleness sets "
+                    "staleness.max and staleness.depth, --seeds run.seed"
+                )
 
 
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:

@@ -58,6 +58,19 @@ def test_a_cell_runs_in_its_folder_whatever_yaml_reads_in_its_path(tmp_path: Pat
     assert load_config(command[2], command[3:]).run_dir == cell.folder
 
 
+def test_two_cells_in_one_folder_are_refused(tmp_path: Path) -> None:
+    message = r"folders of their own, got .*/model\.path-m_a\.seed-0 for .*'m/a'.* and for .*'m_a'"
+    with pytest.raises(ConfigError, match=message):
+        all_cells([key_axis("model.path=m/a,m_a"), seed_axis(1, 0)], tmp_path)
+
+
+@pytest.mark.parametrize("text", ["staleness.max=4", "staleness={max: 4}"])
+def test_two_axes_that_set_the_same_key_are_refused(tmp_path: Path, text: str) -> None:
+    axes = [staleness_axis("0,1"), seed_axis(1, 0), key_axis(text)]
+    with pytest.raises(ConfigError, match=r"different keys, got staleness, which sets staleness\.\w+, and staleness"):
+        all_cells(axes, tmp_path)
+
+
 def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> None:
     quickstart = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
     presets = [key_axis(f"algorithm.preset={','.join(PRESETS)}"), staleness_axis("2"), seed_axis(1, 0)]

@@ -27,7 +27,7 @@ class CellProcesses:
         self._is_stopping = False
 
     def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
-        """Train a cell by `async-rl` and the words after it; return "", or exit code and first error in the log."""
+        """Train a cell by `async-rl` and the words after it; return "", or exit code and the error in the log."""
         log_file = self._logs / f"{cell.name}.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("w") as log:
@@ -35,8 +35,9 @@ class CellProcesses:
         if code == 0:
             return ""
         lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("async-rl: error:")][-1:]  # by the command itself, at its end
         errors = [line for line in lines if "error" in line.lower()]
-        return f"exit code {code}, {log_file}: {(errors or lines or ['nothing logged'])[0].strip()[:300]}"
+        return f"exit code {code}, {log_file}: {(told or errors or lines or ['nothing logged'])[0].strip()[:300]}"
 
     def stop(self) -> None:
         """Have all runs end in order, each with its own processes, and let no other begin."""

@@ -234,7 +234,10 @@ def _train(
             progress.say_start(cell, place, version)
             start_s = time.monotonic()
             error = run_cell(command, cell, place)
-            ended = EndedCell(cell, seconds=time.monotonic() - start_s, error=error)
+            seconds = time.monotonic() - start_s
+            if version is not None and not error:  # with the parts before this one
+                seconds = max(seconds, run_seconds(cell.folder))
+            ended = EndedCell(cell, seconds=seconds, error=error)
         if not ended.error:
             write_record(cell, make_record(
                 cell, config, ended.seconds, shlex.join(command), commit, lineage_of(cell.folder)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -237,6 +238,19 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     assert error.startswith("exit code 2")
     assert "model.path" in error
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
+
+
+def test_the_error_of_a_cell_is_that_of_its_command_and_not_of_an_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(words: list[str], log: TextIO, place: CellPlace) -> int:
+        log.write("an episode ended with error: bad tool call\nasync-rl: error: learner/0 died (no memory)\nits log\n")
+        return 1
+
+    processes, cell = CellProcesses(tmp_path / "logs"), Cell({}, (), tmp_path / "cells" / "c")
+    monkeypatch.setattr(processes, "_run", fail)
+    error = processes.train(["async-rl"], cell, CellPlace())
+    assert error == f"exit code 1, {tmp_path}/logs/c.log: async-rl: error: learner/0 died (no memory)"
 
 
 @pytest.mark.processes

@@ -167,8 +167,8 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         supervisor.alarms.complete(summary)
         if supervisor.guard:
             supervisor.guard.complete(summary)
+        write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         upload_model(config, run_dir / "model", log.logger.note)
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     plot_learning_curve(run_dir)
     return summary
 

@@ -202,10 +202,14 @@ def _check_apart(axes: Sequence[Axis]) -> None:
 
 
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
+    """Return the configuration of a cell. ConfigError: it can't work, or is that of a run that goes on."""
     try:
-        return load_config(path, [*overrides, *cell.overrides, *cell.place])
+        config = load_config(path, [*overrides, *cell.overrides, *cell.place])
     except ConfigError as error:
         raise ConfigError(f"cell {cell.name}: {error}") from None
+    allowed = "empty in a sweep, whose cells are runs of their own (the same command continues cells that were cut)"
+    check(not config.run.resume, "run.resume", config.run.resume, allowed)
+    return config
 
 
 @dataclass(frozen=True, slots=True)

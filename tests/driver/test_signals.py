@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -78,9 +79,15 @@ def test_a_signal_in_a_callback_of_start_up_is_not_lost() -> None:
 
 def test_a_signal_while_a_run_starts_again_after_a_rollback_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
+
+    @contextlib.contextmanager
+    def interrupted(_: object) -> Iterator[None]:
+        send(signal.SIGTERM)
+        yield
+
     monkeypatch.setattr(pipeline, "RunLog", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(pipeline, "own_keys", lambda *_: contextlib.nullcontext(config))
-    monkeypatch.setattr(pipeline, "open_ray", lambda _: contextlib.nullcontext(send(signal.SIGTERM)))
+    monkeypatch.setattr(pipeline, "open_ray", interrupted)
     monkeypatch.setattr(pipeline, "ray_messages_in", lambda _: contextlib.nullcontext())
     with StopSignals() as signals, signals.deferred():
         signals.is_heeded = True  # training has ended by a rollback

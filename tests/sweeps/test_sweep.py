@@ -205,6 +205,11 @@ def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(
     assert run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",)), Trainer()).pending == []
 
 
+def test_a_sweep_of_a_run_to_continue_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.resume must be empty in a sweep, .*, got '/runs/a'"):
+        run_sweep(make(tmp_path, overrides=("run.resume=/runs/a",)), Trainer())
+
+
 def test_a_cell_cut_short_starts_anew(tmp_path: Path) -> None:
     sweep = make(tmp_path)
     left_over = tmp_path / "sweep" / "cells" / "staleness-0.seed-0" / "metrics.jsonl"

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.config.loading import load_config
+from async_rl.config.loading import load_config, text_override
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
@@ -218,7 +218,7 @@ def evaluation_config(model: str | Path, config: Configuration | None, overrides
             if not Path(model).is_dir() and not find_model(str(model), "MODEL"):
                 raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {model}: there is no such folder")
             raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {config} beside the model")
-    return config_of(config, [*overrides, f"model.path={model}"])
+    return config_of(config, [*overrides, text_override("model.path", model)])
 
 
 def config_to_start(
@@ -245,7 +245,7 @@ def config_to_start(
         if found and is_complete(found, wanted):
             return dataclasses.replace(wanted, run=dataclasses.replace(wanted.run, name=found.name)), True
         resume = str(found or "")
-    return config_of(config, [*overrides, *([f"run.resume={resume}"] if resume else [])]), False
+    return config_of(config, [*overrides, *([text_override("run.resume", resume)] if resume else [])]), False
 
 
 def nothing_left(config: Config) -> str:

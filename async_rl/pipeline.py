@@ -122,6 +122,7 @@ def _run_once(
 
 def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control: RunControl) -> dict[str, Any]:
     run_dir = config.run_dir
+    signals.is_heeded = False  # after a rollback of the guard, training begins again
     with (
         contextlib.closing(RunLog(config, control.on_step)) as log, own_keys(config, run_dir / "keys") as config,
         open_ray(config), ray_messages_in(run_dir / "logs" / "ray.log"),
@@ -166,8 +167,8 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         supervisor.alarms.complete(summary)
         if supervisor.guard:
             supervisor.guard.complete(summary)
+        write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         upload_model(config, run_dir / "model", log.logger.note)
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     plot_learning_curve(run_dir)
     return summary
 

@@ -18,12 +18,13 @@ import pytest
 
 import async_rl
 from async_rl import pipeline
+from async_rl.api import config_to_start, evaluation_config
 from async_rl.config import Config
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.run_dir import write_config
+from async_rl.storage.run_dir import new_run_dir, write_config
 
 SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}
 
@@ -114,6 +115,7 @@ def test_resume_auto_starts_a_run_goes_on_with_it_and_has_the_summary_of_its_end
     settings = {**SETTINGS, "run": {"dir": str(tmp_path), "name": "job", "steps": 7}}
     assert async_rl.train(settings, resume="auto")["resume"] == ""
     (tmp_path / "job").mkdir()
+    assert new_run_dir(async_rl.load_config(settings)).name == "job-2"
     begin(tmp_path / "job-2")
     assert async_rl.train(settings, resume="auto")["resume"] == str(tmp_path / "job-2")
     (tmp_path / "job-2" / "summary.json").write_text('{"steps": 7, "accuracy_end": 0.5}')
@@ -140,6 +142,12 @@ def test_a_run_is_continued_with_its_own_configuration_unless_one_is_given(
     assert (summary["bound"], summary["resume"]) == (4, str(tmp_path / "before"))
     assert async_rl.train(None, ["staleness.max=3"], resume=tmp_path / "before")["bound"] == 3
     assert async_rl.train({**SETTINGS, "staleness": {"max": 6}}, resume=tmp_path / "before")["bound"] == 6
+
+
+@pytest.mark.parametrize("name", ["2024", "a #3", "a: b"])
+def test_a_run_or_a_model_is_found_whatever_yaml_reads_in_its_path(name: str) -> None:
+    assert config_to_start(SETTINGS, (), name)[0].run.resume == name
+    assert evaluation_config(name, SETTINGS).model.path == name
 
 
 @pytest.mark.parametrize("resume", ["", "auto"])

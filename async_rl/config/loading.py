@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
         return Config(**{str(name): value for name, value in settings.items()})
     except SettingsError as error:
         raise SettingsError(error.problems, places) from None
+
+
+def text_override(key: str, value: object) -> str:
+    """Return an override that sets a key to a text such as a path, whatever YAML would read in it."""
+    return f"{key}={json.dumps(str(value), ensure_ascii=False)}"
 
 
 def dump_config(config: Config) -> str:

@@ -44,6 +44,8 @@ class ActorGroup:
         self._origin = Origin(os.getcwd(), client_keys or {})
         self._places = places or {}
         """[address of a host] its copies of the driver's files."""
+        self._earlier_bytes: dict[str, dict[Path, int]] = {}
+        """[process][log file] its size when the process was started: what an earlier process of that name wrote."""
 
     def start(
         self, name: str, cls: type, *args: Any, max_concurrency: int = 1, threads: Mapping[str, int] | None = None
@@ -61,6 +63,7 @@ class ActorGroup:
         actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
         places = self._places.get(self._reservation.host_of(name), {})
         origin = dataclasses.replace(self._origin, places=places)
+        self._earlier_bytes[name] = {file: file.stat().st_size for file in self._log_files(name)}
         self.actors[name] = actor.options(**options).remote(origin, *args)
         return self.actors[name]
 
@@ -195,19 +198,22 @@ class ActorGroup:
         return f"{name} on {self._reservation.host_of(name)}"
 
     def log_tail(self, name: str, message: str = "") -> str:
-        """Return the last lines of the log files of process `name`, indented, for an error message.
+        """Return the last lines that process `name` wrote into its log files, indented, for an error message.
 
         Args:
             message: the rest of the error message; log files that it names are left out.
         """
-        text = ""
-        for file in sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log")):
+        text, earlier_bytes = "", self._earlier_bytes.get(name, {})
+        for file in self._log_files(name):
             if str(file) in message:
                 continue
-            text += f"\n{log_tail(file)}"
+            text += f"\n{log_tail(file, earlier_bytes.get(file, 0))}"
         if not text and not message and (host := self._reservation.host_of(name)) != ray.util.get_node_ip_address():
             text = f"\nits log is on that host, {host}, in {self.run_dir / 'logs'}"
         return text
+
+    def _log_files(self, name: str) -> list[Path]:
+        return sorted((self.run_dir / "logs").glob(f"*{name.replace('/', '-')}.log"))
 
     def kill(self, name: str) -> None:
         """Kill process `name` at once, and forget it."""

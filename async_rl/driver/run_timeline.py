@@ -27,7 +27,8 @@ class RunTimeline:
         self._usage = Usage()
         """The utilisation from the end of the first step to the end of the last but one."""
         self._recent: dict[str, list[Span]] = {}
-        """[pool] the spans that ended after the last step but one; adjacent spans of one state are merged."""
+        """[pool] the spans that ended after the last step but one; adjacent spans of one state are merged. A pool
+        without one stays: it is a server that is away."""
         self._samples: list[Sample] = []
         """Samples taken after the end of the last step but one."""
         self._clocks = HostClocks()
@@ -81,7 +82,8 @@ class RunTimeline:
         """
         start_s, end_s = self.step_ends_s[-2:] if len(self.step_ends_s) > 1 else (0.0, 0.0)
         if end_s > start_s:
-            usage.add([span for recent in self._recent.values() for span in recent], self._samples, start_s, end_s)
+            spans = [span for recent in self._recent.values() for span in recent]
+            usage.add(spans, self._samples, start_s, end_s, pools=self._recent)  # a lost server has no spans
         return usage
 
     def _write_trace(self, until_s: float) -> None:

@@ -24,7 +24,8 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
     """Check that the run directory can be written and has the disk space that the run needs.
 
     A run needs RUN_BYTES, the checkpoints that exist at the same time, and copies of the model's files: one for the
-    result, those of checkpoint.models_every_steps, and two for a weight transport that passes weights through folders.
+    result, those of checkpoint.models_every_steps (with run.seconds, which leaves their number open, one of them), and
+    two for a weight transport that passes weights through folders.
 
     Args:
         checkpoint_bytes: the size of one checkpoint.
@@ -56,7 +57,8 @@ def run_bytes(config: Config, checkpoint_bytes: int) -> int:
     model_bytes = sum(file.stat().st_size for file in weight_files(model)) if model.is_dir() else 0
     num_models = 3 if _may_write_model_folders(config) else 1
     if config.checkpoint.models_every_steps:
-        num_models += config.run.steps // config.checkpoint.models_every_steps
+        of_steps = config.run.steps // config.checkpoint.models_every_steps
+        num_models += min(1, of_steps) if config.run.seconds else of_steps  # run.steps is then a mere upper limit
     return RUN_BYTES + num_models * model_bytes + _num_checkpoints(config) * checkpoint_bytes
 
 

@@ -21,7 +21,8 @@ def log_tail(file: Path, start_bytes: int = 0) -> str:
         start_bytes: the place in the file at which to begin; an earlier process wrote what comes before it.
     """
     lines = [line for line in end_of_log(file, start_bytes).splitlines() if line.strip()]
-    shown = [line for line in lines if not _NOISE.search(line)] or lines or ["(it is empty)"]
+    empty = "(nothing since the process was started)" if start_bytes else "(it is empty)"
+    shown = [line for line in lines if not _NOISE.search(line)] or lines or [empty]
     return f"last lines of {file}:\n" + "\n".join("    " + line for line in shown[-TAIL_LINES:])
 
 

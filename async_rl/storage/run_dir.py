@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
@@ -32,6 +33,8 @@ from async_rl.storage.whole_file import write_whole
 _LOCK_FILE = ".lock"
 _MARKER = ".resuming"
 """The file that a resume keeps until its first step; it holds the suffix of what was set aside, and the version."""
+_ASKED_NAME = ".asked_name"
+"""The file with the run.name that was asked for, in a directory that got a number because the name was taken."""
 INTERRUPTED = "interrupted"
 """The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
@@ -44,7 +47,8 @@ def open_run_dir(config: Config) -> Iterator[Config]:
     removed if the run was interrupted or failed with an error that needs no logs to explain it.
 
     Raises:
-        ConfigError: run.resume names no checkpoint, or its run is complete or is locked by another process.
+        ConfigError: run.resume names no checkpoint, or its run is complete or is locked by another process, or the
+            disk has no file locks.
     """
     if config.run.resume:
         with _locked(run_dir_of(find_checkpoint(config.run.resume))), _resumed(config) as resumed:
@@ -52,15 +56,15 @@ def open_run_dir(config: Config) -> Iterator[Config]:
         return
     run_dir = new_run_dir(config)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=run_dir.name))
-    with _locked(run_dir):
-        try:
+    try:
+        with _locked(run_dir):
             write_config(config)
             yield config
-        except BaseException as error:
-            tells_all = isinstance(error, ConfigError | KeyboardInterrupt) or not (run_dir / "logs").exists()
-            if tells_all and not _has_step(run_dir):
-                shutil.rmtree(run_dir, ignore_errors=True)
-            raise
+    except BaseException as error:
+        tells_all = isinstance(error, ConfigError | KeyboardInterrupt) or not (run_dir / "logs").exists()
+        if tells_all and not _has_step(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -122,6 +126,8 @@ def new_run_dir(config: Config) -> Path:
         candidate = _numbered(config, number)
         try:
             candidate.mkdir(parents=True)
+            if number > 1:
+                write_whole(candidate / _ASKED_NAME, config.run.name)
         except FileExistsError:
             continue
         except OSError as error:
@@ -136,14 +142,15 @@ def find_run(config: Config) -> Path | None:
     """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
 
     It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint or
-    an end.
+    an end. A run whose own run.name ends in such a number is another run.
     """
     found = None
     for number in itertools.count(1):
         candidate = _numbered(config, number)
         if not candidate.exists():
             return found
-        if list_checkpoints(candidate) or is_complete(candidate, config):
+        is_of_name = number == 1 or _asked_name(candidate) == config.run.name
+        if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
             found = candidate
     raise AssertionError("the count has no end")
 
@@ -168,6 +175,12 @@ def _numbered(config: Config, number: int) -> Path:
     return config.run_dir if number == 1 else config.run_dir.with_name(f"{config.run.name}-{number}")
 
 
+def _asked_name(run_dir: Path) -> str:
+    """Return the run.name for which a directory was numbered; "" if it has its own name."""
+    file = run_dir / _ASKED_NAME
+    return file.read_text() if file.is_file() else ""
+
+
 def _has_step(run_dir: Path) -> bool:
     """Return whether metrics.jsonl holds a trained step; a new run that failed without one may be removed."""
     metrics = run_dir / "metrics.jsonl"
@@ -184,28 +197,39 @@ def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the lock of a directory until the end of the block or of this process.
 
     Raises:
-        ConfigError: another process holds the lock.
+        ConfigError: another process holds the lock, or the disk has no locks.
     """
     with (run_dir / _LOCK_FILE).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"{run_dir} is locked by another run that is still going on. Stop it first (Ctrl-C)"
-            ) from None
+        if not has_locked(lock):
+            raise ConfigError(f"{run_dir} is locked by another run that is still going on. Stop it first (Ctrl-C)")
         yield
 
 
+def has_locked(file: TextIO) -> bool:
+    """Lock a file until it is closed; return whether that could be done, as no other process holds the lock.
+
+    Raises:
+        ConfigError: the disk has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir must be on a disk with file locks, got {file.name}, which can't be locked: {error.strerror}. "
+            "Set run.dir=... to another disk, or mount this one with them (Lustre: -o flock)"
+        ) from None
+    return True
+
+
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a run in this directory is going on in another process."""
+    """Return whether a run in this directory is going on in another process. ConfigError: the disk has no locks."""
     file = run_dir / _LOCK_FILE
     if not file.is_file():
         return False
-    try:
-        with _locked(run_dir):
-            return False
-    except ConfigError:
-        return True
+    with file.open("w") as lock:
+        return not has_locked(lock)
 
 
 def _prepare_resume(config: Config, version: int) -> None:
@@ -215,7 +239,7 @@ def _prepare_resume(config: Config, version: int) -> None:
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
-    (run_dir / _MARKER).write_text(f"{suffix} {version}")
+    write_whole(run_dir / _MARKER, f"{suffix} {version}")
     rename_later(Path(config.run.resume), version, lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
@@ -240,7 +264,10 @@ def undo_resume(run_dir: Path) -> None:
     marker = run_dir / _MARKER
     if not marker.exists():
         return
-    suffix, version = marker.read_text().split()
+    suffix, _, version = marker.read_text().partition(" ")
+    if not version.isdigit():  # the disk was full, so that nothing was set aside
+        marker.unlink()
+        return
     if max(list_checkpoints(run_dir), default=0) > int(version):  # killed between a checkpoint and the log of its step
         marker.unlink()
         return

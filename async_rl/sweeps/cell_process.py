@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from async_rl.storage.run_dir import is_locked
+from async_rl.storage.run_dir import has_locked, is_locked
 from async_rl.sweeps.cells import Cell
 from async_rl.sweeps.places import CellPlace
 
@@ -28,7 +27,7 @@ class CellProcesses:
         self._is_stopping = False
 
     def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
-        """Train a cell by `async-rl` and the words after it; return "", or exit code and first error in the log."""
+        """Train a cell by `async-rl` and the words after it; return "", or exit code and the error in the log."""
         log_file = self._logs / f"{cell.name}.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("w") as log:
@@ -36,8 +35,9 @@ class CellProcesses:
         if code == 0:
             return ""
         lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("async-rl: error:")][-1:]  # by the command itself, at its end
         errors = [line for line in lines if "error" in line.lower()]
-        return f"exit code {code}, {log_file}: {(errors or lines or ['nothing logged'])[0].strip()[:300]}"
+        return f"exit code {code}, {log_file}: {(told or errors or lines or ['nothing logged'])[0].strip()[:300]}"
 
     def stop(self) -> None:
         """Have all runs end in order, each with its own processes, and let no other begin."""
@@ -66,13 +66,12 @@ class CellProcesses:
 
 @contextlib.contextmanager
 def claimed(cell: Cell, folder: Path) -> Iterator[bool]:
-    """Hold a cell of the sweep in `folder` until the end of the block; yields False if another process trains it."""
+    """Hold a cell of the sweep in `folder` until the end of the block; yields False if another process trains it.
+
+    Raises:
+        ConfigError: the disk has no locks.
+    """
     file = folder / "locks" / cell.name
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield not is_locked(cell.folder)
+        yield has_locked(lock) and not is_locked(cell.folder)

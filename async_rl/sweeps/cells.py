@@ -16,7 +16,7 @@ import yaml
 
 from async_rl.config import Config, StalenessConfig
 from async_rl.config.check import check
-from async_rl.config.loading import dump_config, load_config
+from async_rl.config.loading import dump_config, load_config, text_override
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
 from async_rl.storage.whole_file import write_whole
@@ -34,6 +34,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 }
 PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
 """The config keys that say where a cell runs, in which the cells of one sweep may differ."""
+COUNTED_KEYS = ("guard.rollbacks",)
+"""The config keys that a run writes down itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,11 @@ class Cell:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The overrides by which its run is in its folder."""
+        return (text_override("run.dir", self.folder.parent), text_override("run.name", self.name))
+
 
 def key_axis(text: str) -> Axis:
     """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError for other text."""
@@ -158,7 +165,12 @@ def bounds_of(text: str) -> list[Bound]:
 
 
 def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
-    """Return a cell for every combination of levels. The seed varies slowest, so that a cut sweep has whole seeds."""
+    """Return a cell for every combination of levels. The seed varies slowest, so that a cut sweep has whole seeds.
+
+    Raises:
+        ConfigError: two axes set the same key, or two cells would be in one folder.
+    """
+    _check_apart(axes)
     ordered = sorted(axes, key=lambda axis: axis.name != SEED)
     cells = []
     for combination in itertools.product(*(axis.levels.items() for axis in ordered)):
@@ -166,15 +178,38 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
         overrides = tuple(override for _, level in combination for override in level)
         name = ".".join(f"{key}-{labels[key]}" for key in [*(key for key in labels if key != SEED), SEED])
         cells.append(Cell(labels, overrides, folder / "cells" / re.sub(r"[^\w.=+-]", "_", name)))
+    by_folder: dict[Path, Cell] = {}
+    for cell in cells:
+        if (other := by_folder.setdefault(cell.folder, cell)) is not cell:
+            raise ConfigError(
+                f"the cells of a sweep must be in folders of their own, got {cell.folder} for {other.labels} and for "
+                f"{cell.labels}. Give one level another text: in a folder's name, characters such as / become _"
+            )
     return cells
 
 
+def _check_apart(axes: Sequence[Axis]) -> None:
+    """Check that no two axes set the same key, or one of them a whole section and the other a key in it."""
+    keys = [(axis, {o.partition("=")[0].strip() for level in axis.levels.values() for o in level}) for axis in axes]
+    for (one, of_one), (other, of_other) in itertools.combinations(keys, 2):
+        for key, again in itertools.product(sorted(of_one), sorted(of_other)):
+            if f"{key}.".startswith(f"{again}.") or f"{again}.".startswith(f"{key}."):
+                raise ConfigError(
+                    f"the axes of a sweep must set different keys, got {one.name}, which sets {key}, and {other.name}, "
+                    f"which sets {again}. Leave one of them out, or set it by the other: --staleness sets "
+                    "staleness.max and staleness.depth, --seeds run.seed"
+                )
+
+
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
-    place = (f"run.dir={cell.folder.parent}", f"run.name={cell.name}")
+    """Return the configuration of a cell. ConfigError: it can't work, or is that of a run that goes on."""
     try:
-        return load_config(path, [*overrides, *cell.overrides, *place])
+        config = load_config(path, [*overrides, *cell.overrides, *cell.place])
     except ConfigError as error:
         raise ConfigError(f"cell {cell.name}: {error}") from None
+    allowed = "empty in a sweep, whose cells are runs of their own (the same command continues cells that were cut)"
+    check(not config.run.resume, "run.resume", config.run.resume, allowed)
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +255,25 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
                 )
 
 
+def check_unchanged(cell: Path, record: Record, planned: Record) -> None:
+    """Check that a finished cell was trained with the settings that the sweep has for it now, but for its place.
+
+    `check_comparable` leaves out what the axes set, so it does not see all that has changed.
+
+    Raises:
+        ConfigError: a key has another value now.
+    """
+    now = leaves(yaml.safe_load(planned.config))
+    for key, value in leaves(yaml.safe_load(record.config)).items():
+        if key not in PLACE_KEYS and now.get(key, value) != value:
+            raise ConfigError(
+                f"a finished cell must have the settings that this sweep has for it, got {key} {value} in {cell} and "
+                f"{now[key]} now. Give this sweep another --name, or move the cell away"
+            )
+
+
 def has_settings(cell: Cell, config: Config) -> bool:
-    """Return whether the run in the folder of a cell has these settings, but for its place and its resumes.
+    """Return whether the run in the folder of a cell has these settings, but for its place, resumes and rollbacks.
 
     It has written down the commits of the repositories that the settings name on the hub.
     """
@@ -233,7 +285,7 @@ def has_settings(cell: Cell, config: Config) -> bool:
         for repo in hub_repos(config):
             config = with_name(config, repo.key, repo.name, recorded_name(of_run, repo) or repo.name)
     began, planned = (leaves(yaml.safe_load(text)) for text in (file.read_text(), dump_config(config)))
-    return all(began.get(key) == value for key, value in planned.items() if key not in PLACE_KEYS)
+    return all(began.get(key) == value for key, value in planned.items() if key not in (*PLACE_KEYS, *COUNTED_KEYS))
 
 
 def leaves(tree: dict[str, Any]) -> dict[str, Any]:

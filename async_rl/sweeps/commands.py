@@ -113,8 +113,11 @@ def _report(args: argparse.Namespace) -> int:
         out = args.out or folders[0].absolute().parent / "compared"
         print(f"{write_comparison(folders, out)}\n{out}/report.html")
         return 0
+    from async_rl.config.check import check
     from async_rl.sweeps.report import write_report
 
+    allowed = "left out for one folder, in which its report is written; it is the place of a report of several runs"
+    check(args.out is None, "--out", str(args.out), allowed)
     print(f"{write_report(folders[0])}\n\n{folders[0]}/report.html")
     return 0
 

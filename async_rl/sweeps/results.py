@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import lineage_of
 from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
 from async_rl.sweeps.efficiency import Evaluations
 from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, policy_curve
@@ -52,7 +53,7 @@ class Run:
     stored: dict[str, float] = field(default_factory=dict)
     """The values of a run that was read from the report's runs.csv, and has no steps."""
     has_ended: bool = True
-    """Whether there is a summary.json; without one, `summary` is that of the steps so far, without `buffer`."""
+    """Whether there is a summary.json of these steps; else `summary` is that of the steps so far, without `buffer`."""
 
     @property
     def staleness(self) -> Bound:
@@ -250,7 +251,10 @@ def _is_run_dir(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """Return the run of a run directory; one that is going on has the steps so far, and a summary of these."""
+    """Return the run of a run directory; one that is going on has the steps so far, and a summary of these.
+
+    It may go on after an end, so that a summary.json of fewer steps, or of an earlier start, says nothing of it.
+    """
     record = read_record(folder)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     labels = dict(record.labels) if record else {}
@@ -266,8 +270,10 @@ def read_run(folder: Path) -> Run:
             version = newest if newest in at_step else values["step"]
             evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
     file = folder / "summary.json"
-    has_ended = file.is_file()
-    summary = json.loads(file.read_text()) if has_ended else _summary_so_far(steps)
+    summary = json.loads(file.read_text()) if file.is_file() else {"steps": -1}
+    last_step, resumes = max((step["step"] or 0 for step in steps), default=0), lineage_of(folder)
+    has_ended = summary["steps"] >= last_step and summary.get("resumes", resumes) >= resumes
+    summary = summary if has_ended else _summary_so_far(steps)
     is_exact = config["staleness"]["mode"] == "exact"
     return Run(labels, summary, steps, evals, folder, is_exact, has_ended=has_ended)
 

@@ -27,6 +27,7 @@ from async_rl.storage.free_space import existing_parent, run_bytes
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
 from async_rl.storage.run_dir import is_complete, is_locked
+from async_rl.storage.whole_file import write_whole
 from async_rl.sweeps.cell_process import CellProcesses, claimed
 from async_rl.sweeps.cells import (
     SEED,
@@ -35,6 +36,7 @@ from async_rl.sweeps.cells import (
     all_cells,
     cell_config,
     check_comparable,
+    check_unchanged,
     finished_cells,
     has_settings,
     make_record,
@@ -232,7 +234,10 @@ def _train(
             progress.say_start(cell, place, version)
             start_s = time.monotonic()
             error = run_cell(command, cell, place)
-            ended = EndedCell(cell, seconds=time.monotonic() - start_s, error=error)
+            seconds = time.monotonic() - start_s
+            if version is not None and not error:  # with the parts before this one
+                seconds = max(seconds, run_seconds(cell.folder))
+            ended = EndedCell(cell, seconds=seconds, error=error)
         if not ended.error:
             write_record(cell, make_record(
                 cell, config, ended.seconds, shlex.join(command), commit, lineage_of(cell.folder)
@@ -268,13 +273,16 @@ def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
     cells = all_cells(sweep.axes, sweep.folder)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
-    check_comparable([*finished_cells(sweep.folder, (axis.name for axis in sweep.axes)).items(), *planned])
+    finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
+    check_comparable([*finished.items(), *planned])
+    for folder, record in planned:
+        if folder in finished:
+            check_unchanged(folder, finished[folder], record)
     return cells, configs
 
 
 def train_command(sweep: Sweep, cell: Cell) -> list[str]:
-    place = (f"run.dir={cell.folder.parent}", f"run.name={cell.name}")
-    return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *place]
+    return ["async-rl", "train", sweep.config, *sweep.base_overrides(), *cell.overrides, *cell.place]
 
 
 def plan_of(sweep: Sweep) -> str:
@@ -336,4 +344,4 @@ def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
         "overrides": sweep.overrides, "seconds": sweep.seconds,
         "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": machine,
     }  # fmt: skip
-    (sweep.folder / "sweep.json").write_text(json.dumps(plan, indent=2) + "\n")
+    write_whole(sweep.folder / "sweep.json", json.dumps(plan, indent=2) + "\n")

@@ -105,16 +105,18 @@ class Usage:
         self._samples: dict[str, tuple[float, int]] = {}
         """[metric key] sum and number of the samples."""
 
-    def add(self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float) -> Self:
+    def add(
+        self, spans: Iterable[Span], samples: Iterable[Sample], start_s: float, end_s: float, pools: Iterable[str] = ()
+    ) -> Self:
         """Add the time [start_s, end_s), with start_s < end_s, to the window; returns this object.
 
         `spans` are cut to that time, and `samples` outside of it are left out. A pool whose spans are all outside of
-        that time was in the state `other`.
+        that time was in the state `other`, and so were those of `pools` that have no span.
         """
         if not end_s > start_s:
             raise ValueError(f"a window must end after it starts, got start_s={start_s}, end_s={end_s}")
         self._window_s += end_s - start_s
-        by_pool: dict[str, list[Span]] = {}
+        by_pool: dict[str, list[Span]] = {pool: [] for pool in pools}
         for span in spans:
             by_pool.setdefault(span.pool, []).append(span)
         for pool, of_pool in by_pool.items():

@@ -92,11 +92,13 @@ def test_an_error_out_of_a_process_names_process_host_and_last_log_lines(
 ) -> None:
     logs = tmp_path / "r" / "logs"
     logs.mkdir(parents=True)
-    (logs / "rollout-0.log").write_text("last words\n")
-    (logs / "sglang-rollout-0.log").write_text("told already\n")
     error = kind(f"what went wrong\nlast lines of {logs}/sglang-rollout-0.log:\n    told")
+    (logs / "rollout-0.log").write_text("of an earlier process\n")
+    actor: Any = group.start("rollout/0", Failing, error)
+    (logs / "rollout-0.log").write_text("of an earlier process\nlast words\n")
+    (logs / "sglang-rollout-0.log").write_text("told already\n")
     with pytest.raises(kind) as caught:
-        call(group, "rollout/0", Failing, error)
+        group.gather({"rollout/0": actor.start.remote()}, Limit(120.0, "timeouts.startup_s"), "the start")
     text = str(caught.value)
     assert text.startswith("what went wrong\n")
     assert f"raised in rollout/0 on 10.0.0.9\nlast lines of {logs}/rollout-0.log:\n    last words" in text

@@ -225,6 +225,20 @@ def test_the_time_without_a_lost_rollout_server_is_named_in_the_trace(tmp_path: 
     ]  # fmt: skip
 
 
+def test_a_lost_rollout_server_lowers_the_utilisation_of_every_step_until_it_is_back(tmp_path: Path) -> None:
+    log = make_log(tmp_path, servers=2)
+    for step in range(1, 6):
+        start_s, end_s = step * 10.0 - 10, step * 10.0
+        for name in ("rollout/0", "rollout/1")[: 1 if step in (3, 4) else 2]:
+            log.add(name, WorkerReport(spans=(Span(name, "busy", start_s, end_s + 1),)))
+        if step == 3:
+            log.lost("rollout/1")
+        log.add("learner/0", learner_step(step, start_s, end_s))
+    log.close()
+    shares = [(line["utilisation/rollout"], line["utilisation/rollout/other"]) for line in lines(tmp_path)[1:]]
+    assert shares == [(1.0, 0.0), pytest.approx((0.55, 0.45)), (0.5, 0.5), (1.0, 0.0)]
+
+
 def test_a_summary_of_running_totals_is_that_of_all_spans_and_samples(tmp_path: Path) -> None:
     log = make_log(tmp_path, servers=3, ranks=2)
     run = RecordedRun(log, servers=3, ranks=2, step_s=10)

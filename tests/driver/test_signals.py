@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from async_rl import pipeline
+from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
+from tests.kit.configs import make_config
 
 
 def send(number: signal.Signals) -> None:
@@ -69,3 +75,21 @@ def test_a_signal_in_a_callback_of_start_up_is_not_lost() -> None:
         Destroyed()  # Python would print an exception that is raised in its destructor, and drop it
         with pytest.raises(KeyboardInterrupt):
             signals.check()
+
+
+def test_a_signal_while_a_run_starts_again_after_a_rollback_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+
+    @contextlib.contextmanager
+    def interrupted(_: object) -> Iterator[None]:
+        send(signal.SIGTERM)
+        yield
+
+    monkeypatch.setattr(pipeline, "RunLog", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(pipeline, "own_keys", lambda *_: contextlib.nullcontext(config))
+    monkeypatch.setattr(pipeline, "open_ray", interrupted)
+    monkeypatch.setattr(pipeline, "ray_messages_in", lambda _: contextlib.nullcontext())
+    with StopSignals() as signals, signals.deferred():
+        signals.is_heeded = True  # training has ended by a rollback
+        with pytest.raises(KeyboardInterrupt):
+            pipeline._run(config, signals, (), RunControl())

@@ -226,8 +226,6 @@ class FakeRun:
             timeouts=timeouts, eval={"every_steps": 3},
         )
         (self.config.run_dir / "logs").mkdir(parents=True)
-        for name in ("learner-0", "learner-1", "rollout-0"):
-            (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
         self.log = RunLog(self.config)
         self.processes = ActorGroup(self.config.run_dir, cast(Reservation, FakeReservation()), StopSignals())
         self.processes.start("buffer", Buffer, self.config, max_concurrency=4)
@@ -238,6 +236,8 @@ class FakeRun:
         for rank in range(ranks):
             threads = learner_threads(self.config)
             self.processes.start(f"learner/{rank}", Learner, self.config, rank, threads=threads)
+        for name in ("learner-0", "learner-1", "rollout-0"):
+            (self.config.run_dir / "logs" / f"{name}.log").write_text(f"last words of {name}\n")
         ray.get([actor.status.remote() for actor in self.processes.actors.values()], timeout=60)
         self.notes: list[str] = []
         self.log.logger.note = self.notes.append  # type: ignore[method-assign]

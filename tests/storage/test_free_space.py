@@ -83,6 +83,16 @@ def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
     assert needed["auto"] == needed["disk"] == needed["gloo"] + 2 * model_bytes
 
 
+def test_a_run_of_a_given_time_needs_space_for_one_model_of_a_step(good: Path, tmp_path: Path) -> None:
+    def run_bytes(seconds: float, every: int) -> int:
+        run = {"dir": tmp_path, "steps": 1_000_000, "seconds": seconds}
+        return disk.run_bytes(make_config(good, run=run, checkpoint={"models_every_steps": every}), 0)
+
+    model_bytes = (good / "model.safetensors").stat().st_size
+    assert run_bytes(60.0, 10) - run_bytes(60.0, 0) == model_bytes
+    assert run_bytes(0.0, 10) - run_bytes(0.0, 0) == 100_000 * model_bytes
+
+
 def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

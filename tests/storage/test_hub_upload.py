@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from async_rl import pipeline
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_upload import check_login, upload_model
 from tests.kit.configs import make_config
@@ -72,3 +77,24 @@ def test_without_a_token_the_run_is_refused_before_it_starts(hub: HubServer, mon
 def test_a_name_that_is_none_of_a_repository_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.push_to_hub must be OWNER/NAME"):
         make_config(checkpoint={"push_to_hub": name})
+
+
+def test_the_summary_is_written_before_the_model_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload may hang for hours, and a run that is killed then has come to its end."""
+    config = make_config(run={"dir": tmp_path})
+    config.run_dir.mkdir()
+    uploads: list[bool] = []
+    stand_ins: dict[str, Any] = {
+        "RunLog": lambda *_: Mock(summary=lambda _: {"steps": 1}), "own_keys": lambda *_: nullcontext(config),
+        "open_ray": nullcontext, "ray_messages_in": nullcontext, "reserve": Mock(), "servers_per_gpu": lambda _: 1,
+        "resolve_placement": lambda *_: config, "_start": lambda *_, **__: ("", {}), "_close_buffer": lambda *_: {},
+        "_evaluate": Mock(), "plot_learning_curve": Mock(),
+        "upload_model": lambda *_: uploads.append((config.run_dir / "summary.json").is_file()),
+        "driver.file_sending.send_files": lambda *_: Mock(lack_weights=False),
+        "driver.actor_group.ActorGroup": MagicMock(), "driver.supervisor.Supervisor": lambda *_: Mock(guard=None),
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(f"async_rl.{'' if '.' in name else 'pipeline.'}{name}", stand_in)
+    with StopSignals() as signals:
+        assert pipeline._run(config, signals, (), MagicMock()) == {"steps": 1}
+    assert uploads == [True]

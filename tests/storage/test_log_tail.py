@@ -3,12 +3,18 @@ from __future__ import annotations
 import os
 import tracemalloc
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from async_rl.cli import main
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.placement import Reservation
+from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
 from async_rl.storage.log_tail import TAIL_LINES, log_tail, split_tails
+from tests.kit.fake_actors import FakeReservation
 
 IMPORTS = """\
 /venv/lib/python3.11/site-packages/sglang/srt/layers/quantization/awq/awq.py:53: UserWarning: Only CUDA supports AWQ.
@@ -25,6 +31,8 @@ def test_a_tail_leaves_out_warnings_of_imports(tmp_path: Path) -> None:
     assert log_tail(log).splitlines()[1:] == [f"    {number}" for number in range(100 - TAIL_LINES, 100)]
     log.write_text("")
     assert log_tail(log).endswith("(it is empty)")
+    log.write_text("of an earlier server\n")
+    assert log_tail(log, log.stat().st_size).endswith(f"{log}:\n    (nothing since the process was started)")
 
 
 def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
@@ -53,3 +61,18 @@ def test_the_cause_of_a_failure_is_printed_after_the_log(
     assert main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"{a}\n{b}\nasync-rl: error: rollout/0 died. Lower x.\nraised in h\n"
     assert split_tails("a.key must be 1, got 2\n    indented") == ("", "a.key must be 1, got 2\n    indented")
+
+
+def test_the_death_of_a_process_is_not_explained_by_the_log_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.remote", lambda _: Mock())
+    processes = ActorGroup(tmp_path, cast(Reservation, FakeReservation()), StopSignals())
+    log = tmp_path / "logs" / "learner-0.log"
+    log.parent.mkdir()
+    log.write_text("CUDA out of memory, three days ago\n")
+    processes.start("learner/0", Mock)
+    assert processes.log_tail("learner/0") == f"\n{log_tail(log, log.stat().st_size)}"
+    with log.open("a") as file:
+        file.write("no memory today\n")
+    assert processes.log_tail("learner/0") == f"\nlast lines of {log}:\n    no memory today"

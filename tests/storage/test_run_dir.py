@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.run_dir import find_run, is_complete, open_run_dir, write_config
+from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, write_config
+from async_rl.sweeps.cell_process import claimed
+from async_rl.sweeps.cells import Cell
 from tests.kit.configs import changed, make_config
 
 
@@ -72,15 +76,23 @@ def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: 
     assert find_run(config) is None
     (tmp_path / "run").mkdir()
     assert find_run(config) is None, "it ended before its first checkpoint"
-    (tmp_path / "run-2").mkdir()
+    assert [new_run_dir(config).name for _ in range(2)] == ["run-2", "run-3"]
     save(tmp_path / "run-2", 3)
-    (tmp_path / "run-3").mkdir()
     (tmp_path / "run-5").mkdir()
     save(tmp_path / "run-5", 9)  # of a run of this name, because there is no run-4
     assert find_run(config) == tmp_path / "run-2"
     assert find_run(changed(config, run={"name": "run-5"})) == tmp_path / "run-5"
     (tmp_path / "run-3" / "summary.json").write_text('{"steps": 20, "ended": "solved"}')
     assert find_run(config) == tmp_path / "run-3", "it ended by itself, without a checkpoint"
+
+
+def test_a_run_whose_own_name_ends_in_a_number_is_another_run(config: Config, tmp_path: Path) -> None:
+    for name in ("run", "run-2"):
+        save(new_run_dir(changed(config, run={"name": name})), 3)
+    assert find_run(config) == tmp_path / "run"
+    save(new_run_dir(config), 5)
+    assert find_run(config) == tmp_path / "run-3"
+    assert find_run(changed(config, run={"name": "run-2"})) == tmp_path / "run-2"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +129,23 @@ def test_a_run_that_was_cut_short_after_its_last_step_is_resumed_for_its_end(con
     (run_dir / "summary.json").write_text('{"steps": 8}')
     with pytest.raises(ConfigError, match=r"run\.steps must be above 8"), open_run_dir(again):
         raise AssertionError("it is complete")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    message = r"a disk with file locks, got .*/run/\.lock.* \(Lustre: -o flock\)"
+    with pytest.raises(ConfigError, match=message), open_run_dir(config):
+        raise AssertionError("it has no lock")
+    assert not (tmp_path / "run").exists()
+    cell = Cell({}, (), tmp_path / "cells" / "c")
+    with pytest.raises(ConfigError, match="a disk with file locks"), claimed(cell, tmp_path):
+        raise AssertionError("it has no lock")
 
 
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
@@ -181,6 +210,30 @@ def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(st
         assert again.run.resume == str(checkpoint_folder(tmp_path / "killed" / "run", 2))
         raise KeyboardInterrupt
     assert files(tmp_path / "killed" / "run") == before
+
+
+@pytest.mark.parametrize("marker", ["", "lineage_0"])
+def test_a_resume_whose_marker_was_cut_short_by_a_full_disk_has_changed_nothing(
+    stopped: Config, tmp_path: Path, marker: str
+) -> None:
+    before = files(tmp_path / "run")
+    (tmp_path / "run" / ".resuming").write_text(marker)
+    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped):
+        raise KeyboardInterrupt
+    assert files(tmp_path / "run") == before
+
+
+def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
+    stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(file: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = files(tmp_path / "run")
+    monkeypatch.setattr("async_rl.storage.run_dir.write_whole", fill)
+    with pytest.raises(OSError, match="No space left"), open_run_dir(stopped):
+        raise AssertionError("nothing was written")
+    assert files(tmp_path / "run") == before
 
 
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:

@@ -149,3 +149,8 @@ def test_a_run_without_a_step_is_refused(runs: list[Path], capsys: pytest.Captur
     for named in ([runs[0], runs[2]], [runs[2]]):
         assert main(["report", *map(str, named)]) == 2
         assert "the run has not trained a step yet" in capsys.readouterr().err
+
+
+def test_the_report_of_one_folder_has_no_other_place(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(sweep), "--out", "elsewhere"]) == 2
+    assert "--out must be left out for one folder, in which its report is written" in capsys.readouterr().err

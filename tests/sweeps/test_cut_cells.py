@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from async_rl.config.loading import dump_config
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.hub import pinned
 from async_rl.sweeps.cells import Cell, all_cells, cell_config, read_record
+from async_rl.sweeps.places import CellPlace
 from async_rl.sweeps.sweep import Sweep, plan_of, resumed_version, run_seconds, run_sweep
 from tests.kit.hub import open_hub
 from tests.kit.models import save_tiny_model
@@ -60,6 +62,23 @@ def test_a_cell_with_a_checkpoint_goes_on_unless_it_has_a_given_time(
     assert (f"so their times are of parts: {cell.name}." in capsys.readouterr().out) == goes_on
 
 
+def test_a_resumed_cell_has_the_time_of_all_its_parts(tmp_path: Path) -> None:
+    class Resumed(Trainer):
+        def __call__(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
+            error = super().__call__(command, cell, place)
+            with (cell.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 12, "time/written_at_s": 3600.0}) + "\n")
+            return error
+
+    sweep = make(tmp_path, overrides=("run.steps=12",))
+    cell, _ = begin(sweep)
+    save(cell, 7)
+    progress = run_sweep(sweep, Resumed())
+    record = read_record(cell.folder)
+    assert record is not None and record.seconds == progress.seconds[cell.name] == 3600.0
+    assert sorted(progress.seconds.values())[-2] < 3600.0, "the others began anew"
+
+
 def test_a_cut_cell_that_began_with_other_settings_starts_anew(tmp_path: Path) -> None:
     cell = all_cells(make(tmp_path).axes, tmp_path / "sweep")[0]
     before = make(tmp_path, overrides=("run.steps=12", "learner.lr=0.5"))
@@ -70,6 +89,15 @@ def test_a_cut_cell_that_began_with_other_settings_starts_anew(tmp_path: Path) -
         assert resumed_version(sweep, cell, cell_config(sweep.config, sweep.base_overrides(), cell)) == version
     run_sweep(now, trainer)
     assert "--resume" not in trainer.commands[0] and not folder.exists()
+
+
+def test_a_cut_cell_that_its_guard_has_rolled_back_goes_on(tmp_path: Path) -> None:
+    sweep = make(tmp_path, overrides=("run.steps=12",))
+    cell, config = begin(sweep)
+    save(cell, 7)
+    rolled_back = dataclasses.replace(config, guard=dataclasses.replace(config.guard, rollbacks=1))
+    (cell.folder / "config.yaml").write_text(dump_config(rolled_back))
+    assert resumed_version(sweep, cell, config) == 7
 
 
 def test_a_cell_that_was_cut_short_after_its_last_step_goes_on_for_its_end(tmp_path: Path) -> None:

@@ -56,3 +56,19 @@ def test_an_evaluation_of_a_resumed_run_counts_from_the_time_of_its_whole_traini
         [seconds - (lost_s if version >= 15 else 0.0) for version, seconds, _ in whole.evals]
     )
     assert len(whole.evals) > 2 and resumed.seconds[-1] == pytest.approx(whole.seconds[-1] - lost_s)
+
+
+def test_a_run_that_goes_on_after_its_end_has_the_summary_of_its_steps_so_far(sweep: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run_dir)
+    file = run_dir / "summary.json"
+    summary = json.loads(file.read_text())
+    run = read_run(run_dir)
+    assert run.has_ended and run.summary == summary
+    file.write_text(json.dumps(summary | {"steps": summary["steps"] - 1}))
+    run = read_run(run_dir)
+    assert not run.has_ended and run.summary["steps"] == len(run.steps) == summary["steps"]
+    file.write_text(json.dumps(summary | {"resumes": 0, "rolled_back": 3}))
+    assert read_run(run_dir).has_ended
+    (run_dir / "config.lineage_0.yaml").touch()
+    assert not read_run(run_dir).has_ended, "it goes on from an earlier step"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from async_rl.cli import main
+from async_rl.config.loading import load_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cell_process import CellProcesses
 from async_rl.sweeps.cells import (
     CORRECTIONS,
     MODES,
+    Axis,
     Bound,
     Cell,
     all_cells,
@@ -44,6 +48,28 @@ def test_the_seed_varies_slowest_and_every_setting_is_in_the_name(tmp_path: Path
     assert set(cells[1].overrides) == {
         "staleness.max=0", "staleness.depth=max", "learner.lr=3e-4", "run.seed=5"
     }
+
+
+@pytest.mark.parametrize("name", ["runs #2", "a: b", "[x]", "ü ß", "2024"])
+def test_a_cell_runs_in_its_folder_whatever_yaml_reads_in_its_path(tmp_path: Path, name: str) -> None:
+    cell = all_cells([staleness_axis("0"), seed_axis(1, 0)], Path(name) / "s")[0]
+    config = cell_config(str(base_yaml(tmp_path)), (), cell)
+    assert config.run_dir == cell.folder
+    command = train_command(make(tmp_path), cell)
+    assert load_config(command[2], command[3:]).run_dir == cell.folder
+
+
+def test_two_cells_in_one_folder_are_refused(tmp_path: Path) -> None:
+    message = r"folders of their own, got .*/model\.path-m_a\.seed-0 for .*'m/a'.* and for .*'m_a'"
+    with pytest.raises(ConfigError, match=message):
+        all_cells([key_axis("model.path=m/a,m_a"), seed_axis(1, 0)], tmp_path)
+
+
+@pytest.mark.parametrize("text", ["staleness.max=4", "staleness={max: 4}"])
+def test_two_axes_that_set_the_same_key_are_refused(tmp_path: Path, text: str) -> None:
+    axes = [staleness_axis("0,1"), seed_axis(1, 0), key_axis(text)]
+    with pytest.raises(ConfigError, match=r"different keys, got staleness, which sets staleness\.\w+, and staleness"):
+        all_cells(axes, tmp_path)
 
 
 def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> None:
@@ -161,6 +187,29 @@ def test_other_bounds_with_another_setting_in_the_same_folder_are_refused(tmp_pa
     assert run_sweep(make(tmp_path, axes=axes), Trainer()).pending == []
 
 
+@pytest.mark.parametrize(
+    ("axis", "key", "before", "now"),
+    [
+        (key_axis("algorithm.preset=grpo,dr_grpo"), "algorithm.entropy_coef", "0.0", "0.5"),
+        (named_axis("mode", "bounded,exact", MODES), "weight_sync.on_update", "in_place", "abort"),
+    ],
+)
+def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(
+    tmp_path: Path, axis: Axis, key: str, before: str, now: str
+) -> None:
+    axes = (staleness_axis("1"), seed_axis(2, 0), axis)
+    run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",), max_cells=2), Trainer())
+    message = rf"got {re.escape(key)} {before} in .*seed-0 and {now} now\. Give this sweep another --name, or move"
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={now}",)), Trainer())
+    assert run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",)), Trainer()).pending == []
+
+
+def test_a_sweep_of_a_run_to_continue_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.resume must be empty in a sweep, .*, got '/runs/a'"):
+        run_sweep(make(tmp_path, overrides=("run.resume=/runs/a",)), Trainer())
+
+
 def test_a_cell_cut_short_starts_anew(tmp_path: Path) -> None:
     sweep = make(tmp_path)
     left_over = tmp_path / "sweep" / "cells" / "staleness-0.seed-0" / "metrics.jsonl"
@@ -194,6 +243,19 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     assert error.startswith("exit code 2")
     assert "model.path" in error
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
+
+
+def test_the_error_of_a_cell_is_that_of_its_command_and_not_of_an_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(words: list[str], log: TextIO, place: CellPlace) -> int:
+        log.write("an episode ended with error: bad tool call\nasync-rl: error: learner/0 died (no memory)\nits log\n")
+        return 1
+
+    processes, cell = CellProcesses(tmp_path / "logs"), Cell({}, (), tmp_path / "cells" / "c")
+    monkeypatch.setattr(processes, "_run", fail)
+    error = processes.train(["async-rl"], cell, CellPlace())
+    assert error == f"exit code 1, {tmp_path}/logs/c.log: async-rl: error: learner/0 died (no memory)"
 
 
 @pytest.mark.processes

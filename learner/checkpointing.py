@@ -154,8 +154,8 @@ class Checkpointer:
                 torch.cuda.set_rng_state(on_gpu)
         return state
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Return, by network, the counts of steps taken and of steps skipped in a row, for `TrainingState.networks`."""
+    def counts(self) -> dict[str, dict[str, float]]:
+        """Return, by network, the counts and numbers of its optimizer, for `TrainingState.networks`."""
         return {name: optimizer.counts() for name, optimizer in self._optimizers.items()}
 
     def close(self) -> None:

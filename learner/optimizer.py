@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,8 @@ class Optimizer:
         self._offloads = config.offload == "moments"
         parts = [[parameter] for parameter in self._parameters] if self._offloads else [self._parameters]
         self._inner = [open_optimizer(config, part, lr) for part in parts]
+        self._given = self._numbers()
+        """The numbers in the groups of parameters before the first step: settings, which a resume may change."""
         if not isinstance(self._inner[0], torch.optim.AdamW):
             check_sharded(config, self._parameters)
         self._inner_of: dict[Tensor, torch.optim.Optimizer] = {
@@ -167,12 +170,29 @@ class Optimizer:
         stride = max(1, sum(shard.numel() for shard in shards) // SAMPLE)
         return torch.cat([shard[::stride] for shard in shards])
 
-    def counts(self) -> dict[str, int]:
-        """Return the counts that a checkpoint keeps: {"steps": taken, "skipped_in_a_row": skipped without a break}."""
-        return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+    def counts(self) -> dict[str, float]:
+        """Return the numbers that a checkpoint keeps: {"steps": taken, "skipped_in_a_row": skipped without a break}.
 
-    def set_counts(self, counts: Mapping[str, int]) -> None:
-        self._steps, self._skipped_in_a_row = counts["steps"], counts["skipped_in_a_row"]
+        With them are those that the optimizer itself counts or estimates for a group of parameters, as some do.
+        """
+        own = {key: number for key, number in self._numbers().items() if number != self._given[key]}
+        return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row, **own}
+
+    def set_counts(self, counts: Mapping[str, float]) -> None:
+        self._steps, self._skipped_in_a_row = int(counts["steps"]), int(counts["skipped_in_a_row"])
+        for key, group, name in self._entries():
+            if key in counts:
+                group[name] = type(group[name])(counts[key])
+
+    def _numbers(self) -> dict[str, float]:
+        return {key: group[name] for key, group, name in self._entries()}
+
+    def _entries(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield (key, group, name) of each number of each group of parameters, but for the learning rate."""
+        for index, group in enumerate(group for inner in self._inner for group in inner.param_groups):
+            for name, value in group.items():
+                if name != "lr" and isinstance(value, int | float):
+                    yield f"{index}.{name}", group, name
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's own tensors for a parameter, not copies, and its numbers as tensors.

@@ -40,8 +40,8 @@ class TrainingState:
     """The number of times that the run had been resumed when this was written."""
     ranks: int
     """The number of learner ranks that wrote the checkpoint."""
-    networks: dict[str, dict[str, int]]
-    """[policy or critic] counts of the network's optimizer, see learner/optimizer.py."""
+    networks: dict[str, dict[str, float]]
+    """[policy or critic] counts and numbers of the network's optimizer, see learner/optimizer.py."""
     kl_coef: float
     """The coefficient of algorithm.kl, which an adaptive controller changes during a run."""
     buffer: dict[str, Any]

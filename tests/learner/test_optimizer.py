@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,37 @@ def test_an_optimizer_from_outside_trains_matrices_by_a_rule_of_their_own(
     norm = next(tensor for name, tensor in moved.items() if name.endswith("model.norm.weight"))
     assert torch.linalg.matrix_norm(matrix, 2).item() == pytest.approx(20 * 1e-3, rel=0.4)
     assert norm.abs().max().item() == pytest.approx(1e-3, rel=0.01)
+
+
+class Estimating(torch.optim.SGD):
+    """Keeps a number that it estimates in its groups of parameters, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float, growth: float = 2.0) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group |= {"d": 1e-6, "k": 0, "growth": growth}
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["d"], group["k"] = group["d"] * group["growth"], group["k"] + 1
+        super().step(closure)
+
+
+def test_numbers_that_an_optimizer_keeps_for_a_group_are_in_its_counts(tiny_model_path: Path, one_rank: None) -> None:
+    made = []
+    for growth in (2.0, 3.0):
+        own = {"optimizer": f"{__name__}:Estimating", "lr": 1e-3, "optimizer_params": {"growth": growth}}
+        made.append(Updater(learner_config(tiny_model_path, learner=own), CPU).optimizers["policy"])
+    for _ in range(3):
+        for parameter in made[0].module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        made[0].begin()
+        made[0].step(torch.tensor(0.0))
+    counts = json.loads(json.dumps(made[0].counts()))
+    assert counts == {"steps": 3, "skipped_in_a_row": 0, "0.d": pytest.approx(8e-6), "0.k": 3}
+    made[1].set_counts(counts)
+    group = made[1]._inner[0].param_groups[0]
+    assert (group["d"], group["k"], group["growth"]) == (counts["0.d"], 3, 3.0)
 
 
 def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_model_path: Path, one_rank: None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -32,7 +33,8 @@ from rollout_server.sandbox.subprocesses import Bubblewrap, Uncontained
 _NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 MARGIN_S = 5.0
 """How much later the time limit of the reward must be than that of its runs."""
-_BLOCK = re.compile(r"```([\w+#-]*)[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```[^\n`]+```|```[ \t]*\{?\.?([\w+#-]*)[^\n`]*\n(.*?)```", re.DOTALL)
+"""Code within a line, which has no groups, or a block of code: the first word after ```, and the code."""
 
 
 @section("task.rewards.params")
@@ -63,8 +65,9 @@ class CodeSettings:
     """The program that is run, in which {answer} stands for the whole answer. Empty: the last block of code is run."""
     command: list[str] = field(default_factory=list)
     """For other languages: the command that runs a file, such as [node] or [bash], in bubblewrap."""
-    languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", ""])
-    """The words after ``` that mark a program in an answer; the last such block is run."""
+    languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", "py3", ""])
+    """The words after ``` that mark a program in an answer; the last such block is run. The empty word, for blocks
+    without one, counts only in an answer that has no block with another of these words."""
 
 
 class Runner(Protocol):
@@ -136,11 +139,18 @@ def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
 
 def find_program(response: str, settings: CodeSettings) -> str | None:
     """Return the last block of code in one of the languages, or what `wrap` makes of the answer; None: there is none.
+
+    A block without a word is the program only if none has a word: after a program it may be its output.
     """
     if settings.wrap:
         return settings.wrap.replace("{answer}", response.strip())
-    found = [code for language, code in _BLOCK.findall(response) if language.lower() in settings.languages]
-    return found[-1] if found else None
+    blocks = [(each[1].lower(), each[2]) for each in _BLOCK.finditer(response) if each[2] is not None]
+    found = [code for language, code in blocks if language in settings.languages]
+    named = [code for language, code in blocks if language and language in settings.languages]
+    if not found:
+        return None
+    program = (named or found)[-1].replace("\r\n", "\n")
+    return textwrap.dedent(program) if program[:1].isspace() else program  # a block in a list is indented
 
 
 @asynccontextmanager

@@ -143,5 +143,15 @@ def test_the_last_block_of_the_language_is_the_program() -> None:
     assert find_program("```bash\necho\n```\n```python\nx\n```", shell) == "echo\n"
 
 
+@pytest.mark.parametrize("said", [
+    "```python\nx = 1\n```\nOutput:\n```\n1\n```", "``` python\nx = 1\n```", "```py3\nx = 1\n```",
+    "```python title=a.py\nx = 1\n```", "```python\r\nx = 1\r\n```\r\n", "1. so\n   ```python\n   x = 1\n   ```",
+    "```Python\nx = 1\n```", "```{.python}\nx = 1\n```", "so:\n```\nx = 1\n```",
+    "say ```x``` here\n```python\nx = 1\n```", "```\ny = 2\n```\n```python\nx = 1\n```",
+])
+def test_a_program_is_found_however_its_block_is_written(said: str) -> None:
+    assert find_program(said, CodeSettings()) == "x = 1\n"
+
+
 def test_an_answer_that_is_wrapped_is_the_whole_program() -> None:
     assert find_program(" x + 1\n", CodeSettings(wrap="print({answer})")) == "print(x + 1)"

@@ -148,6 +148,13 @@ def test_the_environment_of_the_page_is_played(folder: Path) -> None:
     assert asyncio.run(play("a number")).reward == 0.0
 
 
+def test_held_out_episodes_of_the_page_are_not_those_of_training(folder: Path) -> None:
+    task = load_config(folder / "env.yaml").task
+    make: Any = load_env(task.env, task.params, False)
+    trained, held_out = [[make(None, sign * index, 0).secret for index in range(1, 9)] for sign in (1, -1)]
+    assert trained != held_out
+
+
 def test_the_agent_of_the_page_is_one_row(folder: Path) -> None:
     agent, oracle = load_agent(load_config(folder / "agent.yaml").task.agent), load_oracle(load_config(SHOP).sft.oracle)
     question = Question(messages=({"role": "user", "content": "What do 2 apples cost?"},), ground_truth="6")

@@ -22,8 +22,12 @@ from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, h
 SUFFIXES = (".parquet", ".jsonl")
 """The endings of files that a task can read."""
 CARD = "README.md"
-_SPLITS = ("train", "validation", "test")
-_SPLIT_IN_PATH = re.compile(rf"(?:^|[/_.-])({'|'.join(_SPLITS)})(?=[/_.-])")
+_SPLITS = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""The split of each word in the name of a file that tells one."""
+_SPLIT_IN_PATH = re.compile(rf"(?:^|[/_.-])({'|'.join(_SPLITS)})(?=[/_.-])", re.IGNORECASE)
 
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 """[config][split] the files of a data set."""
@@ -94,7 +98,7 @@ def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     for name in sorted(name for name in names if name.endswith(SUFFIXES)):
         held = _SPLIT_IN_PATH.findall(name)
-        splits.setdefault(held[-1] if held else "train", []).append(name)
+        splits.setdefault(_SPLITS[held[-1].lower()] if held else "train", []).append(name)
     return splits
 
 

@@ -184,6 +184,15 @@ def test_the_forms_of_a_card() -> None:
     }
 
 
+@pytest.mark.parametrize(("word", "split"), [
+    ("dev", "validation"), ("val", "validation"), ("valid", "validation"), ("eval", "test"), ("evaluation", "test"),
+    ("testing", "test"), ("training", "train"), ("Dev", "validation"), ("device", "train"),
+])
+def test_the_usual_words_for_a_split_are_known(word: str, split: str) -> None:
+    for name in (f"data/{word}.parquet", f"{word}/a.parquet", f"data/my-{word}-00000-of-00001.parquet"):
+        assert splits_of({}, [name]) == {"default": {split: [name]}}
+
+
 def test_a_name_is_pinned_at_its_commit() -> None:
     pinned_names = {
         "hf://o/n": "hf://o/n@abc", "hf://o/n:main/train": "hf://o/n@abc:main/train",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,22 @@ def splits_of(card: Mapping[str, Any], names: Sequence[str]) -> Splits:
             continue
         for part in parts if isinstance(parts, list) else [parts]:
             split, paths = (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
-            patterns = [f"{below}{path}" for path in (paths if isinstance(paths, list) else [paths])]
-            files = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+            patterns = [_pattern(f"{below}{path}") for path in (paths if isinstance(paths, list) else [paths])]
+            files = [name for name in names if any(pattern.fullmatch(name) for pattern in patterns)]
             found[str(split)] = sorted({*found.get(str(split), []), *files})
     return splits
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return a pattern of a card as a regular expression: * and ? stay within a folder, and ** also crosses folders."""
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^/\]]+\])", text)
+    for index in range(0, len(parts), 2):
+        parts[index] = re.escape(parts[index])
+    for index in range(1, len(parts), 2):
+        letters = parts[index].replace("\\", "\\\\").replace("[!", "[^")
+        parts[index] = known.get(parts[index], letters)
+    return re.compile("".join(parts))
 
 
 def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:

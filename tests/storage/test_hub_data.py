@@ -184,6 +184,18 @@ def test_the_forms_of_a_card() -> None:
     }
 
 
+@pytest.mark.parametrize(("pattern", "meant"), [
+    ("data/*.parquet", ["data/a.parquet", "data/b1.parquet"]), ("data/?.parquet", ["data/a.parquet"]),
+    ("data/**", ["data/a.parquet", "data/b1.parquet", "data/old/c.parquet"]), ("*", ["d.parquet"]),
+    ("**/[!ab]*.parquet", ["d.parquet", "data/old/c.parquet"]), ("data/[ab]*", ["data/a.parquet", "data/b1.parquet"]),
+    ("data/*/c.parquet", ["data/old/c.parquet"]), ("data/a.parquet", ["data/a.parquet"]), ("data/a", []),
+])
+def test_a_star_in_a_card_stays_within_its_folder(pattern: str, meant: list[str]) -> None:
+    names = ["d.parquet", "data/a.parquet", "data/b1.parquet", "data/old/c.parquet"]
+    card = {"configs": [{"data_files": [{"split": "train", "path": pattern}]}]}
+    assert splits_of(card, names) == {"default": {"train": meant}}
+
+
 @pytest.mark.parametrize(("word", "split"), [
     ("dev", "validation"), ("val", "validation"), ("valid", "validation"), ("eval", "test"), ("evaluation", "test"),
     ("testing", "test"), ("training", "train"), ("Dev", "validation"), ("device", "train"),

@@ -31,6 +31,7 @@ from rollout_server.sandbox.protection import check_protection, find_protection
 from rollout_server.sandbox.subprocesses import Bubblewrap, Uncontained
 
 _NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
 MARGIN_S = 5.0
 """How much later the time limit of the reward must be than that of its runs."""
 _BLOCK = re.compile(r"```[^\n`]+```|```[ \t]*\{?\.?([\w+#-]*)[^\n`]*\n(.*?)```", re.DOTALL)
@@ -128,13 +129,15 @@ class CodeChecker:
 def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
     """Return what runs: the answer, and after it the code of the case.
 
-    Python gets the imports that verl's checker has before an answer. With a case that calls a function, a main guard
+    Python gets the imports that verl's checker has before an answer, and before them those of __future__ that the
+    answer has, because nothing may stand before these. With a case that calls a function, a main guard
     of the answer does not run.
     """
     if settings.command:
         return program
-    prelude = "" if "from __future__" in program else f"{IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
-    return f"{prelude}{program}\n{case.suffix}"
+    futures = "".join(f"{each[0].strip()}\n" for each in _FUTURE.finditer(program))
+    prelude = f"{futures}{IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
+    return f"{prelude}{_FUTURE.sub('pass', program)}\n{case.suffix}"
 
 
 def find_program(response: str, settings: CodeSettings) -> str | None:

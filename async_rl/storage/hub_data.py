@@ -1,9 +1,9 @@
 """Data sets of the Hugging Face hub: the files that hold the part which a name means.
 
 The configs and splits are those of the data set's card, as on its page of the hub. Without any in the card, a file is
-of the split whose name its path holds. A name may leave out what the data set has only one of, and what is usual: the
-config that the card calls its default, or else that with the name `default` or `main`; the split `test` of what is held
-out, and `train` of all else.
+of the split that a word in its path means. A name may leave out what the data set has only one of, and what is usual:
+the config that the card calls its default, or else that with the name `default` or `main`; the split `test` of what is
+held out, and `train` of all else.
 """
 
 from __future__ import annotations

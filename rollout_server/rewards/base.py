@@ -117,7 +117,7 @@ def _check_evaluations(config: Config, task: Verifier, reward: Reward, of: Rewar
     """Check that a judge that compares answers has several of them in an evaluation, or else counts for nothing."""
     compares = reward in (JUDGE_PAIRWISE, JUDGE_LISTWISE) and bool(of.weight or of.weights)
     if compares and config.eval.size and config.eval.samples == 1:
-        prompts = getattr(task, "eval_prompts", list)()
+        prompts: list[Any] = getattr(task, "eval_prompts", list)()
         check(
             not prompts, f"{key}.reward", of.reward, "a reward that compares no answers with eval.samples 1",
             f"An answer alone never gets its verdict, so none of the {len(prompts)} held-out prompts would count. Set "

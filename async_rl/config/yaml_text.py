@@ -1,4 +1,6 @@
-"""Reads and writes YAML by the rules of version 1.2: `1e-4` is a number, and `off` and dates are text."""
+"""Reads and writes YAML by the rules of version 1.2: `1e-4` is a number, `010` is ten, and `off`, `12:30` and dates are
+text.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,10 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(tuple, yaml.SafeDumper.represent_list)
 
 _TAG = "tag:yaml.org,2002:"
-_REPLACED = ("bool", "float", "timestamp")
+_REPLACED = ("bool", "int", "float", "timestamp")
 _BOOL = re.compile("^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^(?:[-+]?\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+)$")
+"""Beyond version 1.2 digits may be parted, as in 100_000."""
 _FLOAT = re.compile(
     r"^[-+]?(?:\.\d+|\d+\.\d*)(?:[eE][-+]?\d+)?$"
     r"|^[-+]?\d+[eE][-+]?\d+$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
@@ -81,3 +85,12 @@ for _class in (_Loader, _Dumper):
     }
     _class.add_implicit_resolver(_TAG + "bool", _BOOL, list("tTfF"))
     _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
+    _class.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
+
+
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node).replace("_", "")
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+_Loader.add_constructor(_TAG + "int", _whole_number)

@@ -1,16 +1,15 @@
 """Data sets of the Hugging Face hub: the files that hold the part which a name means.
 
 The configs and splits are those of the data set's card, as on its page of the hub. Without any in the card, a file is
-of the split whose name its path holds. A name may leave out what the data set has only one of, and what is usual: the
-config that the card calls its default, or else that with the name `default` or `main`; the split `test` of what is held
-out, and `train` of all else.
+of the split that a word in its path means. A name may leave out what the data set has only one of, and what is usual:
+the config that the card calls its default, or else that with the name `default` or `main`; the split `test` of what is
+held out, and `train` of all else.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,12 @@ from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, SCHEME, HubRepo, h
 SUFFIXES = (".parquet", ".jsonl")
 """The endings of files that a task can read."""
 CARD = "README.md"
-_SPLITS = ("train", "validation", "test")
-_SPLIT_IN_PATH = re.compile(rf"(?:^|[/_.-])({'|'.join(_SPLITS)})(?=[/_.-])")
+_SPLITS = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""The split of each word in the name of a file that tells one."""
+_SPLIT_IN_PATH = re.compile(rf"(?:^|[/_.-])({'|'.join(_SPLITS)})(?=[/_.-])", re.IGNORECASE)
 
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 """[config][split] the files of a data set."""
@@ -83,10 +86,22 @@ def splits_of(card: Mapping[str, Any], names: Sequence[str]) -> Splits:
             continue
         for part in parts if isinstance(parts, list) else [parts]:
             split, paths = (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
-            patterns = [f"{below}{path}" for path in (paths if isinstance(paths, list) else [paths])]
-            files = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+            patterns = [_pattern(f"{below}{path}") for path in (paths if isinstance(paths, list) else [paths])]
+            files = [name for name in names if any(pattern.fullmatch(name) for pattern in patterns)]
             found[str(split)] = sorted({*found.get(str(split), []), *files})
     return splits
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return a pattern of a card as a regular expression: * and ? stay within a folder, and ** also crosses folders."""
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^/\]]+\])", text)
+    for index in range(0, len(parts), 2):
+        parts[index] = re.escape(parts[index])
+    for index in range(1, len(parts), 2):
+        letters = parts[index].replace("\\", "\\\\").replace("[!", "[^")
+        parts[index] = known.get(parts[index], letters)
+    return re.compile("".join(parts))
 
 
 def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
@@ -94,7 +109,7 @@ def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     for name in sorted(name for name in names if name.endswith(SUFFIXES)):
         held = _SPLIT_IN_PATH.findall(name)
-        splits.setdefault(held[-1] if held else "train", []).append(name)
+        splits.setdefault(_SPLITS[held[-1].lower()] if held else "train", []).append(name)
     return splits
 
 

@@ -95,6 +95,7 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
             each.reward, f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
             "Its greedy answer, the baseline, has no others beside it.",
         )
+        _check_evaluations(config, task, reward, each, key)
         own = CallLimits(config.timeouts.reward_s, reward.concurrency)
         own = reward.limits(config, settings) if reward.limits else own
         timeout_s = each.timeout_s or own.timeout_s
@@ -110,6 +111,18 @@ def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
             logs_score=bool(config.task.rewards),
         ))
     return tuple(found)
+
+
+def _check_evaluations(config: Config, task: Verifier, reward: Reward, of: RewardConfig, key: str) -> None:
+    """Check that a judge that compares answers has several of them in an evaluation, or else counts for nothing."""
+    compares = reward in (JUDGE_PAIRWISE, JUDGE_LISTWISE) and bool(of.weight or of.weights)
+    if compares and config.eval.size and config.eval.samples == 1:
+        prompts: list[Any] = getattr(task, "eval_prompts", list)()
+        check(
+            not prompts, f"{key}.reward", of.reward, "a reward that compares no answers with eval.samples 1",
+            f"An answer alone never gets its verdict, so none of the {len(prompts)} held-out prompts would count. Set "
+            "eval.samples: 2 or more, or eval.size: 0.",
+        )
 
 
 def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:

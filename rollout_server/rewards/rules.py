@@ -12,6 +12,7 @@ from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import first_cheatable, read_cases
 from rollout_server.rewards.math_checker import MathChecker
+from rollout_server.rewards.references import as_math, as_text, is_answer, is_number, with_math_in_boxes
 
 Rule = Callable[[Question, str], float]
 """Takes the question and the text of a response without special tokens, returns the reward. Called in threads, many at
@@ -28,13 +29,14 @@ def gsm8k(question: Question, response: str, *, flexible: bool = False) -> float
     """Return 1 if the last `#### number` in the response's last 300 characters is the answer, else 0.
 
     As in verl, one space follows `####`, and texts are compared, without commas: neither 72. nor 72.0 nor 072 is 72.
-    Commas in the right answer, with which verl finds no answer right, are ignored too.
+    Commas in the right answer, with which verl finds no answer right, are ignored too, and a right answer that is the
+    number 72.0, as pandas makes of whole numbers, is 72.
     Source: verl/utils/reward_score/gsm8k.py, for the format of Cobbe et al. 2021, arXiv 2110.14168.
 
     Args:
         flexible: take the last number, marked by `####` or not, and compare values: 72.0 is 72.
     """
-    found, answer = find_number("gsm8k_flexible" if flexible else "gsm8k", response), str(question.ground_truth)
+    found, answer = find_number("gsm8k_flexible" if flexible else "gsm8k", response), as_text(question.ground_truth)
     if flexible:
         return float(found != "" and _number(found) == _number(answer))
     return float(found != "" and found.replace(",", "") == answer.replace(",", ""))
@@ -48,7 +50,7 @@ def find_number(rule: str, response: str) -> str:
 
 def math_verify(question: Question, response: str) -> float:
     """Return 1 if math-verify finds the response's final answer equal to the reference, else 0."""
-    return float(_math_checker().is_equal(response, str(question.ground_truth)))
+    return float(_math_checker().is_equal(with_math_in_boxes(response), as_math(question.ground_truth)))
 
 
 RULES: dict[str, Rule] = {
@@ -80,7 +82,7 @@ def rule_for_source(source: str) -> str:
 
 
 def check_reference(rule: str, answer: Any, where: str) -> str:
-    """Raise ConfigError if `rule` can't read the right answer: no text or number for a number, no tests for code.
+    """Raise ConfigError if `rule` can't read the right answer: no number or other answer, or no tests for code.
 
     Returns:
         The place of the first test for code that a dishonest answer can pass; "" if there is none.
@@ -90,11 +92,17 @@ def check_reference(rule: str, answer: Any, where: str) -> str:
             return first_cheatable(read_cases(answer))
         except (ValueError, TypeError, SyntaxError) as error:
             raise ConfigError(f"{where}: reward_model.ground_truth must hold the tests of a program: {error}") from None
-    if rule in NUMBER_RULES and (isinstance(answer, bool) or not isinstance(answer, str | int | float)):
-        raise ConfigError(
-            f"{where}: reward_model.ground_truth must be text or a number for the rule {rule}, got {str(answer)[:120]}"
-        )
+    if rule in NUMBER_RULES and not is_number(answer):
+        kind = "text or a number" if not isinstance(answer, str) else "one number"
+        raise ConfigError(f"{where}: reward_model.ground_truth must be {kind} for the rule {rule}, {_got(answer)}")
+    if rule == "math_verify" and not is_answer(answer):
+        raise ConfigError(f"{where}: reward_model.ground_truth must be an answer for the rule {rule}, {_got(answer)}")
     return ""
+
+
+def _got(answer: Any) -> str:
+    remedy = "Set task.columns.reference to the column that has it, correct this row or leave it out"
+    return f"got {answer!r:.120}. {remedy}"
 
 
 def _number(text: str) -> Decimal | None:

@@ -78,6 +78,9 @@ class SandboxPool:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
+        self._sending = asyncio.Lock()
+        self._can_write = asyncio.Event()
+        """Set when the one who waits to send may go on: there is room, or the server has ended."""
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[list[Any]]] = {}
 
@@ -111,7 +114,8 @@ class SandboxPool:
         async with self._starting:
             if self._control is None:
                 await self._start()
-        assert self._control is not None
+        control, pid = self._control, self.server_pid
+        assert control is not None
         files = [os.memfd_create(name) for name in ("program", "input", "output", "errors")]
         number = next(self._numbers)
         ended = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -121,12 +125,13 @@ class SandboxPool:
             os.lseek(files[1], 0, os.SEEK_SET)
             message = json.dumps({"run": number, **dataclasses.asdict(limits)}).encode()
             try:
-                await self._send(message, files)
+                await self._send(control, message, files)
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
                     code, is_late, cpu_s, most_memory_kb, failure = await ended
             except (OSError, TimeoutError) as error:  # TimeoutError is an OSError; both mean that nobody serves
-                self._give_up()
-                raise SandboxDiedError(f"the sandbox's fork server {self.server_pid} has died or hangs") from error
+                if self._control is control:  # else another has been started meanwhile, or none runs
+                    self._give_up()
+                raise SandboxDiedError(f"the sandbox's fork server {pid} has died or hangs") from error
             output, errors = (_read(file, limits.output_bytes) for file in files[2:])
         finally:
             self._waiting.pop(number, None)
@@ -139,21 +144,26 @@ class SandboxPool:
             most_memory_bytes=int(most_memory_kb) << 10,
         )  # fmt: skip
 
-    async def _send(self, message: bytes, files: list[int]) -> None:
-        """Send a message with files, and wait while the server has too many that it has not yet read."""
-        control, loop = self._control, asyncio.get_running_loop()
-        while control is not None:
-            try:
-                socket.send_fds(control, [message], files)
-                return
-            except BlockingIOError:
-                can_write = asyncio.Event()
-                loop.add_writer(control, can_write.set)
+    async def _send(self, control: socket.socket, message: bytes, files: list[int]) -> None:
+        """Send a message with files, and wait while the server has too many that it has not yet read.
+
+        One sends at a time: the event loop knows one writer of a socket.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._sending:
+            while self._control is control:
                 try:
-                    async with asyncio.timeout(GRACE_S):
-                        await can_write.wait()
-                finally:
-                    loop.remove_writer(control)
+                    socket.send_fds(control, [message], files)
+                    return
+                except BlockingIOError:
+                    self._can_write.clear()
+                    loop.add_writer(control, self._can_write.set)
+                    try:
+                        async with asyncio.timeout(GRACE_S):
+                            await self._can_write.wait()
+                    finally:
+                        if self._control is control:
+                            loop.remove_writer(control)
         raise ConnectionError("the fork server has ended")
 
     async def _start(self) -> None:
@@ -211,9 +221,12 @@ class SandboxPool:
     def _hang_up(self) -> None:
         """Close the control socket, at which the server ends all programs and itself, and fail the runs that wait."""
         if self._control is not None:
-            asyncio.get_running_loop().remove_reader(self._control)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._control)
+            loop.remove_writer(self._control)
             self._control.close()
         self._control = None
+        self._can_write.set()
         for ended in self._waiting.values():
             if not ended.done():
                 ended.set_exception(ConnectionError("the fork server has ended"))

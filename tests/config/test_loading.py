@@ -17,6 +17,7 @@ from async_rl.config import Config, CorrectionConfig
 from async_rl.config.keys_elsewhere import KEYS_ELSEWHERE, OF_SECTION
 from async_rl.config.loading import dump_config, load_config
 from async_rl.config.schema import RENAMED, _leaves
+from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.errors import ConfigError
 
 MINIMAL = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
@@ -307,3 +308,14 @@ def test_all_errors_of_a_configuration_are_listed_at_once(tmp_path: Path) -> Non
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, override: str, hint: str) -> None:
     assert hint in error_of(tmp_path, MINIMAL, override)
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("010", 10), ("007", 7), ("-08", -8), ("+5", 5), ("100_000", 100_000), ("0", 0), ("0x1F", 31), ("0o17", 15),
+    ("12:30", "12:30"), ("1:30:00", "1:30:00"), ("0b11", "0b11"), ("1_a", "1_a"),
+])
+def test_whole_numbers_are_read_as_in_yaml_1_2(text: str, value: object) -> None:
+    found = read_yaml(f"a: {text}")[0]["a"]
+    assert found == value and type(found) is type(value)
+    for each in (value, text):
+        assert read_yaml(write_yaml({"a": each}))[0] == {"a": each}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -146,6 +147,13 @@ def test_the_environment_of_the_page_is_played(folder: Path) -> None:
     assert (found.end, found.reward, found.metrics["turns"]) == ("done", 1.0, 2)
     assert ("lower" if int(wrong) > secret else "higher") in tokenizer_of("qwen2_5").decode(found.rows[0].tokens)
     assert asyncio.run(play("a number")).reward == 0.0
+
+
+def test_held_out_episodes_of_the_page_are_not_those_of_training(folder: Path) -> None:
+    task = load_config(folder / "env.yaml").task
+    make: Any = load_env(task.env, task.params, False)
+    trained, held_out = [[make(None, sign * index, 0).secret for index in range(1, 9)] for sign in (1, -1)]
+    assert trained != held_out
 
 
 def test_the_agent_of_the_page_is_one_row(folder: Path) -> None:

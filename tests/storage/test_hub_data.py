@@ -184,6 +184,27 @@ def test_the_forms_of_a_card() -> None:
     }
 
 
+@pytest.mark.parametrize(("pattern", "meant"), [
+    ("data/*.parquet", ["data/a.parquet", "data/b1.parquet"]), ("data/?.parquet", ["data/a.parquet"]),
+    ("data/**", ["data/a.parquet", "data/b1.parquet", "data/old/c.parquet"]), ("*", ["d.parquet"]),
+    ("**/[!ab]*.parquet", ["d.parquet", "data/old/c.parquet"]), ("data/[ab]*", ["data/a.parquet", "data/b1.parquet"]),
+    ("data/*/c.parquet", ["data/old/c.parquet"]), ("data/a.parquet", ["data/a.parquet"]), ("data/a", []),
+])
+def test_a_star_in_a_card_stays_within_its_folder(pattern: str, meant: list[str]) -> None:
+    names = ["d.parquet", "data/a.parquet", "data/b1.parquet", "data/old/c.parquet"]
+    card = {"configs": [{"data_files": [{"split": "train", "path": pattern}]}]}
+    assert splits_of(card, names) == {"default": {"train": meant}}
+
+
+@pytest.mark.parametrize(("word", "split"), [
+    ("dev", "validation"), ("val", "validation"), ("valid", "validation"), ("eval", "test"), ("evaluation", "test"),
+    ("testing", "test"), ("training", "train"), ("Dev", "validation"), ("device", "train"),
+])
+def test_the_usual_words_for_a_split_are_known(word: str, split: str) -> None:
+    for name in (f"data/{word}.parquet", f"{word}/a.parquet", f"data/my-{word}-00000-of-00001.parquet"):
+        assert splits_of({}, [name]) == {"default": {split: [name]}}
+
+
 def test_a_name_is_pinned_at_its_commit() -> None:
     pinned_names = {
         "hf://o/n": "hf://o/n@abc", "hf://o/n:main/train": "hf://o/n@abc:main/train",

@@ -54,8 +54,8 @@ class AgentProcess:
         """Let the agent work on a question, and return its reward. If cancelled, cancel the agent too.
 
         Raises:
-            EpisodeFailedError: the process died meanwhile.
-            AgentRaisedError: the agent raised, or returned no number.
+            EpisodeFailedError: the process died meanwhile, or the agent returned no number.
+            AgentRaisedError: the agent raised.
             ProcessDiedError: the process can't start, or died MAX_DEATHS times without an answer in between.
             WaitTimeoutError: the process did not import the agent within `start_s`.
         """
@@ -158,6 +158,9 @@ class AgentProcess:
             return
         if "fault" in reply:
             future.set_exception(AgentRaisedError(Fault(*reply["fault"])))
+        elif "no_number" in reply:
+            said = f"the reward that the agent returns must be a number, got {reply['no_number']}"
+            future.set_exception(EpisodeFailedError(said))
         else:
             future.set_result(reply["reward"])
 

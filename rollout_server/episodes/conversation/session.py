@@ -202,7 +202,8 @@ class Session:
             )
         if not self._renderer.fits(messages, tools, self._limits.max_tokens):
             what = "messages and tools do" if tools else "messages do"
-            raise EpisodeOver("length", f"the {what} not fit into {self._limits.max_tokens} tokens")
+            most = f"{self._limits.max_tokens} tokens (rollout.max_episode_tokens)"
+            raise EpisodeOver("length", f"the {what} not fit into {most}")
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -293,7 +294,9 @@ class Session:
         longest = min(limits.max_tokens - length, limits.max_reply_tokens)
         if longest < 1:
             raise EpisodeOver(
-                "length", f"the conversation has {length} tokens, at most {limits.max_tokens} are allowed"
+                "length",
+                f"the conversation has {length} tokens, and with a reply at most {limits.max_tokens} are allowed "
+                "(rollout.max_episode_tokens)",
             )
         return longest if max_tokens is None else max(1, min(longest, max_tokens))
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from async_rl.errors import AsyncRLError
 from async_rl.types import Prompt
 from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.conversation.session import Generate
@@ -75,6 +76,11 @@ class GroupSampler:
         )
         try:
             replies = await self._generate(request)
+            if len(replies) != request.n:
+                raise AsyncRLError(
+                    f"the engine must answer request {request.key} with {request.n} replies, got "
+                    f"{len(replies)}: correct the `generate` of the engine that rollout.engine names"
+                )
         except asyncio.CancelledError:
             for one in waiting:
                 one.future.cancel()

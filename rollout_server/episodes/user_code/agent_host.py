@@ -4,9 +4,9 @@ So the environment of the agent need not have this package. Lines of JSON come b
 
     {"call": 5, "question": {...}, "base_url": "...", "api_key": "..."}       {"cancel": 5}
 
-and go to the one that is standard output: {"call": 5, "reward": 1.0} or {"call": 5, "fault": [fields of a Fault]}. The
-process ends when its input does. Neither the agent nor its children see these pipes: what they print goes to the log,
-and where they read standard input, it is empty.
+and go to the one that is standard output: {"call": 5, "reward": 1.0}, {"call": 5, "no_number": "None"} or {"call": 5,
+"fault": [fields of a Fault]}. The process ends when its input does. Neither the agent nor its children see these pipes:
+what they print goes to the log, and where they read standard input, it is empty.
 """
 
 import asyncio
@@ -79,11 +79,19 @@ class AgentHost:
         question = types.SimpleNamespace(**request["question"])
         try:
             reward = await _result(self._agent, question, base_url=request["base_url"], api_key=request["api_key"])
-            reply: dict[str, Any] = {"call": number, "reward": float(reward)}
+            reply: dict[str, Any] = {"call": number, **_told(reward)}
         except BaseException as error:  # a cancelled call has nobody who waits for its reply
             reply = {"call": number, "fault": Fault.of(error)}
         self._replies.write(json.dumps(reply) + "\n")
         self._replies.flush()
+
+
+def _told(reward: Any) -> dict[str, Any]:
+    """Return the field of a reply that tells a reward: the number, or the text of what is none."""
+    try:
+        return {"reward": float(reward)}
+    except (TypeError, ValueError):  # as in the process of a worker, no fault of the model
+        return {"no_number": repr(reward)[:200]}
 
 
 async def _result(agent: Any, *args: Any, **options: Any) -> Any:

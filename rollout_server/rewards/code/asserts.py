@@ -21,9 +21,10 @@ from rollout_server.rewards.code.plain import can_evaluate, evaluate
 IMPORTS = (
     "import bisect, collections, datetime, functools, heapq, itertools, json, math, operator, random, re, string, sys; "
     "from typing import *; from collections import *; from functools import *; from heapq import *; "
-    "from itertools import *; from bisect import *; from math import *"
+    "from itertools import *; from bisect import *; from math import *; from builtins import *"
 )
-"""The imports that a program has before the answer, as verl's checker has them."""
+"""The imports that a program has before the answer, as verl's checker has them. The last gives `pow` back: that of math
+takes no third argument and returns floats."""
 KEEP = "_keep_result"
 """The function that is called with each value of the answer's, in the code that `take_apart` returns."""
 

@@ -11,6 +11,7 @@ outside of it. Only an assert that can't be taken apart runs inside; it is cheat
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 from rollout_server.rewards.code.asserts import KEEP, take_apart
 from rollout_server.rewards.code.values import ENCODE, decode, is_equal_output, without_tuples
 
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,99}")
 _SCHEMAS = "{inputs, outputs}, {fn_name, inputs, outputs} or {assert_case}"
 CHEATABLE = "runs beside the answer, so that a dishonest answer can pass it"
 """The fault of a cheatable test."""
@@ -122,9 +124,21 @@ def _assert_case(code: str) -> Case:
 
 
 def _is_expected(value: Any, expected: Any) -> bool:
-    """Return whether a function has returned what is expected; as in verl, [x] stands for x too."""
-    is_wrapped = isinstance(expected, list) and len(expected) == 1 and value == expected[0]
-    return bool(value == expected) or is_wrapped
+    """Return whether a function has returned what is expected; as in verl, [x] stands for x too, and the keys of a
+    mapping, which are texts in JSON, for whole numbers.
+    """
+    meant = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
+    return any(value == each or value == _with_numbers(each) for each in meant)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a value in which each mapping whose keys are all whole numbers in text has them as numbers."""
+    if isinstance(value, list):
+        return [_with_numbers(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    are_numbers = all(isinstance(key, str) and _WHOLE_NUMBER.fullmatch(key) for key in value)
+    return {int(key) if are_numbers else key: _with_numbers(each) for key, each in value.items()}
 
 
 def _lines(value: Any) -> str:

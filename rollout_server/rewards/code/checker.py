@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -30,9 +31,11 @@ from rollout_server.sandbox.protection import check_protection, find_protection
 from rollout_server.sandbox.subprocesses import Bubblewrap, Uncontained
 
 _NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
 MARGIN_S = 5.0
 """How much later the time limit of the reward must be than that of its runs."""
-_BLOCK = re.compile(r"```([\w+#-]*)[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```[^\n`]+```|```[ \t]*\{?\.?([\w+#-]*)[^\n`]*\n(.*?)```", re.DOTALL)
+"""Code within a line, which has no groups, or a block of code: the first word after ```, and the code."""
 
 
 @section("task.rewards.params")
@@ -63,8 +66,9 @@ class CodeSettings:
     """The program that is run, in which {answer} stands for the whole answer. Empty: the last block of code is run."""
     command: list[str] = field(default_factory=list)
     """For other languages: the command that runs a file, such as [node] or [bash], in bubblewrap."""
-    languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", ""])
-    """The words after ``` that mark a program in an answer; the last such block is run."""
+    languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", "py3", ""])
+    """The words after ``` that mark a program in an answer; the last such block is run. The empty word, for blocks
+    without one, counts only in an answer that has no block with another of these words."""
 
 
 class Runner(Protocol):
@@ -125,22 +129,31 @@ class CodeChecker:
 def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
     """Return what runs: the answer, and after it the code of the case.
 
-    Python gets the imports that verl's checker has before an answer. With a case that calls a function, a main guard
+    Python gets the imports that verl's checker has before an answer, and before them those of __future__ that the
+    answer has, because nothing may stand before these. With a case that calls a function, a main guard
     of the answer does not run.
     """
     if settings.command:
         return program
-    prelude = "" if "from __future__" in program else f"{IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
-    return f"{prelude}{program}\n{case.suffix}"
+    futures = "".join(f"{each[0].strip()}\n" for each in _FUTURE.finditer(program))
+    prelude = f"{futures}{IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
+    return f"{prelude}{_FUTURE.sub('pass', program)}\n{case.suffix}"
 
 
 def find_program(response: str, settings: CodeSettings) -> str | None:
     """Return the last block of code in one of the languages, or what `wrap` makes of the answer; None: there is none.
+
+    A block without a word is the program only if none has a word: after a program it may be its output.
     """
     if settings.wrap:
         return settings.wrap.replace("{answer}", response.strip())
-    found = [code for language, code in _BLOCK.findall(response) if language.lower() in settings.languages]
-    return found[-1] if found else None
+    blocks = [(each[1].lower(), each[2]) for each in _BLOCK.finditer(response) if each[2] is not None]
+    found = [code for language, code in blocks if language in settings.languages]
+    named = [code for language, code in blocks if language and language in settings.languages]
+    if not found:
+        return None
+    program = (named or found)[-1].replace("\r\n", "\n")
+    return textwrap.dedent(program) if program[:1].isspace() else program  # a block in a list is indented
 
 
 @asynccontextmanager

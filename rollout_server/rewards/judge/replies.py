@@ -14,13 +14,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_NUMBER = r"([-\u2212]?\d+(?:\.\d+)?)"
+_NUMBER = r"([-\u2212]?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+))"
 _OUT_OF = r"(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?)|\s*(%))?"
 _TO = r"(?:,|\.{2,}|[ \t]*[-~\u2010-\u2015\u2026][ \t]*|[ \t]+(?:to|or|and)[ \t]+)"
 """The signs between two numbers that make them a range, a choice, or one number with a decimal comma."""
-_TITLED = re.compile(rf"(?:score|rating)\W{{0,6}}?{_NUMBER}(?!\w){_OUT_OF}({_TO}\d)?", re.IGNORECASE)
+_TITLED = re.compile(rf"(?:score|rating)\W{{0,6}}?{_NUMBER}(?!\w){_OUT_OF}({_TO}\.?\d)?", re.IGNORECASE)
 _WHOLE = re.compile(rf"\s*{_NUMBER}{_OUT_OF}()\s*")
-_AFTER_COLON = re.compile(rf"^[^\n]{{0,40}}[:\uff1a]\W{{0,4}}{_NUMBER}[^\w%]*$", re.MULTILINE)
+_AFTER_COLON = re.compile(rf"^[^\n]{{0,40}}[:\uff1a]\W{{0,4}}?{_NUMBER}[^\w%]*$", re.MULTILINE)
 _STATED = re.compile(
     r"(?i:better|winner|verdict)\W{0,3}[:=]\W{0,4}"
     r"(?i:an?[ \t]+(?=tie\b))?(A|B|(?i:tie))\b(?![ \t]+(?!(?:is|was|wins?|because|since|as|by|with)\b)[a-z])"
@@ -158,7 +158,7 @@ def _score_in_words(text: str, high: float) -> float | None:
         return _float(bare[1])
     found = [
         _Found(None if before or after else _float(number), each.start(), each.end())
-        for each in re.finditer(rf"(\d{_TO})?{_NUMBER}{of_scale}({_TO}\d)?", text)
+        for each in re.finditer(rf"(\d{_TO})?{_NUMBER}{of_scale}({_TO}\.?\d)?", text)
         for before, number, after in [each.groups()]
     ]
     if found:

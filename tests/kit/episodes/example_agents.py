@@ -45,6 +45,11 @@ def fail(question: Any, base_url: str, api_key: str) -> float:
     raise KeyError("oops")
 
 
+def forget(question: Any, base_url: str, api_key: str) -> None:
+    """Returns no reward."""
+    solve(question, base_url, api_key)
+
+
 async def misbehave(question: Any, base_url: str, api_key: str) -> float:
     """Does what the question's `act` says, after a reply; without one it works."""
     reward = await asyncio.to_thread(solve, question, base_url, api_key)

@@ -82,6 +82,12 @@ def test_an_agent_that_raises_in_its_process_fails_its_episode(tmp_path: Path) -
     assert (episode.end, episode.error) == ("failed", said) and "in fail" in episode.traceback
 
 
+def test_an_agent_that_returns_no_number_in_its_process_fails_its_episode(tmp_path: Path) -> None:
+    (episode,) = played("forget", tmp_path)
+    assert (episode.end, episode.metrics["failed"], episode.rows) == ("failed", 2, ())
+    assert episode.error == "the reward that the agent returns must be a number, got None"
+
+
 def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMITS) -> list[Episode]:
     """Episodes in one process of an agent: first those of `acts` at once, then `count` that work, one after the other.
     """

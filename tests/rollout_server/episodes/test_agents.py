@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -206,6 +207,18 @@ def test_an_agent_that_never_asks_the_policy_fails() -> None:
 
     episode = played(agent)
     assert episode.end == "failed" and "must use its base_url" in episode.error
+
+
+def test_an_agent_whose_first_request_does_not_fit_fails_with_the_limit() -> None:
+    async def agent(question: Question, base_url: str, api_key: str) -> float:
+        with contextlib.suppress(openai.BadRequestError):
+            await two_turns(question, base_url, api_key)
+        return 0.0
+
+    for most in (2, 4):
+        episode = played(agent, "4", max_tokens=most)
+        assert episode.end == "failed" and "rollout.max_episode_tokens" in episode.error
+        assert "base_url" not in episode.error and f"{most} " in episode.error
 
 
 def test_an_agent_that_falls_silent_runs_out_of_time() -> None:

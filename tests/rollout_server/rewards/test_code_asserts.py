@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import math
 import time
 from collections import Counter
 
 import pytest
 
-from rollout_server.rewards.code.asserts import take_apart
+from rollout_server.rewards.code.asserts import IMPORTS, take_apart
 from rollout_server.rewards.code.plain import MOST_STEPS, Items, can_evaluate, evaluate
 
 _CHECK = "def check(candidate):\n    {}\ncheck(f)"
@@ -146,3 +147,11 @@ def test_a_hostile_value_costs_little_work(name: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         evaluate(expression, {"_0": value})
     assert time.process_time() - began_s < 10  # it would be minutes, or all memory
+
+
+def test_the_imports_before_an_answer_hide_no_builtin() -> None:
+    names: dict[str, object] = {}
+    exec(IMPORTS, names)
+    assert {name for name in dir(builtins) if names.get(name, getattr(builtins, name)) is not getattr(builtins, name)} \
+        <= {"__doc__", "__loader__", "__name__", "__package__", "__spec__"}
+    assert eval("(pow(2, 10, 7), str(pow(2, 10)))", names) == (2, "1024")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
 from rollout_server.rewards.code.cases import Case, read_cases
-from rollout_server.rewards.code.checker import CodeSettings, find_program
+from rollout_server.rewards.code.checker import CodeSettings, find_program, whole_program
 from rollout_server.rewards.code.values import ENCODE, decode, is_equal_output
 
 names: dict[str, Any] = {}
@@ -141,6 +142,43 @@ def test_the_last_block_of_the_language_is_the_program() -> None:
     assert find_program("```\nx\n```", CodeSettings()) == "x\n"
     shell = CodeSettings(languages=["bash"])
     assert find_program("```bash\necho\n```\n```python\nx\n```", shell) == "echo\n"
+
+
+@pytest.mark.parametrize(("expected", "value", "is_right"), [
+    ({"1": 2}, {1: 2}, True), ({"1": 2}, {"1": 2}, True), ({"1": 2}, {1: 3}, False), ([{"-1": [2]}], {-1: [2]}, True),
+    ({"1": 2, "a": 3}, {1: 2, "a": 3}, False), ({"01": 2}, {1: 2}, False), ([[{"0": {"5": 1}}]], [{0: {5: 1}}], True),
+])
+def test_a_mapping_with_whole_numbers_as_keys_is_what_json_has_as_text(
+    expected: object, value: object, is_right: bool
+) -> None:
+    (case,) = read_cases({"fn_name": "f", "inputs": ["1"], "outputs": [json.dumps(expected)]})
+    assert passed(case, value) == is_right
+
+
+@pytest.mark.parametrize("future", [
+    "from __future__ import annotations", "from __future__ import (\n    annotations,\n    division,\n)",
+    '"""Adds."""\nfrom __future__ import annotations  # so', "from __future__ import annotations; import os",
+])
+def test_an_answer_with_an_import_of_the_future_has_the_other_imports(future: str) -> None:
+    program = f"{future}\ndef f(x: List[int]): return gcd(*x)\nif __name__ == '__main__': raise ValueError\n"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    before = dict(sys.modules)
+    try:
+        exec(whole_program(program, Case(suffix="found = f([8, 12])"), CodeSettings()), names)
+    finally:
+        sys.modules.pop("answer", None)
+        sys.modules.update(before)
+    assert names["found"] == 4
+
+
+@pytest.mark.parametrize("said", [
+    "```python\nx = 1\n```\nOutput:\n```\n1\n```", "``` python\nx = 1\n```", "```py3\nx = 1\n```",
+    "```python title=a.py\nx = 1\n```", "```python\r\nx = 1\r\n```\r\n", "1. so\n   ```python\n   x = 1\n   ```",
+    "```Python\nx = 1\n```", "```{.python}\nx = 1\n```", "so:\n```\nx = 1\n```",
+    "say ```x``` here\n```python\nx = 1\n```", "```\ny = 2\n```\n```python\nx = 1\n```",
+])
+def test_a_program_is_found_however_its_block_is_written(said: str) -> None:
+    assert find_program(said, CodeSettings()) == "x = 1\n"
 
 
 def test_an_answer_that_is_wrapped_is_the_whole_program() -> None:

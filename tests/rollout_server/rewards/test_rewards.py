@@ -82,6 +82,9 @@ def test_gsm8k_rule(response: str, strict: int, flexible: int) -> None:
         ("#### 3.50", "3.5", 0, 1),
         ("#### 3.5", "3", 0, 0),
         ("#### 72", 72, 1, 1),
+        ("#### 72", 72.0, 1, 1),  # a column of pandas
+        ("#### 0.5", 0.5, 1, 1),
+        ("#### 72", " 72\n", 1, 1),
     ],
 )
 def test_gsm8k_ignores_thousands_separators_only(response: str, answer: object, strict: int, flexible: int) -> None:

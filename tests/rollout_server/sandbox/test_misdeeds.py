@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -311,3 +312,30 @@ def test_a_server_that_can_not_start_says_why() -> None:
 
     with pytest.raises(AsyncRLError, match="can't start: ModuleNotFoundError: No module named 'no_such_module_here'"):
         asyncio.run(run())
+
+
+def test_programs_that_wait_for_room_to_be_sent_are_all_sent() -> None:
+    pool = SandboxPool(python=PYTHON)
+
+    async def send_all() -> list[bytes]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        pool._control = ours
+        message = b"x" * 4096
+        sending = [asyncio.create_task(pool._send(ours, message, [])) for _ in range(400)]  # far more than have room
+        received: list[bytes] = []
+        with theirs:
+            async with asyncio.timeout(20):
+                while len(received) < len(sending):
+                    received.append(await asyncio.get_running_loop().sock_recv(theirs, 8192))
+                await asyncio.gather(*sending)
+            waiting = [asyncio.create_task(pool._send(ours, message, [])) for _ in range(400)]
+            await asyncio.sleep(0.1)
+            pool._hang_up()
+            ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert any(isinstance(each, ConnectionError) for each in ended)
+        assert all(each is None or isinstance(each, ConnectionError) for each in ended)
+        return received
+
+    assert len(asyncio.run(send_all())) == 400

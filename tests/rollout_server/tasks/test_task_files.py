@@ -128,7 +128,7 @@ def test_tests_of_programs_that_can_be_cheated_are_refused_with_their_rows(tmp_p
         r"rows\.jsonl: 2 of 3 questions have a test that runs beside the answer, .*; the first is row 1, assert_case"
         r"\[1\]\. Compare .* leave such questions out, or set cheatable: count in the params of the reward code"
     )
-    both = tuple(RewardConfig(reward=name) for name in ("gsm8k_flexible", "code"))
+    both = tuple(RewardConfig(reward=name) for name in ("math_verify", "code"))
     for asked in ({"reward": "code"}, {"rewards": both}):
         with pytest.raises(ConfigError, match=told):
             opened(path, **asked)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rollout_server.rewards.judge.rewards import pairs_of
 from rollout_server.rewards.scoring import Verdict
 from tests.kit.configs import changed, make_config
 from tests.kit.judges import Answer, FakeJudge, judged_by, score, verdicts_and_counts
-from tests.kit.rewards import QUESTION
+from tests.kit.rewards import QUESTION, of
 
 
 def asked(
@@ -221,3 +222,18 @@ def test_a_time_limit_that_would_cut_an_outage_short_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"task.rewards\[0\].timeout_s must be at least 720 s, got 30"):
         open_rewards(config, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reward", ["judge_pairwise", "judge_listwise"])
+def test_a_judge_that_compares_needs_several_answers_in_an_evaluation(reward: str) -> None:
+    config = judged_by("http://127.0.0.1:9/v1", reward)
+    task: Any = SimpleNamespace(eval_prompts=lambda: ["one", "two"])
+    nothing: Any = SimpleNamespace(eval_prompts=list)
+    alone = changed(config, eval={"size": 2, "samples": 1})
+    with pytest.raises(ConfigError, match=r"the 2 held-out prompts .*Set eval\.samples: 2 or more, or eval\.size: 0\."):
+        open_rewards(alone, task)
+    for taken in (changed(config, eval={"size": 2, "samples": 2}), changed(config, eval={"size": 0})):
+        open_rewards(taken, task)
+    open_rewards(alone, nothing)
+    logged = of({"reward": reward, "weight": 0}, {"reward": "gsm8k"}, judge={"urls": ("http://127.0.0.1:9/v1",)})
+    open_rewards(changed(logged, eval={"size": 2, "samples": 1}), task)

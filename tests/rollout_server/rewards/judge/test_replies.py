@@ -39,6 +39,15 @@ def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
     assert read_score(reply, 0, 10) is None
 
 
+@pytest.mark.parametrize(("reply", "score"), [
+    ("Score: .5", 0.5), (".5", 0.5), (".5/1", 0.5), ("I say .5 out of 1.", 0.5), ('{"score": ".5"}', 0.5),
+    ("I say: .5", 0.5), ("Score: -.5", None), ("Score: 0.7-.9", None), ("Score: .5 or .7", None), ("Score: 5", None),
+    (".6-.8/1", None), ("Score: 1. That is all", 1), ("I say: -1", None),
+])
+def test_a_score_may_begin_with_the_point(reply: str, score: float | None) -> None:
+    assert read_score(reply, 0, 1) == score
+
+
 @pytest.mark.parametrize(
     "reply",
     ["Score: 6-8", "Score: 6 - 8", "Score: 6\u20138", "Score: 6 to 8", "Score: 6 or 7", "Score: 6...8", "Score: 6-8/10",

@@ -1,0 +1,59 @@
+"""Right answers as the rules compare them: numbers as text, and what math-verify reads as people do."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+_MOST_DIGITS = 400
+"""The most digits that a number with an exponent is written out with; the largest float has 309."""
+_WITH_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
+_MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d*)\s*/\s*([1-9]\d*)")
+_WITH_SPACES = re.compile(r"[-+]?[1-9]\d{0,2}(?:\s\d{3})+(?:\.\d+)?")
+_FULL_STOP = re.compile(r"(?<=\d)\.$")
+_BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+def as_text(answer: Any) -> str:
+    """Return a right answer as text; a float as people write it: 72 for 72.0, and 0.00001 for 1e-05."""
+    if isinstance(answer, float) and math.isfinite(answer):
+        return str(int(answer)) if answer.is_integer() else format(Decimal(str(float(answer))), "f")
+    return str(answer).strip()
+
+
+def as_math(answer: Any) -> str:
+    """Return a right answer in a form that math-verify reads as people do.
+
+    It takes 3 1/2 for 2, 1 000 for 1 * 0, the e of 1e-5 for Euler's number, and 42. for no number.
+    """
+    text = _FULL_STOP.sub("", as_text(answer))
+    if _WITH_EXPONENT.fullmatch(text) and abs((number := Decimal(text)).adjusted()) < _MOST_DIGITS:
+        return format(number, "f")
+    if (mixed := _MIXED.fullmatch(text)) and int(mixed[3]) < int(mixed[4]):
+        return f"{mixed[1]}({mixed[2]}+{mixed[3]}/{mixed[4]})"
+    return re.sub(r"\s", "", text) if _WITH_SPACES.fullmatch(text) else text
+
+
+def with_math_in_boxes(response: str) -> str:
+    """Return a response in which what is in boxes has the form of `as_math`, so that an answer equals its reference."""
+    return _BOX.sub(lambda box: f"\\boxed{{{as_math(box[1])}}}", response)
+
+
+def is_number(answer: Any) -> bool:
+    """Return whether a right answer is one finite number, or the text of one, in which commas may separate digits."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return False
+    try:
+        return Decimal(str(answer).replace(",", "")).is_finite()
+    except ArithmeticError:
+        return False
+
+
+def is_answer(answer: Any) -> bool:
+    """Return whether a right answer may be one that math-verify compares with: neither empty nor true, false, null, a
+    mapping or no finite number.
+    """
+    is_finite = not isinstance(answer, float) or math.isfinite(answer)
+    return is_finite and not isinstance(answer, bool | dict) and answer not in (None, []) and as_text(answer) != ""

@@ -1,0 +1,65 @@
+"""References: which the rules refuse, and which the answers that are equal to them are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from async_rl.errors import ConfigError
+from rollout_server.question import Question
+from rollout_server.rewards.references import as_math, with_math_in_boxes
+from rollout_server.rewards.rules import check_reference, math_verify
+
+
+@pytest.mark.parametrize("answer", ["", " ", "n/a", "She has 3.\n#### 72", "nan", float("nan"), None, True, [72]])
+@pytest.mark.parametrize("rule", ["gsm8k", "gsm8k_flexible"])
+def test_a_reference_that_is_no_number_is_refused_by_the_rules_of_numbers(rule: str, answer: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^row 1: .* number for the rule {rule}, got .*task\.columns\.reference"):
+        check_reference(rule, answer, "row 1")
+
+
+@pytest.mark.parametrize("answer", ["72", "1,234", "-3", ".5", " 72\n", 72, 72.0])
+def test_a_reference_that_is_a_number_is_taken(answer: object) -> None:
+    assert check_reference("gsm8k", answer, "row 1") == ""
+
+
+@pytest.mark.parametrize("answer", [None, True, False, "", " \n", [], {}, {"a": 1}, float("nan"), float("inf")])
+def test_a_reference_that_is_no_answer_is_refused_by_math_verify(answer: object) -> None:
+    told = rf"answer for the rule math_verify, got {re.escape(repr(answer))}\. Set task\.columns\.reference"
+    with pytest.raises(ConfigError, match=told):
+        check_reference("math_verify", answer, "row 1")
+    for taken in (0, 0.5, "x", ["1", "2"]):
+        check_reference("math_verify", taken, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (72.0, "72"), (0.5, "0.5"), (1e-5, "0.00001"), (1e22, "1" + "0" * 22), (7, "7"), ("1e-5", "0.00001"),
+        ("1.5E3", "1500"), ("2e", "2e"), ("1e999", "1e999"), ("3 1/2", "(3+1/2)"), ("-3 1/2", "-(3+1/2)"),
+        ("1 000", "1000"), ("-12 345 678.5", "-12345678.5"), ("1 000/3", "1 000/3"), ("12 34", "12 34"), ("42.", "42"),
+        ("0.333...", "0.333..."), (" x = 3. ", "x = 3"), ("\\frac12", "\\frac12"),
+    ],
+)  # fmt: skip
+def test_a_reference_is_written_as_math_verify_reads_it(answer: object, text: str) -> None:
+    assert as_math(answer) == text
+    assert with_math_in_boxes(f"so \\boxed{{{text}}}.") == f"so \\boxed{{{text}}}."
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("3 1/2", ["3.5", "\\frac{7}{2}", "3\\frac{1}{2}", "3 1/2"], ["2", "3"]),
+        ("-3 1/2", ["-3.5", "-\\frac{7}{2}", "-3 1/2"], ["-2", "3.5"]),
+        ("1 000", ["1000", "1,000", "1 000"], ["0", "1"]),
+        (1e-5, ["0.00001", "10^{-5}", "1e-5"], ["0"]),
+        ("1e-5", ["0.00001", "10^{-5}", "1e-5"], ["0"]),
+        ("42.", ["42", "42.", "42.0"], ["4.2"]),
+        (72.0, ["72", "72.0"], ["7"]),
+    ],
+)
+def test_math_verify_finds_equal_what_people_do(answer: object, right: list[str], wrong: list[str]) -> None:
+    question = Question(messages=(), ground_truth=answer)
+    assert [each for each in right + wrong if math_verify(question, f"so it is $\\boxed{{{each}}}$")] == right

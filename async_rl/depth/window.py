@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ KL_PER_VERSION = 0.0085
 _LOWEST_STALENESS = 0.2
 """Steps with less staleness say little of what a version of it costs."""
 Array = npt.NDArray[np.float64]
-_DROPPED, _TRAINED = ("buffer/dropped_failed", "buffer/dropped_zero_variance"), "buffer/trained"
+_DROPPED = ("buffer/dropped_failed", "buffer/dropped_zero_variance")
 ABORTED_TAKE = 2.0
 """A group that was aborted would have taken so many times as long: the mean of what has lasted so long, if the tail of
 the durations is a Pareto law of index 2."""
@@ -119,13 +119,12 @@ class RecentWindow:
 
         Steps between them are left out: when a server is lost, its groups fail.
         """
-        counts = Counter[str]()
+        dropped = trained = 0.0
         for before, after in itertools.pairwise(self._steps):
             if after.version == before.version + 1:
-                for key in (*_DROPPED, _TRAINED):
-                    counts[key] += after.values.get(key, 0.0) - before.values.get(key, 0.0)
-        dropped = sum(counts[key] for key in _DROPPED)
-        return dropped / (dropped + counts[_TRAINED]) if dropped > 0 else 0.0
+                dropped += sum(after.values.get(key, 0.0) - before.values.get(key, 0.0) for key in _DROPPED)
+                trained += after.values.get("buffer/trained", 0.0) - before.values.get("buffer/trained", 0.0)
+        return dropped / (dropped + trained) if dropped > 0 else 0.0
 
 
 def receive_s(steps: Iterable[Mapping[str, float | None]]) -> float:

@@ -217,7 +217,7 @@ def test_a_buffer_that_starts_again_during_a_push_that_drains_admits_no_group() 
     assert again.capacity() == 2
 
 
-def test_a_buffer_that_starts_again_still_tells_workers_of_the_groups_that_it_dropped() -> None:
+def test_a_buffer_that_starts_again_still_tells_workers_what_it_dropped() -> None:
     store = Store(plain_rules(1, 2, late="drop"))
     store.served(0)
     store.admit("rollout/0", 4, 0.0)

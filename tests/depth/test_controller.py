@@ -194,7 +194,7 @@ def test_the_outlook_says_what_twice_the_bound_would_have_given() -> None:
     assert "place of 8, which limits the depth, would give" in text
 
 
-def test_a_decision_of_servers_that_are_gone_is_dropped_and_the_next_looks_at_all_depths() -> None:
+def test_a_decision_of_servers_that_are_gone_is_dropped_and_the_next_is_a_wide_one() -> None:
     made = controller(placement={"rollout": {"servers": 2}})
     steps(made, 1, 8)
     assert made.prospect()

@@ -115,7 +115,7 @@ def test_groups_that_fail_with_their_server_are_not_expected_to_fail_again() -> 
     assert window.workload(servers=1).failed == pytest.approx(2 / 6)
 
 
-def test_an_aborted_group_is_taken_to_last_twice_as_long_and_tells_nothing_of_the_load() -> None:
+def test_an_aborted_group_counts_with_twice_its_time_and_not_for_the_load() -> None:
     """It ran for 30 s. The others are at the engine for two thirds of their time."""
     finished = [record._replace(waiting_s=record.sampling_s / 2) for record in records(0.1, (4, 60))]
     load, times = without_load(finished, servers=1, paused=0.0)

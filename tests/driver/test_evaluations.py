@@ -161,7 +161,7 @@ def test_an_evaluation_that_fails_is_skipped_and_training_goes_on(servers: tuple
     assert not fixture.log.results and not fixture.lost
 
 
-def test_a_server_that_was_down_when_the_evaluation_began_is_not_asked_when_it_is_back() -> None:
+def test_a_server_that_was_down_when_an_evaluation_began_is_not_asked_later() -> None:
     """It serves version 0 until the next push."""
     asked: list[Any] = []
     fixture = Fixture(rollout_0=answering([]), eval_0=answering(asked))

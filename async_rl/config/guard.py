@@ -47,8 +47,8 @@ class GuardConfig:
     """The smallest correlation of reward and gold reward, in the mean of three evaluations. Below 0 answers that the
     reward likes more are worse. -1: any."""
     tighten: Literal["kl", "lr"] = "kl"
-    """The setting that a rollback changes. kl: algorithm.kl.coef is raised, and algorithm.kl.target lowered. lr:
-    learner.lr is lowered."""
+    """The setting that a rollback changes. kl: algorithm.kl.coef is raised; or, where it is adapted, its
+    algorithm.kl.target is lowered, to which the coefficient of the checkpoint then moves. lr: learner.lr is lowered."""
     tighten_by: Above1 = 2.0
     """The factor by which each rollback changes it."""
     max_rollbacks: PositiveInt = 2

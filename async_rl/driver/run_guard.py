@@ -125,7 +125,8 @@ class RunGuard:
             return
         self._log.kept_checkpoints.add(version)
         self._record(event, "rollback", version)
-        change = {"kl": "raises the KL coefficient", "lr": "lowers the learning rate"}[guard.tighten]
+        of_kl = "lowers algorithm.kl.target" if self._config.algorithm.kl.target else "raises the KL coefficient"
+        change = {"kl": of_kl, "lr": "lowers the learning rate"}[guard.tighten]
         self._log.logger.alarm(
             f"guard: {event.text}. The run goes back to version {version}, and {change} by a factor of "
             f"{guard.tighten_by:g}"

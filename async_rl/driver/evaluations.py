@@ -70,13 +70,13 @@ class RunningEvaluations:
                 problem = "no evaluation server that serves it is up" if due.servers else "no rollout server is up"
                 break
             asked = [self._ask(*actors[i % len(actors)], due, (part, count)) for i, part in enumerate(parts)]
-            try:
-                answers = await asyncio.gather(*asked)
-            except AsyncRLError as error:  # of the server, the task or the reward: training goes on without this one
-                problem = str(error).splitlines()[0]
-            else:
-                reports += filter(None, answers)
-                parts = [part for part, answer in zip(parts, answers, strict=True) if answer is None]
+            answers = await asyncio.gather(*asked, return_exceptions=True)  # the next one begins when all have ended
+            for error in (answer for answer in answers if isinstance(answer, BaseException)):
+                if not isinstance(error, AsyncRLError):  # else of the server, the task or the reward: training goes on
+                    raise error
+                problem = problem or str(error).partition("\n")[0] or repr(error)
+            reports += (answer for answer in answers if isinstance(answer, EvaluationDone))
+            parts = [part for part, answer in zip(parts, answers, strict=True) if answer is None]
         metrics = (metric for report in reports for metric in report.metrics)
         oldest = {metric.value for metric in metrics if metric.key == "eval/oldest_version"}
         if due.servers and not problem and (other := oldest - {float(due.version)}):

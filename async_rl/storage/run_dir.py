@@ -34,7 +34,7 @@ _LOCK_FILE = ".lock"
 _MARKER = ".resuming"
 """The file that a resume keeps until its first step; it holds the suffix of what was set aside, and the version."""
 _ASKED_NAME = ".asked_name"
-"""The file with the run.name that was asked for, in a directory that got a number because the name was taken."""
+"""The file with the run.name that was asked for: a directory gets a number if the name is taken."""
 INTERRUPTED = "interrupted"
 """The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
@@ -126,8 +126,7 @@ def new_run_dir(config: Config) -> Path:
         candidate = _numbered(config, number)
         try:
             candidate.mkdir(parents=True)
-            if number > 1:
-                write_whole(candidate / _ASKED_NAME, config.run.name)
+            write_whole(candidate / _ASKED_NAME, config.run.name)
         except FileExistsError:
             continue
         except OSError as error:
@@ -149,7 +148,7 @@ def find_run(config: Config) -> Path | None:
         candidate = _numbered(config, number)
         if not candidate.exists():
             return found
-        is_of_name = number == 1 or _asked_name(candidate) == config.run.name
+        is_of_name = number == 1 or _asked_name(candidate) in ("", config.run.name)
         if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
             found = candidate
     raise AssertionError("the count has no end")
@@ -176,7 +175,7 @@ def _numbered(config: Config, number: int) -> Path:
 
 
 def _asked_name(run_dir: Path) -> str:
-    """Return the run.name for which a directory was numbered; "" if it has its own name."""
+    """Return the run.name for which a directory was made; "" if it does not say."""
     file = run_dir / _ASKED_NAME
     return file.read_text() if file.is_file() else ""
 

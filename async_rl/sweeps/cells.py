@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from async_rl.config import Config, StalenessConfig
 from async_rl.config.check import check
 from async_rl.config.loading import dump_config, load_config, text_override
+from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
 from async_rl.storage.whole_file import write_whole
@@ -245,7 +244,7 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
     prefixes = tuple(f"{key}." for key in varied)  # an axis may vary a whole section
     seen: dict[str, tuple[Any, Path]] = {}
     for cell, record in records:
-        for key, value in leaves(yaml.safe_load(record.config)).items():
+        for key, value in leaves(read_yaml(record.config)[0]).items():
             other, elsewhere = seen.setdefault(key, (value, cell))
             if value != other and not f"{key}.".startswith(prefixes):
                 raise ConfigError(
@@ -263,8 +262,8 @@ def check_unchanged(cell: Path, record: Record, planned: Record) -> None:
     Raises:
         ConfigError: a key has another value now.
     """
-    now = leaves(yaml.safe_load(planned.config))
-    for key, value in leaves(yaml.safe_load(record.config)).items():
+    now = leaves(read_yaml(planned.config)[0])
+    for key, value in leaves(read_yaml(record.config)[0]).items():
         if key not in PLACE_KEYS and now.get(key, value) != value:
             raise ConfigError(
                 f"a finished cell must have the settings that this sweep has for it, got {key} {value} in {cell} and "
@@ -284,7 +283,7 @@ def has_settings(cell: Cell, config: Config) -> bool:
         of_run = load_config(file)
         for repo in hub_repos(config):
             config = with_name(config, repo.key, repo.name, recorded_name(of_run, repo) or repo.name)
-    began, planned = (leaves(yaml.safe_load(text)) for text in (file.read_text(), dump_config(config)))
+    began, planned = (leaves(read_yaml(text)[0]) for text in (file.read_text(), dump_config(config)))
     return all(began.get(key) == value for key, value in planned.items() if key not in (*PLACE_KEYS, *COUNTED_KEYS))
 
 

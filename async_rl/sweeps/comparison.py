@@ -9,8 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import PLACE_KEYS, leaves
 from async_rl.sweeps.pages import html_page
@@ -109,7 +108,7 @@ def _went_on(runs: Mapping[str, Run]) -> str:
 
 def _settings(runs: Mapping[str, Run]) -> Table:
     """Return a table of the settings in which the runs differ; `-` where a run's version had no such setting."""
-    configs = [leaves(yaml.safe_load((run.folder / "config.yaml").read_text())) for run in runs.values()]
+    configs = [leaves(read_yaml((run.folder / "config.yaml").read_text())[0]) for run in runs.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = []
     for key in keys:

@@ -19,7 +19,7 @@ from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.changed_weights import ChangedWeights
 from async_rl.weights.server_admin import ServerAdmin
-from async_rl.weights.silent_servers import find_silent
+from async_rl.weights.silent_servers import wait_for_silent
 from async_rl.weights.start_together import start_together
 
 LOST_WITHIN_S = 10.0
@@ -85,7 +85,8 @@ class WeightPublisher(ABC):
     def connect(self) -> None:  # noqa: B027 - a transport may need none
         """Prepare the next push to every server of `servers`; does nothing if they are connected already.
 
-        Rank 0 waits for all of them. WaitTimeoutError: not all have joined after `timeouts.push_s`.
+        Rank 0 waits for all of them. WeightSyncError: one does not answer, or refuses. WaitTimeoutError: not all have
+        joined after `timeouts.push_s`.
         """
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Any:
@@ -129,7 +130,8 @@ class WeightPublisher(ABC):
 
         def end(admin: ServerAdmin) -> None:
             if stages:  # it forgets what has come, maybe all of it: the server may still sample with the old weights
-                admin.begin_update()
+                with suppress(WeightSyncError):
+                    admin.begin_update()
             admin.end_update()
 
         return self.tell_servers(end, self.servers)
@@ -198,7 +200,7 @@ class WeightPublisher(ABC):
             self._end_update(erases)
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
-            lost = self._find_lost()
+            lost = wait_for_silent(self.probes(), LOST_WITHIN_S)
             repeats = (
                 not lost and isinstance(error, WeightSyncError)
                 and self._changes is not None and self._changes.is_sparse
@@ -238,6 +240,10 @@ class WeightPublisher(ABC):
         """Return {name of a server: function that makes `call` with the server's ServerAdmin}."""
         return {name: partial(call, self.admin(name)) for name in self.servers}
 
+    def probes(self) -> dict[str, Callable[[], bool]]:
+        """Return {name of a server: function that returns whether it answers}."""
+        return self.calls(lambda admin: admin.is_ready())
+
     def call_servers(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
         """Make `call` for all servers in parallel and return {name: result}. The first error is raised at once."""
         return start_together(self.calls(call), self.push_limit, what)()
@@ -270,13 +276,6 @@ class WeightPublisher(ABC):
         admins = [self.admin(name) for name in self.servers]
         with ThreadPoolExecutor(max(1, len(admins))) as threads:
             return list(threads.map(call, admins))
-
-    def _find_lost(self) -> tuple[str, ...]:
-        """Wait until a server does not answer, and return the names of all that do not; () after LOST_WITHIN_S."""
-        deadline, probes = time.monotonic() + LOST_WITHIN_S, self.calls(lambda admin: admin.is_ready())
-        while not (lost := find_silent(probes)) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return lost
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
         """Release what the transport holds in this process and at the servers, such as process groups or folders."""

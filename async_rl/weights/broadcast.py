@@ -30,8 +30,11 @@ from async_rl.network.ports import open_listener
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
 from async_rl.weights.bucket_publisher import BucketPublisher
 from async_rl.weights.group_abort import abort_when_told, tell_to_abort
-from async_rl.weights.silent_servers import find_silent
+from async_rl.weights.silent_servers import wait_for_all
 from async_rl.weights.start_together import start_together
+
+ANSWER_WITHIN_S = 6.0
+"""A server that does not answer for so long is not asked to join a group, and counts as dead."""
 
 
 class BroadcastPublisher(BucketPublisher):
@@ -55,7 +58,7 @@ class BroadcastPublisher(BucketPublisher):
         self._leave()
         if not self.servers:
             return
-        if silent := find_silent(self.calls(lambda admin: admin.is_ready())):  # a scheduler would wait for them
+        if silent := wait_for_all(self.probes(), ANSWER_WITHIN_S):  # the schedulers of the others would wait for them
             raise WeightSyncError(f"joining the weight group: {', '.join(silent)} did not answer")
         self.group_name = f"weights-{time.time_ns()}"
         host, tp = self.config.network.host, self.config.placement.rollout.tp

@@ -11,9 +11,11 @@ _MOST_DIGITS = 400
 """The most digits that a number with an exponent is written out with; the largest float has 309."""
 _WITH_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
 _MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d*)\s*/\s*([1-9]\d*)")
-_WITH_SPACES = re.compile(r"[-+]?[1-9]\d{0,2}(?:\s\d{3})+(?:\.\d+)?")
+_SPACE = r"(?:\s|\\,|\\ |~)"
+_WITH_SPACES = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?:\.\d+)?")
 _FULL_STOP = re.compile(r"(?<=\d)\.$")
-_BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+_MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\\\])")
+"""A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
 
 
 def as_text(answer: Any) -> str:
@@ -33,12 +35,20 @@ def as_math(answer: Any) -> str:
         return format(number, "f")
     if (mixed := _MIXED.fullmatch(text)) and int(mixed[3]) < int(mixed[4]):
         return f"{mixed[1]}({mixed[2]}+{mixed[3]}/{mixed[4]})"
-    return re.sub(r"\s", "", text) if _WITH_SPACES.fullmatch(text) else text
+    return re.sub(_SPACE, "", text) if _WITH_SPACES.fullmatch(text) else text
 
 
-def with_math_in_boxes(response: str) -> str:
-    """Return a response in which what is in boxes has the form of `as_math`, so that an answer equals its reference."""
-    return _BOX.sub(lambda box: f"\\boxed{{{as_math(box[1])}}}", response)
+def with_marked_math(text: str) -> str:
+    """Return a text in which what is in boxes, dollars or brackets has the form of `as_math`."""
+    return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
+
+
+def ends_with(response: str, answer: Any) -> bool:
+    """Return whether the last line of a response ends with a right answer, as it is written, and a full stop or none.
+    """
+    last = (response.strip().splitlines() or [""])[-1].rstrip(" .")
+    text = as_text(answer).rstrip(" .")
+    return re.search(rf"(?<![\w.,/+-])(?<!\d ){re.escape(text)}$", last) is not None
 
 
 def is_number(answer: Any) -> bool:
@@ -55,5 +65,6 @@ def is_answer(answer: Any) -> bool:
     """Return whether a right answer may be one that math-verify compares with: neither empty nor true, false, null, a
     mapping or no finite number.
     """
-    is_finite = not isinstance(answer, float) or math.isfinite(answer)
-    return is_finite and not isinstance(answer, bool | dict) and answer not in (None, []) and as_text(answer) != ""
+    if answer is None or isinstance(answer, bool | dict) or (isinstance(answer, list) and not answer):
+        return False
+    return as_text(answer) != "" and (not isinstance(answer, float) or math.isfinite(answer))

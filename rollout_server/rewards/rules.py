@@ -12,7 +12,14 @@ from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import first_cheatable, read_cases
 from rollout_server.rewards.math_checker import MathChecker
-from rollout_server.rewards.references import as_math, as_text, is_answer, is_number, with_math_in_boxes
+from rollout_server.rewards.references import (
+    as_math,
+    as_text,
+    ends_with,
+    is_answer,
+    is_number,
+    with_marked_math,
+)
 
 Rule = Callable[[Question, str], float]
 """Takes the question and the text of a response without special tokens, returns the reward. Called in threads, many at
@@ -49,8 +56,15 @@ def find_number(rule: str, response: str) -> str:
 
 
 def math_verify(question: Question, response: str) -> float:
-    """Return 1 if math-verify finds the response's final answer equal to the reference, else 0."""
-    return float(_math_checker().is_equal(with_math_in_boxes(response), as_math(question.ground_truth)))
+    """Return 1 if math-verify finds the response's final answer equal to the reference, else 0.
+
+    A reference that it would misread is compared in another form; then a response may also end with its text.
+    """
+    answer = question.ground_truth
+    reference = with_marked_math(as_math(answer))
+    if reference != as_text(answer) and ends_with(response, answer):
+        return 1.0
+    return float(_math_checker().is_equal(with_marked_math(response), reference))
 
 
 RULES: dict[str, Rule] = {

@@ -190,3 +190,16 @@ def test_answers_of_another_version_are_not_taken_for_those_of_the_one_that_was_
     first = Fixture(rollout_0=answering([]), eval_0=answer)
     first.evaluate("eval/0", version=0)
     assert len(first.log.results) == 1
+
+
+def test_the_next_evaluation_may_begin_only_when_all_parts_of_a_failed_one_have_ended() -> None:
+    ended: list[int] = []
+
+    async def answer_later(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        await asyncio.sleep(0.05)
+        ended.append(fixture.processes.num_ended)
+        return EvaluationDone(version=version)
+
+    fixture = Fixture(rollout_0=answering([]), eval_0=failing(AsyncRLError("")), eval_1=answer_later)
+    fixture.evaluate("eval/0", "eval/1")
+    assert ended == [0] and len(fixture.log.skipped) == 1

@@ -93,6 +93,8 @@ def test_a_run_whose_own_name_ends_in_a_number_is_another_run(config: Config, tm
     save(new_run_dir(config), 5)
     assert find_run(config) == tmp_path / "run-3"
     assert find_run(changed(config, run={"name": "run-2"})) == tmp_path / "run-2"
+    save(tmp_path / "run-4", 7)  # it does not say for which name it was made
+    assert find_run(config) == tmp_path / "run-4"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from async_rl.config import Config, Limit, PlacementConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights import base as publisher_module
 from async_rl.weights.bucket import iter_buckets
-from async_rl.weights.silent_servers import find_silent
+from async_rl.weights.silent_servers import find_silent, wait_for_all
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from tests.kit.configs import make_config
 from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
@@ -197,3 +197,9 @@ def test_a_staged_push_that_fails_after_its_last_weights_loads_none_of_them() ->
 def test_a_server_that_misses_a_single_probe_is_not_taken_for_dead() -> None:
     answers = {"busy": iter([False, True]), "dead": iter([False, False]), "well": iter([True])}
     assert find_silent({name: partial(next, answer) for name, answer in answers.items()}) == ("dead",)
+
+
+def test_servers_that_are_busy_for_a_while_are_waited_for() -> None:
+    busy = iter([False, False, False, True])
+    assert wait_for_all({"busy": partial(next, busy), "well": lambda: True}, 30.0) == ()
+    assert wait_for_all({"dead": lambda: False, "well": lambda: True}, 0.1) == ("dead",)

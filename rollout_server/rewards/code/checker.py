@@ -34,8 +34,14 @@ _NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
 MARGIN_S = 5.0
 """How much later the time limit of the reward must be than that of its runs."""
-_BLOCK = re.compile(r"```[^\n`]+```|```[ \t]*\{?\.?([\w+#-]*)[^\n`]*\n(.*?)```", re.DOTALL)
-"""Code within a line, which has no groups, or a block of code: the first word after ```, and the code."""
+_BLOCK = re.compile(
+    r"```[^\n`]+```(?![\w+#-]+[ \t]*\r?\n)"
+    r"|(?:^[ \t]*(?:[-*+>]|\d+[.)])?[ \t]*```[ \t]*\{?\.?([\w+#-]*)[^\n`]*"
+    r"|```([\w+#-]*)[ \t]*\r?)\n(.*?)```",
+    re.DOTALL | re.MULTILINE,
+)
+"""Code within a line, which has no groups; or a block of code, with its first word, in one of two groups, and its code.
+At the start of a line ``` may have more words after it, elsewhere one or none."""
 
 
 @section("task.rewards.params")
@@ -147,13 +153,20 @@ def find_program(response: str, settings: CodeSettings) -> str | None:
     """
     if settings.wrap:
         return settings.wrap.replace("{answer}", response.strip())
-    blocks = [(each[1].lower(), each[2]) for each in _BLOCK.finditer(response) if each[2] is not None]
+    _, _, answer = response.rpartition("</think>")  # a draft in its thoughts counts only if there is no other program
+    blocks = _blocks(answer) or _blocks(response)
     found = [code for language, code in blocks if language in settings.languages]
     named = [code for language, code in blocks if language and language in settings.languages]
     if not found:
         return None
     program = (named or found)[-1].replace("\r\n", "\n")
     return textwrap.dedent(program) if program[:1].isspace() else program  # a block in a list is indented
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return (word, code) of each block of code."""
+    found = (each for each in _BLOCK.finditer(text) if each[3] is not None)
+    return [((each[1] or each[2] or "").lower(), each[3]) for each in found]
 
 
 @asynccontextmanager

@@ -144,6 +144,14 @@ def test_the_last_block_of_the_language_is_the_program() -> None:
     assert find_program("```bash\necho\n```\n```python\nx\n```", shell) == "echo\n"
 
 
+@pytest.mark.parametrize("said", [
+    "use ``` quotes, then\n{}", "The prompt said wrap in ```.\n\n{}", "``` is the fence. {}", "<think>hm</think>{}",
+    "<think>```python\ndraft\n``` wrong</think>\n```\na = 1\n```", "say ```x``` and\n{}",
+])
+def test_fences_in_prose_and_drafts_in_thoughts_do_not_hide_the_program(said: str) -> None:
+    assert find_program(said.replace("{}", "```python\na = 1\n```"), CodeSettings()) == "a = 1\n"
+
+
 @pytest.mark.parametrize(("expected", "value", "is_right"), [
     ({"1": 2}, {1: 2}, True), ({"1": 2}, {"1": 2}, True), ({"1": 2}, {1: 3}, False), ([{"-1": [2]}], {-1: [2]}, True),
     ({"1": 2, "a": 3}, {1: 2, "a": 3}, False), ({"01": 2}, {1: 2}, False), ([[{"0": {"5": 1}}]], [{0: {5: 1}}], True),

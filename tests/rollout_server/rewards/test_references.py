@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.references import as_math, with_math_in_boxes
+from rollout_server.rewards.references import as_math, ends_with, with_marked_math
 from rollout_server.rewards.rules import check_reference, math_verify
 
 
@@ -44,7 +44,7 @@ def test_a_reference_that_is_no_answer_is_refused_by_math_verify(answer: object)
 )  # fmt: skip
 def test_a_reference_is_written_as_math_verify_reads_it(answer: object, text: str) -> None:
     assert as_math(answer) == text
-    assert with_math_in_boxes(f"so \\boxed{{{text}}}.") == f"so \\boxed{{{text}}}."
+    assert with_marked_math(f"so \\boxed{{{text}}}.") == f"so \\boxed{{{text}}}."
 
 
 @pytest.mark.processes
@@ -63,3 +63,23 @@ def test_a_reference_is_written_as_math_verify_reads_it(answer: object, text: st
 def test_math_verify_finds_equal_what_people_do(answer: object, right: list[str], wrong: list[str]) -> None:
     question = Question(messages=(), ground_truth=answer)
     assert [each for each in right + wrong if math_verify(question, f"so it is $\\boxed{{{each}}}$")] == right
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("3 1/2", "The answer is 3 1/2."), ("3 1/2", "$3 1/2$"), ("1 000", "$1 000$"), ("1e5", "so it is $1e5$"),
+        ("1e-5", "$1e-5$"), ("$3 1/2$", "\\boxed{3 1/2}"), ("\\(1 000\\)", "\\boxed{1 000}"), ("$42.$", "\\boxed{42.}"),
+        ("\\boxed{1 000}", "\\boxed{1 000}"), ("1 234 567", "\\boxed{1\\,234\\,567}"),
+        ("5", "It costs $5 and $3 more, \\boxed{5}"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_written_as_its_reference_is_right(answer: str, response: str) -> None:
+    assert math_verify(Question(messages=(), ground_truth=answer), response) == 1.0
+
+
+@pytest.mark.parametrize("response", ["13 1/2", "-3 1/2", "2 3 1/2", "x3 1/2", "3 1/2 and more", ""])
+def test_a_response_that_ends_otherwise_does_not_end_with_the_answer(response: str) -> None:
+    assert not ends_with(f"It is\n{response}", "3 1/2")
+    assert ends_with("It is\nx = 3 1/2.\n", "3 1/2")

@@ -192,7 +192,7 @@ def test_answers_of_another_version_are_not_taken_for_those_of_the_one_that_was_
     assert len(first.log.results) == 1
 
 
-def test_the_next_evaluation_may_begin_only_when_all_parts_of_a_failed_one_have_ended() -> None:
+def test_a_failed_evaluation_ends_when_all_of_its_parts_have_ended() -> None:
     ended: list[int] = []
 
     async def answer_later(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:

@@ -6,7 +6,7 @@ from async_rl.sweeps.report import LAGGING, TRADE_OFF
 from async_rl.sweeps.results import read_results
 from async_rl.sweeps.settings import WORTH, settings_of
 from async_rl.sweeps.statistics import ratio_text
-from tests.kit.quotes import RESULTS, by_staleness, text_of
+from tests.kit.quotes import RESULTS, text_of
 
 
 def test_the_documents_quote_what_the_committed_sweeps_say() -> None:
@@ -20,15 +20,6 @@ def test_the_documents_quote_what_the_committed_sweeps_say() -> None:
     for row in rows.values():
         worth, speed = (row.estimate(key).text(form) for key, (_, form) in columns.items())
         assert f"| {worth} |" in results.replace("*", "") and f"| {speed} |" in results.replace("*", "")
-    hard = by_staleness("sweep_agent_hard")
-    auto, four = (
-        [hard[name].estimate(key).mean for key in ("steps_per_minute", "staleness_mean")] for name in ("auto/8", "4")
-    )
-    assert f"({auto[0]:.1f} and {four[0]:.1f}) at a mean staleness of {auto[1]:.2f} in place of {four[1]:.2f}" in readme
-    rewards = {name: row.estimate("reward_less_lag") for name, row in hard.items()}
-    best = max((each for name, each in rewards.items() if "/" not in name), key=lambda each: each.mean)
-    auto_reward = rewards["auto/8"].text("{:.3f}")
-    assert f"is about {auto_reward}; that of the best bound is about {best.text('{:.3f}')}" in readme
     for sweep in ("sweep_agent_hard", "sweep_agent_hard_7e-4", "sweep_agent_drift"):
         for row in settings_of(read_results(RESULTS / sweep)):
             if sweep == "sweep_agent_drift" and "/" in str(row.staleness):

@@ -238,7 +238,7 @@ def over_depths(rows: dict[str, Setting], bound: int, key: str) -> list[float]:
 
 
 def over_bounds(rows: dict[str, Setting], depth: str, key: str) -> list[float]:
-    """What a depth has more than the bound of the same number, in the mean over three larger bounds, for each seed."""
+    """A depth less the bound of the same number, in the mean over three larger bounds, for each seed."""
     below = zip(*(rows[f"{depth}/{bound}"].values[key] for bound in (3, 4, 8)), strict=True)
     return [float(np.mean(each)) - bound for each, bound in zip(below, rows[depth].values[key], strict=True)]
 

@@ -120,8 +120,10 @@ class KlConfig:
     """The KL, in nats a token, that the coefficient is adapted to keep. 0: the coefficient stays fixed."""
 
     def __post_init__(self) -> None:
-        is_used = self.kind != "none"
-        check(self.target == 0 or is_used, "algorithm.kl.target", self.target, "0 with algorithm.kl.kind none")
+        check(
+            self.target == 0 or self.kind != "none", "algorithm.kl.target", self.target,
+            "0 with algorithm.kl.kind none", "There is no penalty to adapt. Set algorithm.kl.kind: k2_loss, say.",
+        )
 
 
 @section("algorithm")

@@ -166,7 +166,7 @@ def _check_replay(config: Config) -> None:
         uses == 1 or fraction < 1, "buffer.fresh_fraction", fraction, f"below 1 with buffer.max_uses {uses}",
         f"No batch would have room for a used group. Set {1 / uses:g} or more but below 1, or buffer.max_uses: 1.",
     )
-    check(
+    check(  # a third is written as 0.333333
         fraction * uses >= 1 - 1e-5, "buffer.fresh_fraction", fraction, f"at least 1 / buffer.max_uses = {1 / uses:g}",
         "In the long run, used groups can make up no more than the rest of a batch.",
     )

@@ -230,7 +230,7 @@ class RolloutConfig(OnePart):
 
 
 AUTO_START = 1.25
-"""The depth with which a run with staleness.depth auto begins: docs/depth.md says why."""
+"""The depth with which a run with staleness.depth auto begins: tests/results/simulated_depths.md says why."""
 
 
 @section("staleness")

@@ -137,7 +137,7 @@ class WeightPublisher(ABC):
         return self.tell_servers(end, self.servers)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Note that the servers `names` were started again since the last push, maybe at the same URL."""
+        """Note that the servers `names` left or were started again since the last push, maybe at the same URL."""
         for name in names:
             self._admins = {key: admin for key, admin in self._admins.items() if key[0] != name}
             if self._changes is not None:

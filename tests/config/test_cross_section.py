@@ -61,6 +61,8 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (["algorithm.minibatches=65", "placement.learner.ranks=2"], "algorithm.minibatches must be at most 128 e"),
         (["buffer.max_uses=2"], "buffer.fresh_fraction must be below 1 with buffer.max_uses 2, got 1.0. No batch"),
         (["buffer.fresh_fraction=0.5", "staleness.max=3"], "buffer.fresh_fraction must be at least 1 / buffer.max_"),
+        (["algorithm.kl.target=0.1"], "algorithm.kl.target must be 0 with algorithm.kl.kind none, got 0.1"),
+        (["learner.optimizer=SGD", "learner.betas=[0.9,0.95]"], "learner.betas must be as by default with learner.opt"),
         (["buffer.fresh_fraction=0"], "buffer.fresh_fraction must be greater than 0, got 0 (command line)"),
         (["learner.sharding=hybrid"], "learner.sharding must be full with placement.learner.nodes 1, got 'hybrid' ("),
         (["eval.pin_version=true"], "eval.pin_version must be false with eval.every_steps 0, got True (command line)."),
@@ -318,3 +320,8 @@ def test_an_episode_is_as_long_as_its_limit_says(
         f"rollout.max_episode_tokens={limit}",
     )
     assert config.longest_tokens == config.longest_response_tokens == longest
+
+
+def test_a_third_may_be_written_with_six_digits(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "buffer.max_uses=3", "buffer.fresh_fraction=0.333333", "staleness.max=3")
+    assert loaded.fresh_per_step == 6  # of 16

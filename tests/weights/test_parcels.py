@@ -115,6 +115,16 @@ def test_all_weights_travel_whole_when_a_server_has_joined(servers: dict[str, st
     assert torch.equal(rebuilt[1], weights["w"].bfloat16())
 
 
+def test_all_weights_travel_whole_when_a_server_was_started_again_at_its_url() -> None:
+    changes = ChangedWeights(torch.bfloat16)
+    weights = {"w": torch.ones(1000)}
+    for name, is_sparse in (("rollout/9", True), (next(iter(SERVERS)), False)):
+        sent(changes, weights, 1)
+        changes.forget(name)
+        list(changes.parcels(weights.items(), 2, SERVERS))
+        assert changes.is_sparse == is_sparse
+
+
 def test_all_weights_travel_whole_after_a_push_that_failed() -> None:
     changes = ChangedWeights(torch.bfloat16)
     weights = {"a": torch.ones(1000), "b": torch.ones(1000)}

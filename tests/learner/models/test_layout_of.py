@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import Qwen2Config
+from transformers import Llama4TextConfig, Qwen2Config
 
 from learner.models.policy import layout_of
 
@@ -22,3 +22,9 @@ def test_flash_attention_packs_rows_also_as_a_kernel_of_the_hub(name: str, maske
     config._attn_implementation_internal = name
     layout = layout_of([SimpleNamespace(config=config)])
     assert (layout.masked, layout.sparse) == (masked, sparse)
+
+
+def test_rows_are_not_masked_apart_where_layers_see_chunks_or_windows() -> None:
+    for config in (Llama4TextConfig(attention_chunk_size=8192), Qwen2Config(use_sliding_window=True, sliding_window=8)):
+        config._attn_implementation_internal = "sdpa"
+        assert not layout_of([SimpleNamespace(config=config)]).masked

@@ -206,3 +206,13 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
     assert found["reward/mean"] == pytest.approx(mean, rel=1e-5)
     assert any(key.startswith("by_staleness/") and key.endswith("/reward/reward_model") for key in found)
     assert "guard/rule_correlation" not in found
+
+
+def test_a_reward_that_is_no_number_ends_the_run_and_names_the_reward_model(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"))
+    monkeypatch.setattr(reward_model, "_score_sequences", lambda sequences: torch.tensor([0.5, float("nan")]))
+    batch = batch_of(make_group(0, [3, 4], [make_turns_row("rR", [1.0], 1.0), make_turns_row("rR", [1.0], 1.0)]))
+    with pytest.raises(AsyncRLError, match=r"^reward_model\.path: 1 of its 2 rewards are NaN or infinite\. Check the "):
+        reward_model.score(batch)

@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.driver.run_log import RunLog
 from async_rl.messages.reports import StepDone, WorkerReport
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Span
-from tests.driver.test_run_log import lines, make_log
+from tests.kit.configs import make_config
+from tests.kit.runs import logged
 
 
 def test_tokens_that_are_masked_for_their_age_are_not_trained_tokens(tmp_path: Path) -> None:
-    log = make_log(tmp_path)
+    log = RunLog(make_config(run={"name": "r", "dir": str(tmp_path)}, logging={"wandb": "disabled"}))
     for step in (1, 2):
         metrics = (Metric("batch/response_tokens", 600.0), Metric("staleness/masked_fraction", 0.75))
         span = Span("learner/0", "busy", step * 10.0 - 10, step * 10.0)
         log.add("learner/0", StepDone(version=step, metrics=metrics, spans=(span,)))
         log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", step * 10.0 - 10, step * 10.0 + 1),)))
     log.close()
-    assert lines(tmp_path)[-1]["throughput/trained_tokens_per_s"] == pytest.approx(600 * 0.25 / 10)
+    assert logged(tmp_path / "r")[-1]["throughput/trained_tokens_per_s"] == pytest.approx(600 * 0.25 / 10)

@@ -18,11 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from async_rl.telemetry.figures import seconds_at
+from async_rl.telemetry.figures import LAST_BUCKET, seconds_at, staleness_counted
 
-LAST_BUCKET = 10
-"""`by_staleness/10/...` is of all answers that are so old or older; each of them counts for its own version."""
-_COUNT = "staleness/episodes_"
 Step = Mapping[str, float | None]
 
 
@@ -102,10 +99,12 @@ def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
 
 
 def _by_staleness(step: Step) -> Iterator[tuple[int, float, float]]:
-    """Yield (staleness, number of answers, their mean reward) of a batch."""
+    """Yield (staleness, number of answers, their mean reward) of a batch.
+
+    Answers of LAST_BUCKET and older share their mean reward; each of them counts for its own version.
+    """
     for key, episodes in step.items():
-        if key.startswith(_COUNT) and episodes:
-            staleness = int(key.removeprefix(_COUNT))
+        if (staleness := staleness_counted(key)) is not None and episodes:
             reward = step.get(f"by_staleness/{min(staleness, LAST_BUCKET)}/reward")
             if reward is not None:
                 yield staleness, episodes, reward

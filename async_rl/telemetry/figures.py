@@ -30,7 +30,22 @@ class FigureKind:
         """The kind of a point that stands for several steps in a chart, whose scale is that of one step."""
         return FigureKind("mean") if self.how == "sum" else self
 
+    def weight_keys(self, keys: Iterable[str]) -> list[str]:
+        """Return the metrics whose sum is the weight of a step that has measured `keys`; none if all count the same.
 
+        `by_staleness/10/...` is of the answers of LAST_BUCKET and of all that are older, which are counted one by one.
+        """
+        if self.weight == f"{EPISODES_OF_STALENESS}{LAST_BUCKET}":
+            return [key for key in keys if (staleness_counted(key) or 0) >= LAST_BUCKET]
+        return [self.weight] if self.weight else []
+
+
+LAST_BUCKET = 10
+"""`by_staleness/10/...` is of all tokens and answers that are so old or older."""
+EPISODES_OF_STALENESS = "staleness/episodes_"
+"""The key of the number of answers of one staleness begins so, without a last bucket."""
+OWN_LINES = ("eval/", "late/")
+"""The beginnings of the keys of what is measured beside the steps, and has lines of its own in metrics.jsonl."""
 SHARES = ("utilisation/", "occupancy/", "gpu/")
 """The beginnings of the keys of metrics that say how busy the pools were."""
 BY_TIME = FigureKind("mean", "time/step_s")
@@ -91,6 +106,12 @@ def kind_of(key: str) -> FigureKind:
     return BY_STEPS
 
 
+def staleness_counted(key: str) -> int | None:
+    """Return N for the key `staleness/episodes_N`; None for the key of another metric."""
+    number = key.removeprefix(EPISODES_OF_STALENESS)
+    return int(number) if number != key and number.isdecimal() else None
+
+
 class Figure:
     """The figure of one metric over the steps that `add` was given. If no step has a weight, all count the same."""
 
@@ -140,6 +161,7 @@ class Figures:
     """The figures of all metrics over the steps that `add` was given. Its memory does not grow with the steps.
 
     The first step that a process logs includes the warm-up. It counts only for metrics that no other step measured.
+    What is measured beside the steps, such as an evaluation, always counts, also where it is merged into that step.
     """
 
     def __init__(self) -> None:
@@ -148,12 +170,13 @@ class Figures:
 
     def add(self, record: Mapping[str, float | None]) -> None:
         """Add the record of one step; a value that is None was not measured."""
-        figures = self._warming_up if record.get("time/since_first_step_s") == 0.0 else self._measured
+        is_warm_up = record.get("time/since_first_step_s") == 0.0
         for key, value in record.items():
             if value is not None and key != "step":
+                figures = self._warming_up if is_warm_up and not key.startswith(OWN_LINES) else self._measured
                 kind = kind_of(key)
                 figure = figures.get(key) or figures.setdefault(key, Figure(kind))
-                figure.add(value, record.get(kind.weight) if kind.weight else 1.0)
+                figure.add(value, _weight_in(record, kind) if kind.weight else 1.0)
 
     def get(self, key: str) -> float | None:
         """Return the figure of a metric, or None if it was not measured."""
@@ -168,6 +191,12 @@ class Figures:
     def all(self) -> dict[str, float]:
         """Return the figure of every metric that was measured, by key."""
         return {key: figure.value() for key, figure in (self._warming_up | self._measured).items()}
+
+
+def _weight_in(record: Mapping[str, float | None], kind: FigureKind) -> float | None:
+    """Return the weight of a step for a metric of this kind; None: the step has not measured what weighs it."""
+    found = [weight for key in kind.weight_keys(record) if (weight := record.get(key)) is not None]
+    return sum(found) if found else None
 
 
 def seconds_at(records: Iterable[Mapping[str, float | None]]) -> list[float]:

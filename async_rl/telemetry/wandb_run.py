@@ -108,13 +108,13 @@ class WandbRun(Tracker):
         self._figures = figures or self._figures
         self._waiting += examples
         is_due = self._waiting and time.monotonic() - self._table_s >= TABLE_EVERY_S
-        self._attempt(lambda: self._run.log(record | self._completions() if is_due else record))
+        self._attempt(lambda: self._run.log(record | self._table_of_waiting() if is_due else record))
         if time.monotonic() - self._summary_s >= SUMMARY_EVERY_S:
             self._summarise(self._figures)
 
     def close(self) -> None:
         if self._waiting:
-            self._attempt(lambda: self._run.log({"step": self._waiting[-1].step} | self._completions()))
+            self._attempt(lambda: self._run.log({"step": self._waiting[-1].step} | self._table_of_waiting()))
         self._summarise(self._figures)
         super().close()
 
@@ -123,7 +123,7 @@ class WandbRun(Tracker):
             self._summary_s = time.monotonic()
             self._attempt(lambda: self._run.summary.update(figures.all()))
 
-    def _completions(self) -> dict[str, Any]:
+    def _table_of_waiting(self) -> dict[str, Any]:
         import wandb
 
         rows = self._table.rows(self._waiting)

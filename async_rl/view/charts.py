@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from async_rl.telemetry.figures import LAST_BUCKET, staleness_counted
+
 
 @dataclass(frozen=True, slots=True)
 class Chart:
@@ -78,8 +80,8 @@ EPISODE_CHARTS = (
     Chart(
         "How episodes end", (("episode/end_done", "done"), ("episode/end_length", "length"),
                              ("episode/end_turns", "turns"), ("episode/end_timeout", "timeout"),
-                             ("episode/end_failed", "failed")),
-        "%", "By the environment or agent, a limit on tokens, turns or time, or a fault.",
+                             ("episode/end_error", "error"), ("episode/end_failed", "failed")),
+        "%", "By the environment or agent, a limit on tokens, turns or time, an agent's error, or a fault.",
     ),
 )  # fmt: skip
 """The charts of runs with environments, tools or agents."""
@@ -121,8 +123,7 @@ def reward_charts(keys: Iterable[str]) -> list[Chart]:
 
 def staleness_buckets(keys: Iterable[str]) -> list[int]:
     """Return, in ascending order, the staleness values N for which `keys` has a metric `staleness/episodes_N`."""
-    found = (key.removeprefix("staleness/episodes_") for key in keys if key.startswith("staleness/episodes_"))
-    return sorted(int(text) for text in found if text.isdecimal())
+    return sorted(staleness for key in keys if (staleness := staleness_counted(key)) is not None)
 
 
 def staleness_charts(keys: Iterable[str]) -> list[Chart]:
@@ -135,8 +136,8 @@ def staleness_charts(keys: Iterable[str]) -> list[Chart]:
     charts = []
     of_rewards = [(f"reward/{name}", f"Reward {name} by staleness", "") for name in reward_names(keys)]
     for name, title, unit in (*_BY_STALENESS, *of_rewards):
-        buckets = [n for n in staleness_buckets(keys) if f"by_staleness/{n}/{name}" in keys]
-        lines = tuple((f"by_staleness/{n}/{name}", f"staleness {n}") for n in buckets)
+        buckets = [n for n in range(LAST_BUCKET + 1) if f"by_staleness/{n}/{name}" in keys]
+        lines = tuple((f"by_staleness/{n}/{name}", _staleness_text(n)) for n in buckets)
         if lines:
             charts.append(Chart(title, lines, unit, each_step=True))
     lengths = sorted(int(key.split("/")[1]) for key in keys if re.fullmatch(r"by_length/\d+/episodes", key))
@@ -145,6 +146,10 @@ def staleness_charts(keys: Iterable[str]) -> list[Chart]:
         if lines:
             charts.append(Chart(title, lines, unit, each_step=True))
     return charts
+
+
+def _staleness_text(bucket: int) -> str:
+    return f"staleness {bucket}" + (" or more" if bucket == LAST_BUCKET else "")
 
 
 def _tokens_text(least: int) -> str:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.sweeps.efficiency import BY_REWARD, effective_steps, why_unknown
-from async_rl.sweeps.policy_curve import LAST_BUCKET, PolicyCurve, less_lag, mean_rewards, policy_curve
+from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, mean_rewards, policy_curve
 from async_rl.sweeps.statistics import estimate
+from async_rl.telemetry.figures import LAST_BUCKET
 from learner.algorithms.diagnostics import BUCKETS, batch_metrics
 from tests.kit.groups import batch_of, make_group, make_row
 

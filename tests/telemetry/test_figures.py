@@ -208,7 +208,27 @@ def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:
     assert kind_of("rollout/epochs").how == "last"
     assert kind_of("by_staleness/3/ess").weight == "by_staleness/3/tokens"
     assert kind_of("by_staleness/3/reward").weight == "staleness/episodes_3"
+    assert kind_of("by_staleness/3/reward").weight_keys(["staleness/episodes_10"]) == ["staleness/episodes_3"]
     assert kind_of("by_length/64/ess").weight == "by_length/64/tokens"
     assert kind_of("by_length/64/reward").weight == "by_length/64/episodes"
     assert kind_of("by_length/64/episodes").how == kind_of("by_length/64/tokens").how == "sum"
     assert all(re.compile(pattern) for pattern, _ in KINDS)
+
+
+def test_the_last_bucket_of_staleness_counts_by_all_answers_that_are_as_old_or_older() -> None:
+    counts = ({"staleness/episodes_9": 50.0, "staleness/episodes_10": 1.0, "staleness/episodes_14": 2.0},
+              {"staleness/episodes_11": 1.0}, {"staleness/episodes_9": 4.0})  # fmt: skip
+    rewards = (1.0, 0.0, 9.0)
+    records = [found | {"by_staleness/10/reward": mean} for found, mean in zip(counts, rewards, strict=True)]
+    assert over_steps(records).get("by_staleness/10/reward") == pytest.approx(0.75)
+
+
+def test_an_evaluation_of_the_first_step_after_a_resume_counts(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    records = [
+        {"step": 4, "time/since_first_step_s": 9.0, "reward/mean": 0.5}, {"step": 4, "eval/accuracy": 0.25},
+        {"step": 5, "time/since_first_step_s": 0.0, "reward/mean": 0.75}, {"step": 5, "eval/accuracy": 1.0},
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = over_steps(read_metrics(file))
+    assert (found.get("eval/accuracy"), found.get("reward/mean")) == (1.0, 0.5)

@@ -68,13 +68,13 @@ class Follower:
 
     def _follow(self) -> None:
         try:
-            last_step = -1
+            lines = 0
             with urllib.request.urlopen(f"{self._url}/run/events", timeout=REQUEST_LIMIT_S) as events:
                 for line in events:
                     if self._closing.is_set():
                         return
                     if line.startswith(b"data:") and {"metrics", "status"} & set(json.loads(line[5:])):
-                        last_step = self._refresh(last_step)
+                        lines = self._refresh(lines)
         except (OSError, ValueError) as error:
             if not self._closing.is_set():
                 self.error = str(error)
@@ -84,7 +84,7 @@ class Follower:
             self._get(path)
         query = urlencode([("after", after), *(("key", key) for key in self._keys)])
         self.refreshes += 1
-        return int(json.loads(self._get(f"/run/data/series?{query}"))["last_step"])
+        return int(json.loads(self._get(f"/run/data/series?{query}"))["lines"])
 
     def _get(self, path: str) -> bytes:
         with urllib.request.urlopen(f"{self._url}{path}", timeout=REQUEST_LIMIT_S) as answer:

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,19 +23,21 @@ RECENT_STEPS = 20
 
 @dataclass(slots=True)
 class Column:
-    """One metric: its values in the order of the file, each with its step."""
+    """One metric: its values in the order of the file, each with its step and the number of its line, from 1 on."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
+    lines: array[int] = field(default_factory=lambda: array("q"))
 
-    def by_step(self, after: float = -1.0, newest: int = 0) -> dict[float, float]:
-        """Return the values of the steps above `after`; of two values of one step the later one counts.
+    def by_step(self, after_line: int = 0, newest: int = 0) -> dict[float, float]:
+        """Return the values of the lines behind `after_line`; of two values of one step the later one counts.
 
         Args:
             newest: the number of values to look at, from the end; 0: all.
         """
-        pairs = zip(self.steps[-newest:], self.values[-newest:], strict=True)
-        return {step: value for step, value in pairs if step > after and not math.isnan(value)}
+        first = max(bisect_right(self.lines, after_line), len(self.lines) - newest if newest else 0)
+        pairs = zip(self.steps[first:], self.values[first:], strict=True)
+        return {step: value for step, value in pairs if not math.isnan(value)}
 
 
 class MetricsFile:
@@ -50,6 +53,8 @@ class MetricsFile:
         self._offset = 0
         self._columns: dict[str, Column] = {}
         self.generation = 0
+        self.lines = 0
+        """The number of complete lines that were read."""
         self.broken_lines = 0
         """The number of complete lines that are not a JSON object with a step."""
 
@@ -74,9 +79,11 @@ class MetricsFile:
         found = os.fstat(file.fileno())
         if found.st_ino != self._inode or found.st_size < self._offset:
             self.generation += self._inode >= 0
-            self._inode, self._offset, self._columns, self.broken_lines = found.st_ino, 0, {}, 0
+            self._inode, self._offset, self._columns = found.st_ino, 0, {}
+            self.lines = self.broken_lines = 0
 
     def _add(self, line: bytes) -> None:
+        self.lines += 1
         if not line.strip():
             return
         try:
@@ -91,17 +98,18 @@ class MetricsFile:
             column = self._columns.setdefault(key, Column())
             column.steps.append(step)
             column.values.append(math.nan if value is None else float(value))
+            column.lines.append(self.lines)
 
     @property
     def keys(self) -> list[str]:
         with self._lock:
             return sorted(self._columns)
 
-    def values(self, key: str, after: float = -1.0) -> dict[float, float]:
-        """Return the values of one metric by step; empty if it was never measured."""
+    def values(self, key: str, after_line: int = 0) -> dict[float, float]:
+        """Return the values of one metric by step, of the lines behind `after_line`; empty if none has measured it."""
         with self._lock:
             column = self._columns.get(key)
-            return dict(sorted(column.by_step(after).items())) if column else {}
+            return dict(sorted(column.by_step(after_line).items())) if column else {}
 
     def last(self, key: str) -> float | None:
         """Return the value of the metric at its last step; None if it was never measured."""
@@ -125,17 +133,19 @@ class MetricsFile:
             column = self._columns.get("time/written_at_s")
             return int(max(column.steps)) if column and column.steps else 0
 
-    def series(self, keys: Iterable[str], after: float = -1.0) -> dict[str, dict[str, Any]]:
-        """Return, by key, the lists `step`, `value` and `weight` of the steps above `after`, thinned to MAX_POINTS.
+    def series(self, keys: Iterable[str], after_line: int = 0) -> dict[str, dict[str, Any]]:
+        """Return, by key, the lists `step`, `value` and `weight` of the lines behind `after_line`, at most MAX_POINTS.
+
+        Lines are not in the order of the steps: that of an evaluation follows later steps than the evaluated one.
 
         `weight` is what a value counts in a mean over steps, such as the time of its step. `stride` is the number of
         values that each point stands for: points further apart have a gap between them.
         """
         found: dict[str, dict[str, Any]] = {}
         for key in keys:
-            weighted_by = self.values(weight, after) if (weight := kind_of(key).weight) else {}
-            values = self.values(key, after)
-            points = thinned(key, [(step, v, weighted_by.get(step, 0.0)) for step, v in values.items()])
+            weights = [self.values(weight) for weight in kind_of(key).weight_keys(self.keys)]
+            values = self.values(key, after_line)
+            points = thinned(key, [(s, v, sum(each.get(s, 0.0) for each in weights)) for s, v in values.items()])
             found[key] = {
                 "step": [step for step, _, _ in points], "value": [value for _, value, _ in points],
                 "weight": [weight for _, _, weight in points], "stride": max(1, math.ceil(len(values) / MAX_POINTS)),

@@ -21,6 +21,7 @@ from async_rl.view.pages import json_finite, run_of, whole_number
 from async_rl.view.run_files import RunFiles
 
 MAX_KEYS = 60
+"""The most metrics of one request; the page divides its own among several (static/charts.js)."""
 MAX_STEPS_SHOWN = 200
 MAX_HISTOGRAM_STEPS = 200
 PREDICTION_LIMIT_S = 20.0
@@ -36,16 +37,21 @@ def _json(value: Any) -> Response:
 
 
 def series(request: Request) -> Response:
-    """Return the values, after step `after`, of the metrics that the query names by `key`, and the keys of all."""
+    """Return the values of the metrics that the query names by `key`, and the keys of all.
+
+    They are those behind line `after` of metrics.jsonl. `lines` is the `after` that asks for what is written later.
+
+    Raises:
+        ConfigError: the query names more than MAX_KEYS metrics.
+    """
+    keys = request.query_params.getlist("key")
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"key must be given at most {MAX_KEYS} times, got {len(keys)} keys: ask for them in parts")
+    after = whole_number("after", request.query_params.get("after", "0"))
     metrics = run_of(request).files.metrics.refresh()
-    keys = request.query_params.getlist("key")[:MAX_KEYS]
-    after = _number(request, "after", -1.0)
-    return _json(
-        {
-            "generation": metrics.generation, "last_step": metrics.last_step, "keys": metrics.keys,
-            "series": metrics.series(keys, after),
-        }
-    )  # fmt: skip
+    read = {"generation": metrics.generation, "lines": metrics.lines}  # of what came meanwhile the page hears again
+    found = {"last_step": metrics.last_step, "keys": metrics.keys, "series": metrics.series(keys, after)}
+    return _json(read | found)
 
 
 def window(request: Request) -> Response:

@@ -122,13 +122,23 @@ def test_the_moves_of_a_depth_are_told_with_their_reasons(run_dir: Path) -> None
     assert "trajectories.sqlite" in Client(run_dir).get("/run/staleness").text
 
 
-def test_series_can_be_asked_for_from_a_step_on(run_dir: Path) -> None:
+def test_series_can_be_asked_for_from_a_line_on(run_dir: Path) -> None:
     client = Client(run_dir)
     found = client.get("/run/data/series?key=reward/mean&after=10").json()
     series = {"step": [11.0, 12.0], "value": [0.11, 0.12], "weight": [1.0, 1.0], "stride": 1}
-    assert found["series"]["reward/mean"] == series
+    assert (found["series"]["reward/mean"], found["lines"]) == (series, 12)
     append_step(run_dir, 13)
     assert client.get("/run/data/series?key=reward/mean&after=12").json()["last_step"] == 13
+
+
+def test_evaluations_that_are_written_after_later_steps_come_with_the_next_series(run_dir: Path) -> None:
+    client, path = Client(run_dir), "/run/data/series?key=reward/mean&key=eval/accuracy&after="
+    read = client.get(f"{path}0").json()["lines"]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "eval/accuracy": 0.5}) + "\n" for step in (0, 12))
+    found = client.get(f"{path}{read}").json()
+    assert (found["series"]["eval/accuracy"]["step"], found["series"]["reward/mean"]["step"]) == ([0.0, 12.0], [])
+    assert client.get(f"{path}{found['lines']}").json()["series"]["eval/accuracy"]["step"] == []
 
 
 def test_the_histogram_counts_rollouts_by_staleness(client: Client) -> None:
@@ -159,7 +169,8 @@ def test_there_is_no_prediction_without_enough_steps(tmp_path: Path) -> None:
     [
         ("/run/data/window?from=50&to=60", 400, "has nothing of the steps 50 to 60: it has the steps 1 to 12"),
         ("/run/data/window?from=9&to=3", 400, "in this order, got from=9, to=3"),
-        ("/run/data/series?after=soon", 400, "after must be a number, got 'soon'"),
+        ("/run/data/series?after=soon", 400, "after must be a whole number, at least 0"),
+        ("/run/data/series?" + "key=a&" * 61, 400, "key must be given at most 60 times, got 61 keys"),
         ("/run/data/answers/77/0", 400, "are not kept"),
         ("/run/data/answers/1/9", 400, "are not kept"),
         (f"/run/data/answers/{2**63}/0", 400, "group must be a whole number"),

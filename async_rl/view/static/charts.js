@@ -5,6 +5,8 @@ const charts = [];
 let smoothing = 0.6;
 let lastStep = -1;
 let generation = 0;
+let linesRead = 0; // of metrics.jsonl
+const MAX_KEYS = 60; // of one request, which the server limits
 const FEWEST_WITHOUT_DOTS = 40;
 const FEWEST_SMOOTHED = 25; // a line with fewer points, e.g. of evaluations, is drawn as it is
 
@@ -167,9 +169,7 @@ class LineChart {
       const found = series[line.key];
       if (!found || !found.step.length) continue;
       grew = true;
-      line.step = line.step.concat(found.step);
-      line.value = line.value.concat(found.value.map((value) => value ?? NaN));
-      line.weight = line.weight.concat(found.weight);
+      Object.assign(line, mergedBySteps(line, { ...found, value: found.value.map((value) => value ?? NaN) }));
       line.stride = Math.max(line.stride, found.stride);
     }
     if (grew && this.figure) this.refresh();
@@ -208,6 +208,14 @@ class LineChart {
     event.preventDefault();
     moveCursor(Math.max(0, (cursor ?? lastStep) + move));
   }
+}
+
+/** Return the columns of the points of both in the order of their steps; of two of one step that of `more` counts. */
+export function mergedBySteps(columns, more) {
+  const points = new Map();
+  for (const { step, value, weight } of [columns, more]) step.forEach((each, at) => points.set(each, [value[at], weight[at]]));
+  const steps = [...points.keys()].sort((a, b) => a - b);
+  return { step: steps, value: steps.map((step) => points.get(step)[0]), weight: steps.map((step) => points.get(step)[1]) };
 }
 
 /** Return columns of points with a point without a value between two whose steps are further apart than `distance`. */
@@ -255,9 +263,17 @@ function wanted() {
   return [...new Set(charts.flatMap((chart) => chart.spec.keys.map(([key]) => key)))];
 }
 
+/** Return the values of metrics behind line `after` of metrics.jsonl, asked for in parts of at most MAX_KEYS keys. */
 async function load(keys, after) {
-  const query = keys.map((key) => `key=${encodeURIComponent(key)}`).join("&");
-  return getJson(`${base}/data/series?after=${after}&${query}`);
+  const parts = [];
+  for (let at = 0; at < Math.max(1, keys.length); at += MAX_KEYS) parts.push(keys.slice(at, at + MAX_KEYS));
+  const found = await Promise.all(parts.map((part) => {
+    const query = part.map((key) => `key=${encodeURIComponent(key)}`).join("&");
+    return getJson(`${base}/data/series?after=${after}&${query}`);
+  }));
+  if (new Set(found.map((each) => each.generation)).size > 1) return load(keys, after); // a resume came between them
+  const lines = Math.min(...found.map((each) => each.lines)); // what only some of them have read is asked for again
+  return { ...found[0], lines, series: Object.assign({}, ...found.map((each) => each.series)) };
 }
 
 /** Draw a chart in every card with data-chart, and keep them up to date. Calls `more` with each answer. */
@@ -270,8 +286,9 @@ export async function drawCharts(more = () => {}) {
   onTheme(() => charts.forEach((chart) => chart.draw()));
   onChange(async (changed) => {
     if (!changed.has("metrics")) return;
-    const found = await load(wanted(), lastStep);
+    const found = await load(wanted(), linesRead);
     if (found.generation !== generation) return reload(more); // a resume replaced the file
+    linesRead = found.lines;
     lastStep = Math.max(lastStep, found.last_step);
     charts.forEach((chart) => chart.add(found.series));
     more(found);
@@ -279,8 +296,8 @@ export async function drawCharts(more = () => {}) {
 }
 
 async function reload(more) {
-  const found = await load(wanted(), -1);
-  ({ generation } = found);
+  const found = await load(wanted(), 0);
+  ({ generation, lines: linesRead } = found);
   lastStep = found.last_step;
   for (const chart of charts) {
     chart.clear();
@@ -293,7 +310,7 @@ async function reload(more) {
 
 export async function addChart(card, spec) {
   const chart = new LineChart(card, spec);
-  chart.add((await load(spec.keys.map(([key]) => key), -1)).series);
+  chart.add((await load(spec.keys.map(([key]) => key), 0)).series);
   charts.push(chart);
   return chart.draw();
 }

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from async_rl.errors import ConfigError
 from async_rl.storage.whole_file import write_whole
@@ -100,13 +101,17 @@ def format_status(run_dir: Path) -> str:
     """
     try:
         saved = json.loads((run_dir / "status.json").read_text())
+        age_s, statuses = time.time() - saved["time_s"], [_known(entry) for entry in saved["processes"]]
+        text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
     except OSError as error:
         raise ConfigError(
             f"{run_dir} has no status.json ({error.strerror}): it is not a run directory, or the run has just begun"
         ) from None
-    now_s = time.time()
-    age_s = now_s - saved["time_s"]
-    text = f"{run_dir}, {age_s:.0f} s ago: {saved['note']}\n"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{run_dir}/status.json can't be read ({type(error).__name__}: {error}): it is empty, half copied, or of "
+            "another version of this program. Copy it again"
+        ) from None
     # A status of an earlier version has neither.
     text += "".join(f"{saved[key]}\n" for key in ("depth", "alarms") if saved.get(key))
     if saved["note"] == NORMAL_END:
@@ -116,11 +121,17 @@ def format_status(run_dir: Path) -> str:
     elif age_s > STALE_S:
         text += "The driver has stopped writing its status: it was killed, or hangs. The processes before that:\n"
     rows = [("process", "host", "does", "waits on", "for", "at most")]
-    for status in (Status(**entry) for entry in saved["processes"]):
+    for status in statuses:
         limit = f"{status.limit_s:.0f} s" if status.limit_s else "-"
         since = f"{status.waited_s:.0f} s"
         rows.append((status.process, status.host, status.doing, status.waits_on or "-", since, limit))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    about = [f"{entry['process']}: {entry['about']}" for entry in saved["processes"] if entry.get("about")]
+    about = [f"{status.process}: {status.about}" for status in statuses if status.about]
     return text + "".join(line + "\n" for line in (*lines, *about))
+
+
+def _known(entry: dict[str, Any]) -> Status:
+    """Return the activity of a process as it was saved, without what only a newer version of this program tells."""
+    names = {each.name for each in fields(Status)}
+    return Status(**{name: value for name, value in entry.items() if name in names})

@@ -77,3 +77,18 @@ def test_the_depth_of_a_run_stands_below_its_state(tmp_path: Path) -> None:
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"status\.json"):
         format_status(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", '{"note": "run', "[]", '{"note": "running", "time_s": 0, "processes": [7]}'])
+def test_a_status_that_is_half_copied_is_refused_with_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"status\.json can't be read .*Copy it again"):
+        format_status(tmp_path)
+
+
+def test_what_only_a_newer_version_tells_of_a_process_is_left_out(tmp_path: Path) -> None:
+    write_status(tmp_path, [Status(process="learner/0", doing="trains", since_s=time.monotonic())], "running")
+    told = json.loads((tmp_path / "status.json").read_text())
+    told["processes"][0]["mood"] = "fine"
+    (tmp_path / "status.json").write_text(json.dumps(told))
+    assert format_status(tmp_path).splitlines()[2].startswith("learner/0")

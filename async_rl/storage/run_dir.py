@@ -12,9 +12,9 @@ import fcntl
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
@@ -168,6 +168,12 @@ def is_complete(run_dir: Path, config: Config) -> bool:
     has_gone_on = max(list_checkpoints(run_dir), default=0) > summary["steps"]
     has_its_reason = summary["steps"] > 0 and ("ended" in summary or config.run.seconds > 0)
     return summary["steps"] >= config.run.steps or (has_its_reason and not has_gone_on)
+
+
+def is_of_newest_end(summary: Mapping[str, Any], last_step: int, run_dir: Path) -> bool:
+    """Return whether a summary.json is of these steps: after it the run may have gone on, or back to a checkpoint."""
+    steps, resumes = summary.get("steps"), lineage_of(run_dir)
+    return isinstance(steps, int) and steps >= last_step and summary.get("resumes", resumes) >= resumes
 
 
 def _numbered(config: Config, number: int) -> Path:

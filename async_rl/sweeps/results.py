@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import lineage_of
+from async_rl.storage.run_dir import is_of_newest_end
 from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
 from async_rl.sweeps.efficiency import Evaluations
 from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, policy_curve
@@ -270,9 +270,9 @@ def read_run(folder: Path) -> Run:
             version = newest if newest in at_step else values["step"]
             evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
     file = folder / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else {"steps": -1}
-    last_step, resumes = max((step["step"] or 0 for step in steps), default=0), lineage_of(folder)
-    has_ended = summary["steps"] >= last_step and summary.get("resumes", resumes) >= resumes
+    summary = json.loads(file.read_text()) if file.is_file() else {}
+    last_step = int(max((step["step"] or 0 for step in steps), default=0))
+    has_ended = is_of_newest_end(summary, last_step, folder)
     summary = summary if has_ended else _summary_so_far(steps)
     is_exact = config["staleness"]["mode"] == "exact"
     return Run(labels, summary, steps, evals, folder, is_exact, has_ended=has_ended)

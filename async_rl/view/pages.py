@@ -53,7 +53,8 @@ def page(request: Request, template: str, facts: dict[str, Any], status: int = 2
 def run_page(request: Request, template: str, tab: str, facts: dict[str, Any]) -> Response:
     """Return a page of a run, under the head that its pages share: the run's state, its step, and the chosen `tab`."""
     run = run_of(request).files
-    head = {"run": run, "state": run.state, "tab": tab, "step": run.metrics.refresh().last_step, "steps": run.steps}
+    run.metrics.refresh()
+    head = {"run": run, "state": run.state, "tab": tab, "progress": run.progress}
     return page(request, template, head | facts)
 
 

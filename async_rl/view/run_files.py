@@ -6,7 +6,6 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import yaml
 
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.yaml_text import read_yaml
-from async_rl.storage.run_dir import resuming_since_s
+from async_rl.storage.run_dir import is_of_newest_end, resuming_since_s
 from async_rl.sweeps.cells import Bound
 from async_rl.telemetry.status import STALE_S, goes_on, state_of
 from async_rl.view.journal_reader import JournalReader
@@ -38,12 +37,21 @@ class RunState:
     """The activity of each process, with the keys of telemetry.status.Status and `waited_s`."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """How far a run is on the way to its end, in steps or seconds: in words, and as a share, None if it has no end."""
+
+    text: str
+    share: float | None
+
+
 class RunFiles:
     """The directory of one run, which may go on, have ended, have crashed, or be a copy."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._config: tuple[str, dict[str, Any]] = "", {}
+        self._changed: tuple[dict[str, Any], list[tuple[str, Any, Any]]] = self._config[1], []
         self.metrics = MetricsFile(folder / "metrics.jsonl")
         self.journal = JournalReader(folder / FILE_NAME)
         self.timeline = TimelineFile(folder / "timeline.json")
@@ -68,9 +76,11 @@ class RunFiles:
         return found if isinstance(found, dict) else {}
 
     @property
-    def summary(self) -> dict[str, Any]:
-        """The content of summary.json; empty until the run has ended."""
-        return read_json(self.folder / "summary.json")
+    def end_reason(self) -> str:
+        """The reason for which the run ended early; empty if it did not, or goes on after an end of that kind."""
+        summary = read_json(self.folder / "summary.json")
+        is_of_this_end = is_of_newest_end(summary, self.metrics.last_step, self.folder)
+        return str(summary.get("ended", "")) if is_of_this_end and self.state.name == "ended" else ""
 
     @property
     def bound(self) -> Bound | None:
@@ -96,6 +106,28 @@ class RunFiles:
         """The number of steps that the run is to make; None if its configuration can't be read."""
         steps = self.setting("run.steps")
         return steps if isinstance(steps, int) else None
+
+    @property
+    def seconds(self) -> float:
+        """The run.seconds of the run, which may end it before its last step; 0: there is no such limit."""
+        seconds = self.setting("run.seconds", 0.0)
+        return seconds if isinstance(seconds, int | float) else 0.0
+
+    @property
+    def since_first_step_s(self) -> float:
+        """Seconds since the end of the first step, which run.seconds limits. They count anew from each resume on."""
+        is_resuming = resuming_since_s(self.folder) is not None
+        return 0.0 if is_resuming else self.metrics.last("time/since_first_step_s") or 0.0
+
+    @property
+    def progress(self) -> RunProgress:
+        """How far the run is towards run.steps, or towards run.seconds if that is likely to come first."""
+        step, steps, since_s = self.metrics.last_step, self.steps, self.since_first_step_s
+        share = min(1.0, step / steps) if steps else None
+        share_of_time = min(1.0, since_s / self.seconds) if self.seconds > 0 else None
+        if share_of_time is not None and (not steps or share_of_time >= (step - 1) / steps):  # both begin at step 1
+            return RunProgress(f"step {step}, {since_s:.0f} of {self.seconds:.0f} s", share_of_time)
+        return RunProgress(f"step {step}" + (f" of {steps}" if steps else ""), share)
 
     @property
     def state(self) -> RunState:
@@ -132,23 +164,31 @@ class RunFiles:
 
     @property
     def time_left_s(self) -> float | None:
-        """Seconds until the run's last step at its present pace; None if it does not run or the pace is not known."""
+        """Seconds until the run's last step, by run.steps at its present pace or by run.seconds, whichever is less.
+
+        None if it does not run or the pace is not known.
+        """
         pace_s = self.metrics.recent().get("time/step_s")
         if self.steps is None or pace_s is None or self.state.name != "running":
             return None
-        return max(0, self.steps - self.metrics.last_step) * pace_s
+        of_steps_s = max(0, self.steps - self.metrics.last_step) * pace_s
+        return min(of_steps_s, max(0.0, self.seconds - self.since_first_step_s)) if self.seconds > 0 else of_steps_s
 
-    @cached_property
+    @property
     def changed_settings(self) -> list[tuple[str, Any, Any]]:
         """(key, value, default) of each setting of the run that differs from its default."""
-        return changed_settings(self.config)
+        config = self.config
+        if self._changed[0] is not config:  # the file has changed
+            self._changed = config, changed_settings(config)
+        return self._changed[1]
 
     def revision(self) -> dict[str, str]:
-        """Return by key (metrics, status, timeline, journal) a text that differs after each change of that file."""
-        names = {"metrics": "metrics.jsonl", "status": "status.json", "timeline": "timeline.json"}
-        files = {key: [self.folder / name] for key, name in names.items()}
-        files["journal"] = [self.folder / FILE_NAME, self.folder / f"{FILE_NAME}-wal"]
-        return {key: "/".join(map(_stamp, paths)) for key, paths in files.items()}
+        """Return by key (metrics, status, timeline, journal) a text that differs after each change of these files."""
+        files = {
+            "metrics": ["metrics.jsonl"], "status": ["status.json", "summary.json"], "timeline": ["timeline.json"],
+            "journal": [FILE_NAME, f"{FILE_NAME}-wal"],
+        }  # fmt: skip
+        return {key: "/".join(_stamp(self.folder / name) for name in names) for key, names in files.items()}
 
 
 def is_run(folder: Path) -> bool:

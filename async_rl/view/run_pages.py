@@ -82,7 +82,7 @@ def _live_facts(run: RunFiles) -> dict[str, Any]:
     return {
         "last": metrics.last, "figure": figures.get, "recent_steps": RECENT_STEPS, "alarms": alarms,
         "alarm_text": run.alarms,
-        "time_left_s": run.time_left_s, "summary": run.summary,
+        "time_left_s": run.time_left_s, "end_reason": run.end_reason,
         "pace_s": figures.get("time/step_s"), "broken_lines": metrics.broken_lines, "bound": run.bound,
     }  # fmt: skip
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from async_rl.config.changed_settings import changed_settings
+from async_rl.telemetry.status import write_status
 from async_rl.view.journal_reader import JournalError
 from async_rl.view.run_files import RunFiles, read_json
 from tests.kit.view.run_dirs import make_run
@@ -19,6 +22,57 @@ def test_a_run_that_goes_on_says_how_long_it_takes(tmp_path: Path) -> None:
     assert run.state.name == "running"
     run.metrics.refresh()
     assert run.time_left_s == pytest.approx(8.0)  # 8 of 20 steps are left, at 1 s a step
+
+
+def set_limits(run_dir: Path, **limits: float) -> None:
+    config = run_dir / "config.yaml"
+    saved = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump(saved | {"run": saved["run"] | limits}))
+
+
+@pytest.mark.parametrize(
+    ("limits", "text", "share", "left_s"),
+    [
+        ({"steps": 1_000_000, "seconds": 44.0}, "step 12, 11 of 44 s", 0.25, 33.0),
+        ({"steps": 20, "seconds": 3600.0}, "step 12 of 20", 0.6, 8.0),
+        ({"steps": 1_000_000, "seconds": 10.0}, "step 12, 11 of 10 s", 1.0, 0.0),
+    ],
+)
+def test_progress_and_time_left_are_those_of_the_nearer_limit(
+    tmp_path: Path, limits: dict[str, Any], text: str, share: float, left_s: float
+) -> None:
+    run_dir = make_run(tmp_path / "run", steps=12, note="running")
+    set_limits(run_dir, **limits)
+    run = RunFiles(run_dir)
+    run.metrics.refresh()
+    assert (run.progress.text, run.progress.share) == (text, pytest.approx(share))
+    assert run.time_left_s == pytest.approx(left_s)
+
+
+def test_the_seconds_of_a_run_count_anew_from_a_resume_on(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=12, note="running")
+    set_limits(run_dir, steps=1_000_000, seconds=44.0)
+    (run_dir / ".resuming").write_text("lineage_0 5")
+    run = RunFiles(run_dir)
+    run.metrics.refresh()
+    assert run.time_left_s == pytest.approx(44.0)
+
+
+def test_the_reason_of_an_end_is_told_only_of_the_newest_end(run_dir: Path) -> None:
+    run = RunFiles(run_dir)
+    run.metrics.refresh()
+    before = run.revision()
+    (run_dir / "summary.json").write_text(json.dumps({"steps": 12, "resumes": 0, "ended": "the task is solved"}))
+    assert run.end_reason == "the task is solved"
+    assert [key for key, text in run.revision().items() if text != before[key]] == ["status"]
+    (run_dir / "summary.json").write_text(json.dumps({"steps": 11, "resumes": 0, "ended": "the task is solved"}))
+    assert run.end_reason == ""
+    (run_dir / "summary.json").write_text(json.dumps({"steps": 12, "resumes": 0, "ended": "the task is solved"}))
+    (run_dir / "config.lineage_0.yaml").touch()  # it went back to a checkpoint since
+    assert run.end_reason == ""
+    (run_dir / "config.lineage_0.yaml").unlink()
+    write_status(run_dir, [], "running")
+    assert run.end_reason == ""
 
 
 def test_a_run_that_ended_has_no_time_left(run_dir: Path) -> None:
@@ -93,6 +147,13 @@ def test_only_settings_that_differ_from_the_defaults_are_listed(run_dir: Path) -
     found = {key: (value, default) for key, value, default in changed_settings(RunFiles(run_dir).config)}
     assert found["staleness.max"] == (2, 0)
     assert "learner.lr" not in found
+
+
+def test_settings_that_a_resume_has_changed_are_listed(run_dir: Path) -> None:
+    run = RunFiles(run_dir)
+    assert ("run.seconds", 44.0, 0.0) not in run.changed_settings
+    set_limits(run_dir, seconds=44.0)
+    assert ("run.seconds", 44.0, 0.0) in run.changed_settings
 
 
 def test_settings_of_another_version_have_no_default() -> None:

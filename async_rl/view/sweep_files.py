@@ -107,8 +107,7 @@ class SweepFiles:
 
     def metric_keys(self) -> list[str]:
         """Return the keys of all metrics that a finished cell measured in its steps."""
-        keys = {key for run in self.runs() for step in run.steps[-1:] for key in step}
-        return sorted(keys - {"step"})
+        return sorted({key for run in self.runs() for key in run.figures.all()})
 
     def _planned(self) -> int:
         axes = self.plan.get("axes", {})
@@ -159,11 +158,10 @@ def _finished(row: Setting, run: Run) -> ListedCell:
 
 def _unfinished(folder: Path) -> ListedCell:
     run = RunFiles(folder)
-    steps = run.steps
-    progress = f"step {run.metrics.refresh().last_step}" + (f" of {steps}" if steps else "")
+    run.metrics.refresh()
     labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.bound or "")}
     state = "running" if run.state.name == "running" else "stopped"
-    return ListedCell(folder.name, labels, state, progress, {}, True)
+    return ListedCell(folder.name, labels, state, run.progress.text, {}, True)
 
 
 def _sort_key(label: str) -> tuple[float, str]:

@@ -56,11 +56,13 @@ def _facts(request: Request) -> dict[str, Any]:
     rows = found.rows()
     columns = shown_columns(rows) if rows else TRADE_OFF
     metrics = [(key, title) for key, title in TITLES.items() if key in measured]
+    shown = [key for key in SHOWN if key in measured and key in columns][:NUM_SHOWN]
+    keys = found.metric_keys()
     return {
         "run": None, "cells": listed, "axes": axes, "plot_axes": [a for a in axes if a != SEED] or axes,
-        "metrics": metrics, "keys": found.metric_keys(), "columns": [c for c in COLUMNS if c in measured],
+        "metrics": metrics, "keys": keys, "columns": [c for c in COLUMNS if c in measured],
         "titles": TITLES, "forms": FORMS, "plan": found.plan,
-        "shown": [key for key in SHOWN if key in measured and key in columns][:NUM_SHOWN],
+        "shown": shown, "offered": " ".join([*shown, str(len(metrics)), str(len(axes)), str(bool(keys))]),
         "notes": _notes(rows, measured),
         "problem": found.problem, "compared": request.query_params.getlist("cell")[:MAX_COMPARED],
         "compared_keys": COMPARED_KEYS, "finished": sum(cell.state == "finished" for cell in listed),

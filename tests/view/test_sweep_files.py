@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def test_any_metric_of_the_steps_can_be_plotted(sweep_dir: Path) -> None:
     assert sweep.points("learner", "no axis") == []
 
 
+def test_metrics_that_the_last_step_did_not_measure_can_be_chosen(sweep_dir: Path) -> None:
+    file = next((sweep_dir / "cells").glob("*/metrics.jsonl"))
+    file.write_text('{"step": 1, "staleness/max": 0, "push/lost_servers": 1.0}\n' + file.read_text())
+    assert "push/lost_servers" in SweepFiles(sweep_dir).metric_keys()
+
+
 def test_a_cell_that_runs_is_listed_and_has_pages(sweep_dir: Path) -> None:
     make_run(sweep_dir / "cells" / "staleness-9.seed-0", note="running")
     sweep = SweepFiles(sweep_dir)
@@ -56,6 +63,25 @@ def test_a_cell_that_finishes_changes_the_revision(sweep_dir: Path) -> None:
     before = sweep.revision()
     make_run(sweep_dir / "cells" / "staleness-9.seed-0")
     assert sweep.revision() != before
+
+
+def test_the_table_of_cells_says_when_an_open_page_lacks_charts(sweep_dir: Path) -> None:
+    def offered(client: Client, path: str) -> str:
+        found = re.search(r'data-offered="(.*?)"', client.get(path).text)
+        assert found
+        return found[1]
+
+    records = list((sweep_dir / "cells").glob("*/cell.json"))
+    kept = [(record, record.read_text()) for record in records]
+    for record in records:
+        record.unlink()
+    client = Client(sweep_dir)
+    at_load = offered(client, "/sweep")
+    assert offered(client, "/sweep/cells") == at_load and 'data-metric="learner"' not in client.get("/sweep").text
+    for record, text in kept:
+        record.write_text(text)
+    assert offered(client, "/sweep/cells") == offered(client, "/sweep") != at_load
+    assert 'data-metric="learner"' in client.get("/sweep").text
 
 
 def test_a_half_written_cell_is_one_sentence(sweep_dir: Path) -> None:

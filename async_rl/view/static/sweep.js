@@ -100,6 +100,10 @@ for (const input of [metric, axis]) {
 }
 document.getElementById("cells").addEventListener("change", watchBoxes);
 button?.addEventListener("click", compare);
+const offered = () => document.querySelector("table.cells").dataset.offered;
+const offeredAtLoad = offered();
+// Cells that finish may bring metrics that nothing had measured when the page was made.
+document.addEventListener("parts-replaced", () => offered() !== offeredAtLoad && location.reload());
 onChange((changed) => changed.has("cells") && drawAll());
 onTheme(async () => { await drawAll(); if (!document.getElementById("side-by-side").hidden) await compare(); });
 chooseAny();

@@ -85,6 +85,13 @@ class JournalReader:
     def exists(self) -> bool:
         return self._file.is_file()
 
+    @property
+    def inode(self) -> int | None:
+        """The number by which its disk knows the file; another one after a resume, which begins a new journal."""
+        with suppress(OSError):
+            return self._file.stat().st_ino
+        return None
+
     def groups(self, filters: dict[str, Any], order: str, page: int, ids: Sequence[int] | None = None) -> GroupPage:
         """Return one page of the groups that meet all filters.
 

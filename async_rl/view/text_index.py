@@ -52,6 +52,8 @@ class TextIndex:
         self._closing = threading.Event()
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
+        self._inode: int | None = None
+        """That of the journal whose groups are in the index."""
         self._seen: set[int] = set()
         self._chars = 0
         self._waiting: int | None = None
@@ -119,6 +121,7 @@ class TextIndex:
 
     def _index_some(self) -> bool:
         """Index the newest GROUPS_A_ROUND groups not indexed yet; return False if there is none or no more room."""
+        self._begin_again_if_replaced()
         rows = self._journal.rows("SELECT group_id FROM payloads ORDER BY group_id DESC")
         missing = [row["group_id"] for row in rows if row["group_id"] not in self._seen]
         if not missing or self._chars >= MAX_CHARS:
@@ -141,6 +144,16 @@ class TextIndex:
             self._db.commit()
         self._waiting = len(missing) - len(missing[:GROUPS_A_ROUND])
         return True
+
+    def _begin_again_if_replaced(self) -> None:
+        """Empty the index if a resume has begun a new journal, in which other groups may have the same ids."""
+        inode = self._journal.inode
+        if inode is None or inode == self._inode:
+            return
+        with self._lock:
+            self._db.execute("DELETE FROM texts")
+            self._seen.clear()
+            self._inode, self._chars, self._waiting = inode, 0, None
 
     def _text(self, group_id: int) -> str:
         group = self._journal.payload(group_id)

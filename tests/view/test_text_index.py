@@ -11,6 +11,8 @@ import pytest
 from async_rl.view.run_files import RunFiles
 from async_rl.view.text_index import TextIndex
 from async_rl.view.token_texts import TokenTexts
+from buffer.journal.journal import FILE_NAME
+from tests.kit.view.run_dirs import JournalWriter, text_group
 
 FOUND_LIMIT_S = 20.0
 
@@ -46,6 +48,16 @@ def test_parts_of_prompts_and_answers_are_found_in_any_case(index: TextIndex) ->
 def test_signs_of_the_query_language_are_plain_text(index: TextIndex, text: str) -> None:
     assert found(index, "ght answ", 4) == [3, 2, 1, 0]  # all is indexed
     assert (index.search(text).group_ids, index.search(text).note) == ([], "")
+
+
+def test_groups_of_a_resumed_run_are_found_by_their_texts_not_by_those_before(index: TextIndex, run_dir: Path) -> None:
+    assert found(index, "question 2", 1) == [2]
+    (run_dir / FILE_NAME).rename(run_dir / "trajectories.lineage_0.sqlite")
+    journal = JournalWriter(run_dir)
+    journal.add(text_group(2, ["a pear"], prompt="another"), step=3)
+    journal.close()
+    assert found(index, "another", 1) == [2]
+    assert index.search("question 2").group_ids == index.search("ght answ").group_ids == []
 
 
 def test_a_search_before_anything_is_read_says_so(run_dir: Path) -> None:

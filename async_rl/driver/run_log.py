@@ -73,6 +73,7 @@ class RunLog:
             for record in past:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
+                self.results.count_past(known)
             self.alarms.take_new()  # an alarm from before a resume is told, and acted on, once
             self.alarms.take_over()
         self._finding: Finding | None = None
@@ -286,6 +287,7 @@ class RunLog:
             values["throughput/trained_tokens_per_s"] = trained / step_s
         self.version = report.version
         if is_first:
+            self.timeline.first_step = report.version
             self._begin_lineage()
         values |= self._note_values(report.version, values)
         self._prune()

@@ -35,6 +35,11 @@ class RunResults:
         if "eval/accuracy" in values:
             self.evals[1:] = [(version, values)]
 
+    def count_past(self, values: Values) -> None:
+        """Take the counts of a step from before a resume; those of this process are counted when they are reported."""
+        self.failed_groups += int(values.get("rollout/failed", 0.0))
+        self.skipped_evals = max(self.skipped_evals, int(values.get("eval/skipped", 0.0)))
+
     def summary(self, version: int, figures: Figures, timeline: RunTimeline) -> dict[str, Any]:
         """Return these parts of the summary of a run that has ended at a version.
 

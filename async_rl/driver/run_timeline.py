@@ -24,6 +24,8 @@ class RunTimeline:
         self._trace = ChromeTrace(run_dir / "timeline.json", time.monotonic())
         self.step_ends_s: list[float] = []
         """The ends of the logged steps, in times of the driver's clock."""
+        self.first_step = 1
+        """The number of the first of them; a resumed run goes on from a later one."""
         self._usage = Usage()
         """The utilisation from the end of the first step to the end of the last but one."""
         self._recent: dict[str, list[Span]] = {}
@@ -73,7 +75,7 @@ class RunTimeline:
             self._write_trace(float("inf"))
             busy = {pool: shares["busy"] for pool, shares in usage.shares().items()}
             ends_s = [self._trace.clock_s(end_s) for end_s in self.step_ends_s]
-            plot_timeline(self._trace.spans(), busy, ends_s, self._run_dir / "timeline.png")
+            plot_timeline(self._trace.spans(), busy, ends_s, self._run_dir / "timeline.png", self.first_step)
 
     def _add_last_step(self, usage: Usage) -> Usage:
         """Add time, spans and samples of the newest step, unless it is the first, to `usage`, and return that.

@@ -17,14 +17,16 @@ STEPS_SHOWN = 10
 
 
 def plot_timeline(
-    spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path
+    spans: Iterable[Span], busy: Mapping[str, float], step_ends_s: Sequence[float], path: str | Path,
+    first_step: int = 1,
 ) -> Path | None:
     """Plot the middle STEPS_SHOWN learner steps to the image `path`; returns it, or None for less than two steps.
 
     Args:
-        spans: all spans of the run.
-        busy: [pool] busy share over the whole run, which is written beside the pool's lane.
+        spans: all spans of the run, or those since it was resumed.
+        busy: [pool] busy share over all these steps, which is written beside the pool's lane.
         step_ends_s: end of each learner step; the first step is start-up and is not drawn.
+        first_step: the number of the first of these steps, above 1 in a resumed run.
     """
     if len(step_ends_s) < 2 or not step_ends_s[-1] > step_ends_s[0]:
         return None
@@ -54,7 +56,7 @@ def plot_timeline(
     axes.set_yticks(range(len(pools)), pools)
     axes.invert_yaxis()
     axes.set_xlim(0, end_s - start_s)
-    axes.set_xlabel(f"seconds; learner steps {first + 2} to {last + 1}, ends dotted (busy shares: whole run)")
+    axes.set_xlabel(_x_label(first_step + first + 1, first_step + last, is_resumed=first_step > 1))
     axes.spines[["top", "right", "left"]].set_visible(False)
     order = [state for state in STATES if state in seen]
     figure.legend(
@@ -64,3 +66,9 @@ def plot_timeline(
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return Path(path)
+
+
+def _x_label(first: int, last: int, is_resumed: bool) -> str:
+    """Return the label that names the first and the last step of a plot, and the steps of the busy shares beside it."""
+    of_shares = "all steps since the resume" if is_resumed else "whole run"
+    return f"seconds; learner steps {first} to {last}, ends dotted (busy shares: {of_shares})"

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from matplotlib.axes import Axes
+
 from async_rl.telemetry.plot_timeline import STATE_COLORS, plot_timeline
 from async_rl.telemetry.timeline import STATES, Span
 
@@ -23,3 +26,13 @@ def test_the_lanes_of_a_run_are_drawn(tmp_path: Path) -> None:
 def test_a_run_of_one_step_is_not_plotted(tmp_path: Path) -> None:
     spans = [Span("learner/0", "busy", 0, 1)]
     assert plot_timeline(spans, {"learner/0": 1.0}, [1.0], tmp_path / "timeline.png") is None
+
+
+def test_the_label_of_a_run_that_was_not_resumed_names_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr(Axes, "set_xlabel", lambda self, text: labels.append(text))
+    spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
+    plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
+    assert labels == ["seconds; learner steps 2 to 4, ends dotted (busy shares: whole run)"]

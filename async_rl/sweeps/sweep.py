@@ -76,7 +76,7 @@ class Sweep:
 
     def base_overrides(self) -> tuple[str, ...]:
         limit = (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
-        return ("logging.wandb=disabled", *self.overrides, *limit)
+        return ("logging.wandb=disabled", "logging.trackio=false", *self.overrides, *limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class MetricsLogger:
         self._bar.start()
         self._wandb = open_wandb_run(config, run_dir, self.note)
         trackers: tuple[TrackioRun | TensorboardRun | None, ...] = (
-            open_trackio_run(config, self.note), open_tensorboard_run(config, run_dir, self.note)
+            open_trackio_run(config, run_dir, self.note), open_tensorboard_run(config, run_dir, self.note)
         )
         self._trackers = [tracker for tracker in trackers if tracker]
 

@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.telemetry.tracker import Tracker
 
 
-def open_trackio_run(config: Config, note: Callable[[str], None]) -> TrackioRun | None:
+def open_trackio_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> TrackioRun | None:
     """Return the trackio run that `logging.trackio` asks for, or None if it is off, not installed or does not start.
 
     If the user asked for it and it is off, `note` gets the reason.
     """
     if not config.logging.trackio:
         return None
+    # trackio tells runs apart by their names alone, and run.name is unique in its run.dir alone. With the name in this
+    # file, a resumed run continues the same trackio run, and no other does.
+    name_file = run_dir / "trackio_name"
+    if not name_file.is_file():
+        name_file.write_text(f"{config.run.name}-{secrets.token_hex(4)}")
     try:
         import trackio
 
         run = trackio.init(
-            project=config.logging.project, name=config.run.name, config=dataclasses.asdict(config), resume="allow"
-        )
+            project=config.logging.project, name=name_file.read_text(), config=dataclasses.asdict(config),
+            resume="allow",
+        )  # fmt: skip
     except ImportError:
         note("trackio: off, it is not installed. Run: pip install trackio")
         return None

@@ -226,6 +226,13 @@ def test_equal_time_for_every_cell_is_a_limit_in_seconds(tmp_path: Path) -> None
     assert not any(override.startswith("run.s") for override in make(tmp_path).base_overrides())
 
 
+def test_trackers_are_off_in_cells_unless_the_command_sets_them(tmp_path: Path) -> None:
+    asked = ("logging.wandb=offline", "logging.trackio=true")
+    assert make(tmp_path, overrides=asked).base_overrides() == (
+        "logging.wandb=disabled", "logging.trackio=false", *asked,
+    )  # fmt: skip
+
+
 def test_the_time_left_is_that_of_cells_with_the_same_settings(tmp_path: Path) -> None:
     cells = all_cells(make(tmp_path).axes, tmp_path)
     progress = Progress(cells, seconds={"staleness-0.seed-0": 120.0, "staleness-1.seed-0": 60.0})

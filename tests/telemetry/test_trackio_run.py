@@ -35,15 +35,29 @@ def test_trackio_gets_every_record_with_its_step(tmp_path: Path, monkeypatch: py
     assert options["config"] == dataclasses.asdict(CONFIG)
 
 
-def test_trackio_is_not_imported_when_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_goes_on_in_trackio_and_another_of_its_name_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    trackio = SimpleNamespace(init=lambda **options: names.append(options["name"]))
+    monkeypatch.setitem(sys.modules, "trackio", trackio)  # type: ignore[arg-type]
+    for folder in ("one", "one", "other"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        open_trackio_run(CONFIG, tmp_path / folder, pytest.fail)
+    assert names[0] == names[1] != names[2]
+    assert all(name.startswith(f"{CONFIG.run.name}-") for name in names)
+
+
+def test_trackio_is_not_imported_when_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)  # importing it raises
-    assert open_trackio_run(changed(CONFIG, logging={"trackio": False}), pytest.fail) is None
+    assert open_trackio_run(changed(CONFIG, logging={"trackio": False}), tmp_path, pytest.fail) is None
+    assert not list(tmp_path.iterdir())
 
 
-def test_without_trackio_the_run_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_trackio_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     notes: list[str] = []
-    assert open_trackio_run(CONFIG, notes.append) is None
+    assert open_trackio_run(CONFIG, tmp_path, notes.append) is None
     assert notes == ["trackio: off, it is not installed. Run: pip install trackio"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.sweeps import make_sweep
 from tests.kit.view.chromium import READY_LIMIT_MS, needs_chromium, open_page
 from tests.kit.view.run_dirs import (
     HOSTILE,
@@ -46,6 +48,36 @@ def test_new_steps_are_shown_on_an_open_page(page: Page, shown: tuple[Path, str]
         append_step(shown[0], step)
         expect(page.locator(".progress")).to_have_text(f"step {step} of 20")
         expect(page.locator(".readout").first).to_contain_text(f"0.{step}")
+
+
+def test_evaluations_written_after_later_steps_are_shown_on_an_open_page(browser: Browser, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "evaluated", groups=0)
+    server = ViewServer(run_dir)
+    page = browser.new_context(base_url=server.url).new_page()
+    open_page(page, "/run/overview")
+    page.wait_for_selector(".live.on")
+    page.wait_for_timeout(1000)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "eval/accuracy": 0.25}) + "\n" for step in (0, 12))
+    expect(page.locator(".readout").first).to_contain_text("held-out accuracy 0.25")
+    server.close()
+
+
+def test_an_open_sweep_page_shows_the_trade_off_once_cells_have_finished(browser: Browser, tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path, bounds=(0, 1), seeds=1)
+    records = {record: record.read_text() for record in (folder / "cells").glob("*/cell.json")}
+    for record in records:
+        record.unlink()
+    server = ViewServer(folder)
+    page = browser.new_context(base_url=server.url).new_page()
+    open_page(page, "/sweep")
+    page.wait_for_selector(".live.on")
+    page.wait_for_timeout(1000)
+    expect(page.locator("#trade-off figure")).to_have_count(0)
+    for record, text in records.items():
+        record.write_text(text)
+    expect(page.locator("#trade-off figure").first).to_be_visible()
+    server.close()
 
 
 def test_the_cursor_reads_all_charts_at_one_step(page: Page) -> None:

@@ -87,3 +87,18 @@ def test_a_step_without_rollouts_of_a_staleness_is_a_gap_in_its_line(browser: Br
     joined = [[value is not None for value in line] for line in lines]
     assert [True] * 30 in joined
     assert [True] * 3 + [False, True, False] + [True] * 9 in joined
+
+
+def test_charts_of_more_metrics_than_one_request_may_name_are_all_drawn(browser: Browser, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "many", steps=0, groups=0)
+    rewards = {"reward/a": 0.5, "reward/b": 0.5}
+    names = ("reward", "ess", "kl_behaviour_proximal_k3", "response_length", *rewards)
+    more = rewards | {f"by_staleness/{n}/{name}": 0.5 for n in range(11) for name in names}
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps(metrics_of(step) | more) + "\n" for step in (1, 2))
+    server = ViewServer(run_dir)
+    page = browser.new_context(base_url=server.url).new_page()
+    open_page(page, "/run/staleness")
+    read = page.locator(".readout").all_inner_texts()
+    server.close()
+    assert [text.count("staleness") for text in read] == [11] * len(names)

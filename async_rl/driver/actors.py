@@ -22,13 +22,13 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
+from async_rl.driver.gpu_driver import checked_gpu_bytes
 from async_rl.driver.memory import plan_elsewhere
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network.ports import open_listener
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.storage.hub_names import SERVER_DATA
-from async_rl.telemetry.nvml import smallest_gpu_bytes
 from async_rl.telemetry.status import Status
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class RolloutActor:
         return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer, gold)
 
     async def gpu_bytes(self) -> int:
-        return smallest_gpu_bytes()
+        return await asyncio.to_thread(checked_gpu_bytes)  # a thread: it may import torch
 
     async def kv_tokens(self) -> int:
         """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""
@@ -217,7 +217,7 @@ class LearnerActor:
         fetch_all(self._config)
 
     def gpu_bytes(self) -> int:
-        return smallest_gpu_bytes()
+        return checked_gpu_bytes()
 
     def check_memory(self, rank_bytes: int, server_bytes: int) -> list[str]:
         """Return cautions about the memory of the run, see MemoryPlan.check, for the smallest GPU of ranks and servers.

@@ -30,6 +30,7 @@ from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.storage.hub_names import SERVER_DATA
 from async_rl.telemetry.status import Status
+from buffer.protocol.keys import drop_client_keys
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
@@ -87,7 +88,7 @@ class RolloutActor:
     """
 
     def __init__(self, origin: Origin, config: Config, index: int) -> None:
-        name = config.server_names[index]
+        name, self._sent_keys = config.server_names[index], origin.client_keys
         self._config = enter(origin, config, name).of_server(name)
         pin_cpus(config, index)
         self._doing, self._since_s = "starts its engine", time.monotonic()
@@ -173,6 +174,7 @@ class RolloutActor:
             await self._worker.stop()
         if hasattr(self, "_engine"):
             await self._engine.aclose()
+        drop_client_keys(self._config.network.keys, self._sent_keys)
 
 
 class EvalActor(RolloutActor):

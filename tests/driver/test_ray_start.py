@@ -1,4 +1,4 @@
-"""A Ray that does not start in time, and a RAY_ADDRESS at which there is none, are named."""
+"""A Ray that does not start in time, a RAY_ADDRESS at which there is none, and hosts of IPv6, are named."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from async_rl.driver.placement import NoClusterError, open_ray
+from async_rl.driver.resources import Host, assign, host_demands
 from async_rl.errors import ConfigError, WaitTimeoutError
 from tests.kit.configs import make_config
+from tests.kit.placements import TWO_NODES, placed_on
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,12 @@ def test_an_address_at_which_no_cluster_is_any_more_is_named(
     config = make_config(placement={"learner": {"nodes": nodes - 1 or 1}, "rollout": {"nodes": nodes - 1}})
     with pytest.raises(NoClusterError, match=said), open_ray(config):
         pytest.fail("there is no cluster")
+
+
+def test_hosts_that_ray_knows_by_ipv6_are_refused_before_anything_starts() -> None:
+    hosts = [Host(name=name, cpus=8, gpus=8) for name in ("fd00::1", "10.0.0.2", "10.0.0.3")]
+    words = r"must be IPv4; Ray knows fd00::1\. .*`ray start --node-ip-address=<IPv4 address>`"
+    with pytest.raises(ConfigError, match=words):
+        assign(host_demands(TWO_NODES), hosts)
+    assert len(assign(host_demands(TWO_NODES), [Host(name="fd00::1", cpus=0, gpus=0), *hosts[1:]])) == 2
+    assert len(assign(host_demands(placed_on()), hosts[:1])) == 1, "the processes of one host listen on loopback"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from async_rl.config import Config
 
+_BEGAN_WITH = Path("/proc/self/environ")
+"""The environment variables with which this process began, unlike os.environ, where Python code adds others."""
 SPINS = 2_000
 """How often a computing thread looks for work before it sleeps: some ten microseconds, the time between two operators.
 libgomp's default, 300,000, is right for cores of one's own. Where threads of other programs, or of another process of
@@ -32,3 +35,16 @@ def threads_per_process(config: Config) -> int:
     """Return how many computing threads a learner rank or rollout server starts: an even share of the host's cores."""
     sharers = 1 if config.placement.pin_cpus else config.placement.processes_per_node  # pinned, it sees its own cores
     return max(1, usable_cores() // sharers)
+
+
+def server_threads(config: Config) -> str:
+    """Return OMP_NUM_THREADS for the process of a server: the user's value, else an even share of the host's cores."""
+    value = os.environ.get("OMP_NUM_THREADS")
+    return str(threads_per_process(config)) if value is None or _ray_chose_threads() else value
+
+
+def _ray_chose_threads() -> bool:
+    """Whether OMP_NUM_THREADS is not the user's: Ray sets it to 1 in an actor that has begun without it."""
+    if "RAY_RAYLET_PID" not in os.environ or not _BEGAN_WITH.exists():  # no process that Ray has started
+        return False
+    return not any(each.startswith(b"OMP_NUM_THREADS=") for each in _BEGAN_WITH.read_bytes().split(b"\0"))

@@ -241,7 +241,8 @@ def _check_memory(
 ) -> list[str]:
     """Ask the processes of a run over several hosts for their GPUs; returns cautions about memory, none on CPUs.
 
-    ConfigError: a learner rank or a server has too little for what it is to hold.
+    ConfigError: torch finds no GPU on a host that has some, or a learner rank or a server has too little memory for
+    what it is to hold.
     """
     asked: dict[str, Any] = {name: processes.actors[name].gpu_bytes.remote() for name in (*servers, *learners)}
     found = processes.gather(asked, limit, "the size of its GPUs")

@@ -32,7 +32,7 @@ from async_rl.config import Config, LoraConfig, ModelConfig, RolloutConfig, RunC
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
 from async_rl.weights import open_publisher
-from async_rl.weights.base import PushReport
+from async_rl.weights.push_report import PushReport
 from benchmarks.random_model import SIZES, save_random_model
 from learner.models.lora import AdapterParcels, add_adapters
 from rollout_server.engines.hf.engine import HFEngine

@@ -35,7 +35,8 @@ from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
 from async_rl.types import Prompt
 from async_rl.weights import open_publisher
-from async_rl.weights.base import PushReport, serving_dtype
+from async_rl.weights.base import serving_dtype
+from async_rl.weights.push_report import PushReport
 from benchmarks.random_model import SIZES, save_random_model
 from buffer.protocol.keys import own_keys
 from rollout_server.engines.base import Engine, GenerationRequest, open_engine

@@ -40,10 +40,9 @@ class Evaluations:
         self._holds_pushes = config.evaluations_hold_pushes
         self._push_spans: list[Span] = []
 
-    def connect(self) -> None:
-        """Prepare the pushes to the evaluation servers."""
-        if self.weights:
-            self.weights.publisher.connect()
+    def connect(self) -> list[ServersLost]:
+        """Prepare the pushes to the evaluation servers; returns the reports of those that died meanwhile."""
+        return self.weights.connect() if self.weights else []
 
     def note_push(self, seconds: float) -> None:
         """Note on rank 0 how long a push to the rollout servers took."""

@@ -152,11 +152,10 @@ class Learner:
 
     def _begin(self) -> list[LearnerReport]:
         """Make every server serve this version, and open admission for it. Returns the reports for the driver."""
-        self._publisher.connect()
-        self.evaluations.connect()
         if self.version >= self.config.run.steps:
             return self._end_early(NoBatch("ended"))
-        events: list[LearnerReport] = self._push() if self.version > 0 else []  # the servers have loaded version 0
+        events: list[LearnerReport] = [*self._weights.connect(), *self.evaluations.connect()]
+        events += self._push() if self.version > 0 else []  # the servers have loaded version 0
         return [*events, *self._release(), *self.evaluations.make_due(self.version, None)]
 
     def _take(self) -> Batch | NoBatch:

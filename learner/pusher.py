@@ -6,7 +6,7 @@ second would not show weights that one step has hardly moved, or experts to whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,7 +18,7 @@ from async_rl.errors import WeightSyncError
 from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher, open_publisher
-from async_rl.weights.base import PushReport, Tolerance
+from async_rl.weights.push_report import PushReport, Tolerance
 from learner.models.lora import AdapterParcels
 from learner.models.policy import adapter_parcels, full_parameters
 from learner.server_membership import ServerMembership
@@ -58,6 +58,19 @@ class Pusher:
         self.publisher.forget(self.membership.apply(self.publisher.servers))
         return bool(self.publisher.servers)
 
+    def connect(self) -> list[ServersLost]:
+        """Prepare the first push, so that servers which can't be reached are known before the first step.
+
+        Returns the reports of servers that died while the learner started: the driver restarts them.
+
+        Raises:
+            WeightSyncError, WaitTimeoutError: a live server refused, or did not join.
+        """
+        lost: list[ServersLost] = []
+        while self._try(self.publisher.connect_living, lost).has_failed:
+            pass
+        return lost
+
     def push(self, version: int) -> tuple[PushReport, list[ServersLost]]:
         """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
 
@@ -68,18 +81,26 @@ class Pusher:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
         """
         lost: list[ServersLost] = []
+        erases = self._may_erase and not self._is_verified
         while True:
-            self.publisher.forget(self.membership.apply(self.publisher.servers))
-            urls = dict(self.publisher.servers)
-            report = self.publisher.push(self._weights(), version, erases=self._may_erase and not self._is_verified)
-            self.membership.pushed({} if report.has_failed else self.publisher.servers, report.lost)
-            if report.lost:
-                died = tuple((name, urls[name]) for name in report.lost)
-                lost.append(ServersLost(servers=died, cause=report.cause))
+            report = self._try(lambda: self.publisher.push(self._weights(), version, erases=erases), lost)
+            if not report.has_failed:
+                self.membership.pushed(self.publisher.servers, ())
             failed = torch.tensor(report.has_failed)
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
                 return report, lost
+
+    def _try(self, attempt: Callable[[], PushReport], lost: list[ServersLost]) -> PushReport:
+        """Make an attempt with the servers that the driver knows by now; add a report to `lost` if it costs some."""
+        self.publisher.forget(self.membership.apply(self.publisher.servers))
+        urls = dict(self.publisher.servers)
+        report = attempt()
+        if report.lost:
+            self.membership.pushed({}, report.lost)
+            died = tuple((name, urls[name]) for name in report.lost)
+            lost.append(ServersLost(servers=died, cause=report.cause))
+        return report
 
     def fill(self, version: int) -> None:
         """Push the policy as `version` to servers that were just started, maybe without weights. Collective.
@@ -87,7 +108,6 @@ class Pusher:
         Raises:
             WeightSyncError, WaitTimeoutError: a server refused, did not answer, or died.
         """
-        self.publisher.connect()
         _, lost = self.push(version)
         if lost:
             names = ", ".join(name for report in lost for name, _ in report.servers)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from async_rl.cores import SPINS, limit_spinning, threads_per_process, usable_cores
+from async_rl import cores
+from async_rl.cores import SPINS, limit_spinning, server_threads, threads_per_process, usable_cores
+from rollout_server.engines.sglang import sglang_process
+from rollout_server.engines.vllm import vllm_process
 from tests.kit.configs import make_config
 
 
@@ -22,6 +26,27 @@ def test_threads_are_counted_on_the_cores_the_process_may_use(
     config = make_config(placement={"pin_cpus": pinned})
     assert usable_cores() == 6
     assert threads_per_process(config) == threads
+
+
+@pytest.mark.parametrize(("began_with", "now", "expected"), [
+    (b"RAY_RAYLET_PID=7\0HOME=/", {"RAY_RAYLET_PID": "7", "OMP_NUM_THREADS": "1"}, "3"),
+    (b"RAY_RAYLET_PID=7\0OMP_NUM_THREADS=1", {"RAY_RAYLET_PID": "7", "OMP_NUM_THREADS": "1"}, "1"),
+    (b"HOME=/", {"OMP_NUM_THREADS": "2"}, "2"),
+    (b"HOME=/", {}, "3"),
+])
+def test_a_server_gets_its_share_of_the_cores_though_ray_says_one_thread(
+    began_with: bytes, now: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of threads is the user's only if the process has begun with it, or is not one of Ray's."""
+    (tmp_path / "environ").write_bytes(began_with)
+    monkeypatch.setattr(cores, "_BEGAN_WITH", tmp_path / "environ")
+    monkeypatch.setattr(os, "environ", now)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    config = make_config()
+    assert server_threads(config) == expected
+    of_sglang = sglang_process.server_environment(config, {"dtype": "auto"})
+    of_vllm = vllm_process.server_environment(config, sys.executable, on_gpu=False)
+    assert (of_sglang["OMP_NUM_THREADS"], of_vllm["OMP_NUM_THREADS"]) == (expected, expected)
 
 
 @pytest.mark.parametrize(("set_by_user", "expected"), [

@@ -59,12 +59,12 @@ class NetworkConfig:
             "Make keys with `async-rl keys new DIR` and set network.keys: DIR.",
         )
 
-    def with_part(self, number: int, of: int) -> NetworkConfig:
-        """Return the section with the part `number` of `ports`, divided into `of`, so that processes take others."""
+    def with_parts(self, first: int, count: int, of: int) -> NetworkConfig:
+        """Return the section with `count` parts of `ports`, divided into `of`, so that processes take others."""
         ports = self.port_range
         if not ports:
             return self
-        part = ports[number * len(ports) // of : (number + 1) * len(ports) // of]
+        part = ports[first * len(ports) // of : (first + count) * len(ports) // of]
         return replace(self, ports=f"{part[0]}-{part[-1]}")
 
     @property

@@ -22,14 +22,15 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
+from async_rl.driver.gpu_driver import checked_gpu_bytes
 from async_rl.driver.memory import plan_elsewhere
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network.ports import open_listener
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.storage.hub_names import SERVER_DATA
-from async_rl.telemetry.nvml import smallest_gpu_bytes
 from async_rl.telemetry.status import Status
+from buffer.protocol.keys import drop_client_keys
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
@@ -87,7 +88,7 @@ class RolloutActor:
     """
 
     def __init__(self, origin: Origin, config: Config, index: int) -> None:
-        name = config.server_names[index]
+        name, self._sent_keys = config.server_names[index], origin.client_keys
         self._config = enter(origin, config, name).of_server(name)
         pin_cpus(config, index)
         self._doing, self._since_s = "starts its engine", time.monotonic()
@@ -138,7 +139,7 @@ class RolloutActor:
         return ScoredPlayer(self._config, self._index, self._engine, self._task, rewards, self._tokenizer, gold)
 
     async def gpu_bytes(self) -> int:
-        return smallest_gpu_bytes()
+        return await asyncio.to_thread(checked_gpu_bytes)  # a thread: it may import torch
 
     async def kv_tokens(self) -> int:
         """Return for how many tokens the KV cache of the engine has room; 0: that is not known."""
@@ -173,6 +174,7 @@ class RolloutActor:
             await self._worker.stop()
         if hasattr(self, "_engine"):
             await self._engine.aclose()
+        drop_client_keys(self._config.network.keys, self._sent_keys)
 
 
 class EvalActor(RolloutActor):
@@ -217,7 +219,7 @@ class LearnerActor:
         fetch_all(self._config)
 
     def gpu_bytes(self) -> int:
-        return smallest_gpu_bytes()
+        return checked_gpu_bytes()
 
     def check_memory(self, rank_bytes: int, server_bytes: int) -> list[str]:
         """Return cautions about the memory of the run, see MemoryPlan.check, for the smallest GPU of ranks and servers.

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from async_rl.errors import ConfigError
+from async_rl.telemetry.nvml import smallest_gpu_bytes
 
 _DEVICES, _VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
@@ -29,10 +30,12 @@ def check_gpu_driver() -> None:
     Raises:
         ConfigError: there are GPUs and torch finds none; it says which driver is needed and which one is there.
     """
+    gpus = [file.name for file in _DEVICES.glob("nvidia[0-9]*")]  # a container without GPUs has none of these files
+    if not gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
     import torch
 
-    gpus = [file.name for file in _DEVICES.glob("nvidia[0-9]*")]  # a container without GPUs has none of these files
-    if not gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return
     cpu_only = "Or set CUDA_VISIBLE_DEVICES= to run on the CPU"
     if torch.version.cuda is None:
@@ -47,6 +50,21 @@ def check_gpu_driver() -> None:
         f"this host has {len(gpus)} NVIDIA GPU(s), and torch finds none: its CUDA {torch.version.cuda} wants an NVIDIA "
         f"driver {needs}, here is {found[1] if found else 'an unknown one'}. Install a newer driver. {cpu_only}"
     )
+
+
+def checked_gpu_bytes() -> int:
+    """Return the memory of the smallest GPU that CUDA shows to this process of a Ray cluster; 0 if NVML names none.
+
+    Raises:
+        ConfigError: this host has GPUs, and torch finds none; it names the host, on which nothing else would notice.
+    """
+    import ray
+
+    try:
+        check_gpu_driver()
+    except ConfigError as error:
+        raise ConfigError(f"{ray.util.get_node_ip_address()}: {error}, there before `ray start`") from None
+    return smallest_gpu_bytes()
 
 
 def check_shared_gpus(num_processes: int) -> None:

@@ -13,6 +13,7 @@ from async_rl.messages.reports import WorkerReport
 from async_rl.storage.hub import located
 from async_rl.storage.hub_data import fetch_all
 from async_rl.telemetry.status import Status
+from buffer.protocol.keys import drop_client_keys
 
 CHECK_INTERVAL_S = 1.0
 
@@ -26,7 +27,7 @@ class JudgeActor:
     """
 
     def __init__(self, origin: Origin, config: Config, index: int, port: int = 0) -> None:
-        self._name = config.judge_names[index]
+        self._name, self._sent_keys = config.judge_names[index], origin.client_keys
         self._log_name = self._name.replace("/", "-")
         self._config = enter(origin, config, self._name)
         pin_cpus(config, len(config.server_names) + index)
@@ -67,3 +68,4 @@ class JudgeActor:
     async def stop(self) -> None:
         if hasattr(self, "_server"):
             await self._server.aclose()
+        drop_client_keys(self._config.network.keys, self._sent_keys)

@@ -192,9 +192,11 @@ def open_ray(config: Config) -> Iterator[None]:
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
-            raise NoClusterError(
-                f"placement wants {placement.num_nodes} hosts, but no Ray cluster is found ({error}). "
-                f"Start one: {JOIN_COMMANDS}"
+            raise NoClusterError(_why_no_cluster(config, error)) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"RAY_ADDRESS must be HOST:PORT, such as 10.0.0.1:6379, got {address} ({error}). `ray start --head` "
+                f"prints it. {_without_address(config)}"
             ) from None
         except RuntimeError as error:  # usually the cluster has another version of Ray or Python
             raise ConfigError(
@@ -220,6 +222,19 @@ def open_ray(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _why_no_cluster(config: Config, error: ConnectionError) -> str:
+    if address := os.environ.get("RAY_ADDRESS"):
+        found = f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error}). {_without_address(config)}"
+        return f"{found} Or start one: {JOIN_COMMANDS}"
+    hosts = config.placement.num_nodes
+    return f"placement wants {hosts} hosts, but no Ray cluster is found ({error}). Start one: {JOIN_COMMANDS}"
+
+
+def _without_address(config: Config) -> str:
+    place = "on this host alone" if config.placement.num_nodes == 1 else "on the cluster that this host has joined"
+    return f"To run {place}: `unset RAY_ADDRESS`."
 
 
 @contextlib.contextmanager

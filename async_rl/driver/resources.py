@@ -157,8 +157,16 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
     Demands that fewer hosts meet choose first, and each takes a host that meets few others.
 
     Raises:
-        ConfigError: the hosts can't meet the demands; the message lists both.
+        ConfigError: the hosts can't meet the demands, and the message lists both; or one of several is known to Ray by
+            an IPv6 address, at which its processes would listen.
     """
+    usable = [host.name for host in hosts if any(demand.fits(host) for demand in wanted)]
+    if len(wanted) > 1 and (of_ipv6 := [name for name in usable if ":" in name]):
+        raise ConfigError(
+            "a run over several hosts uses the addresses by which Ray knows them, which must be IPv4; Ray knows "
+            f"{', '.join(of_ipv6)}. On each of these hosts `ray stop`, then start it again with "
+            "`ray start --node-ip-address=<IPv4 address>`"
+        )
     free = sorted(hosts, key=lambda host: sum(demand.fits(host) for demand in wanted))
     host_of: dict[int, Host] = {}
     for index in sorted(range(len(wanted)), key=lambda index: sum(wanted[index].fits(host) for host in hosts)):

@@ -11,26 +11,30 @@ from async_rl.config.check import check
 from async_rl.errors import ConfigError
 
 PORTS_PER_PROCESS = 4
-"""Ports for a server, which takes one or two, while another run may have taken some; and for buffer and learner rank 0
-together: those of the buffer, of the store of all ranks, of that of a weight group, and of that of the group that
-replaces it."""
+"""Ports for a server, which takes one or two, while another run may have taken some."""
+OWN_PARTS = 2
+"""Buffer and learner rank 0 together have the ports of so many servers: one for the buffer, one for the store of all
+ranks, and three each for the stores of the weight groups of rollout and evaluation servers. A group that fails while
+its servers join leaves its port taken for up to timeouts.push_s, and the next attempt needs another."""
 
 
 def network_of(config: Config, process: str) -> NetworkConfig:
     """Return the network section for a process of the run, with its part of network.ports.
 
     Args:
-        process: a name of Config.server_names or Config.judge_names; buffer and learner ranks share one part.
+        process: a name of Config.server_names or Config.judge_names; buffer and learner ranks share OWN_PARTS.
     """
     servers = (*config.server_names, *config.judge_names)
-    number = servers.index(process) + 1 if process in servers else 0
-    return config.network.with_part(number, of=1 + len(servers))
+    of = OWN_PARTS + len(servers)
+    if process in servers:
+        return config.network.with_parts(OWN_PARTS + servers.index(process), 1, of)
+    return config.network.with_parts(0, OWN_PARTS, of)
 
 
 def check_ports(config: Config) -> None:
     """Check that network.ports gives each part of `network_of` enough ports. Raises ConfigError if not."""
     servers = config.placement.num_servers
-    least = PORTS_PER_PROCESS * (1 + servers)
+    least = PORTS_PER_PROCESS * (OWN_PARTS + servers)
     check(
         not config.network.ports or len(config.network.port_range) >= least, "network.ports", config.network.ports,
         f"at least {least} ports for {servers} server(s), buffer and learner",

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +24,9 @@ from async_rl.storage.file_sources import FileSource
 
 AWAITS_PUSH = "weights-come-by-push.json"
 """The file that takes the place of the weights in a copy of a model folder without them: {name: shape} of each."""
-_PARTIAL = ".partial"
+_PARTIAL = f"@{socket.gethostname()}.partial"
+"""The end of the names of this host's half-written copies. Hosts that share a home folder share the cache, and may not
+see each other's locks: on NFS the lock of a folder holds on its host alone."""
 
 
 def awaits_push(folder: str) -> bool:
@@ -42,7 +46,7 @@ class CopyCache:
     """The copies that a host has of sources of drivers, each in a folder of `root`.
 
     A copy is whole from the moment at which its folder has its name. Folders that a killed process has left half
-    written are removed when the next copy is made: nobody holds their lock.
+    written are removed when the same host makes the next copy: nobody holds their lock.
     """
 
     def __init__(self, root: Path) -> None:
@@ -75,7 +79,7 @@ class CopyCache:
             return PartialCopy(source, digests, place)
 
     def _sweep(self) -> None:
-        for folder in self._root.glob(f"*{_PARTIAL}"):
+        for folder in self._root.glob(f"*{glob.escape(_PARTIAL)}"):
             with suppress(OSError):  # another process writes it, or has just removed it
                 lock = _lock(folder)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -90,8 +94,10 @@ class PartialCopy:
         self._digests = dict(zip((file.name for file in source.files), digests, strict=True))
         self._place = place
         self._folder = place.with_name(f"{place.name}-{uuid.uuid4().hex[:8]}{_PARTIAL}")
-        self._folder.mkdir(mode=0o700)
-        self._lock = _lock(self._folder)
+        unlocked = self._folder.with_suffix(".unlocked")
+        unlocked.mkdir(mode=0o700)
+        self._lock = _lock(unlocked)
+        unlocked.rename(self._folder)  # so no sweep of another process finds it before it is locked
         self._written = {file.name: (0, hashlib.sha256()) for file in source.files}
         for file in source.files:
             (self._folder / file.name).parent.mkdir(parents=True, exist_ok=True)

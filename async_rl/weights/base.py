@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,46 +17,13 @@ from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.changed_weights import ChangedWeights
+from async_rl.weights.push_report import PushReport, Tolerance
 from async_rl.weights.server_admin import ServerAdmin
 from async_rl.weights.silent_servers import wait_for_silent
 from async_rl.weights.start_together import start_together
 
 LOST_WITHIN_S = 10.0
 """A server that died in a push stops answering within this time after the push has failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """The result of one weight push: its times, bytes and lost servers on rank 0; other ranks get zeros."""
-
-    seconds: float = 0.0
-    """Time from the first gather to the moment at which every server generates again."""
-    pause_s: float = 0.0
-    """Time for which the servers were paused."""
-    num_bytes: int = 0
-    spans: tuple[Span, ...] = ()
-    """The pause as a span of state `sync` for each server's pool."""
-    lost: tuple[str, ...] = ()
-    """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
-    cause: str = ""
-    """The error with which the push failed, if servers were lost or `repeats` is set."""
-    repeats: bool = False
-    """A server could not use the changes that a sparse push brought: repeat it on every rank, then of whole weights."""
-    changed_share: float = 1.0
-    """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the push must be repeated, on every rank."""
-        return bool(self.lost) or self.repeats
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """The allowed absolute difference between logprobs of server and learner at equal weights: its mean and largest."""
-
-    mean: float
-    largest: float
 
 
 class WeightPublisher(ABC):
@@ -88,6 +54,15 @@ class WeightPublisher(ABC):
         Rank 0 waits for all of them. WeightSyncError: one does not answer, or refuses. WaitTimeoutError: not all have
         joined after `timeouts.push_s`.
         """
+
+    def connect_living(self) -> PushReport:
+        """Connect before the first push. Servers that died are removed and reported, as `push` does it: call it again.
+        """
+        try:
+            self.connect()
+        except (WeightSyncError, WaitTimeoutError) as error:
+            return self._report_lost(error)
+        return PushReport()
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Any:
         """Prepare a push while the servers still generate, and return what `send` gets; by default the tensors.
@@ -200,19 +175,7 @@ class WeightPublisher(ABC):
             self._end_update(erases)
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
-            lost = wait_for_silent(self.probes(), LOST_WITHIN_S)
-            repeats = (
-                not lost and isinstance(error, WeightSyncError)
-                and self._changes is not None and self._changes.is_sparse
-            )
-            if not lost and self.loses_slow_servers and isinstance(error, WaitTimeoutError):
-                lost = self.give_up() or tuple(self.servers)
-            if not (lost or repeats):
-                raise
-            self._remove(lost)
-            hanging = self.give_up()
-            self._remove(hanging)
-            return PushReport(lost=(*lost, *hanging), cause=str(error), repeats=repeats)
+            return self._report_lost(error)
         if self._changes is not None:
             self._changes.delivered(self.servers)
         return PushReport(
@@ -220,6 +183,25 @@ class WeightPublisher(ABC):
             seconds=end_s - start_s, pause_s=end_s - paused_s, num_bytes=num_bytes,
             spans=tuple(Span(name, "sync", paused_s, end_s, "weights") for name in self.servers),
         )
+
+    def _report_lost(self, error: WeightSyncError | WaitTimeoutError) -> PushReport:
+        """Remove the servers that died, or hang, and end the update at the others; the report names what `error` cost.
+
+        If no server is lost and the push need not be repeated with whole weights, `error` is raised.
+        """
+        lost = wait_for_silent(self.probes(), LOST_WITHIN_S)
+        repeats = (
+            not lost and isinstance(error, WeightSyncError)
+            and self._changes is not None and self._changes.is_sparse
+        )
+        if not lost and self.loses_slow_servers and isinstance(error, WaitTimeoutError):
+            lost = self.give_up() or tuple(self.servers)
+        if not (lost or repeats):
+            raise error
+        self._remove(lost)
+        hanging = self.give_up()
+        self._remove(hanging)
+        return PushReport(lost=(*lost, *hanging), cause=str(error), repeats=repeats)
 
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this before a step.

@@ -6,7 +6,8 @@ A run makes keys of its own when it starts (`own_keys`), unless network.keys nam
     client.key   client.key_secret     the keys of learner and workers: the buffer admits nobody else
 
 Everything on the wire is encrypted with them. The buffer's host needs server.key_secret and client.key, the other hosts
-client.key_secret and server.key. Of the keys that a run makes, the driver sends these two to all hosts.
+client.key_secret and server.key. Of the keys that a run makes, the driver sends these two to all hosts, whose servers
+remove them when they are stopped.
 """
 
 from __future__ import annotations
@@ -130,6 +131,15 @@ def take_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
         with os.fdopen(descriptor, "wb") as opened:
             opened.write(content)
         partial.replace(file)
+
+
+def drop_client_keys(folder: str, files: Mapping[str, bytes]) -> None:
+    """Remove at the end of a run what `take_client_keys` has written, unless `folder` is the driver's own.
+
+    That one also holds the buffer's secret key, and other hosts use it until the driver removes it (`own_keys`).
+    """
+    if files and not (Path(folder) / "server.key_secret").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # another process of this host may do the same
 
 
 def use_client_keys(socket: zmq.Socket[Any], folder: str) -> None:

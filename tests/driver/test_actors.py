@@ -13,8 +13,19 @@ from typing import Any
 import pytest
 
 from async_rl.driver.actors import LearnerActor, RolloutActor
+from async_rl.driver.judge_actor import JudgeActor
 from async_rl.messages.reports import EvaluationDue, LearnerReport
 from tests.kit.configs import make_config
+
+
+@pytest.mark.parametrize("kind", [RolloutActor, JudgeActor])
+def test_a_server_that_is_stopped_removes_the_keys_that_the_driver_has_sent(kind: Any, tmp_path: Path) -> None:
+    actor, folder = kind.__new__(kind), tmp_path / "keys"
+    actor._config, actor._sent_keys = make_config(network={"keys": str(folder)}), {"client.key_secret": b"secret"}
+    folder.mkdir()
+    (folder / "client.key_secret").write_bytes(b"secret")
+    asyncio.run(actor.stop())
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("loaded", [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from async_rl.config import Config, RolloutPlacement
 from async_rl.driver import gpu_driver
+from async_rl.driver.actors import LearnerActor, RolloutActor
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
@@ -55,6 +57,20 @@ def test_a_run_that_uses_the_gpus_or_is_told_not_to_is_not_refused(
     else:
         (host / "nvidia0").unlink()
     check_gpu_driver()
+
+
+def test_a_cluster_host_where_torch_finds_no_gpu_is_named_before_anything_loads(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.2")
+    monkeypatch.setattr(gpu_driver, "smallest_gpu_bytes", lambda: 0)
+    rollout, learner = RolloutActor.__new__(RolloutActor), LearnerActor.__new__(LearnerActor)
+    said = r"^10\.0\.0\.2: this host has 1 NVIDIA GPU.*CUDA_VISIBLE_DEVICES= .*, there before `ray start`"
+    for ask in (lambda: asyncio.run(rollout.gpu_bytes()), learner.gpu_bytes):
+        with pytest.raises(ConfigError, match=said):
+            ask()
+    (host / "nvidia0").unlink()
+    assert (asyncio.run(rollout.gpu_bytes()), learner.gpu_bytes()) == (0, 0), "a host without GPUs runs on its CPU"
 
 
 class FakeCuda:

@@ -1,4 +1,4 @@
-"""A Ray that does not start within its own limit is named."""
+"""A Ray that does not start in time, a RAY_ADDRESS at which there is none, and hosts of IPv6, are named."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.driver.placement import open_ray
-from async_rl.errors import WaitTimeoutError
+from async_rl.driver.placement import NoClusterError, open_ray
+from async_rl.driver.resources import Host, assign, host_demands
+from async_rl.errors import ConfigError, WaitTimeoutError
 from tests.kit.configs import make_config
+from tests.kit.placements import TWO_NODES, placed_on
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,41 @@ def test_a_ray_that_does_not_start_in_time_ends_the_run_with_a_sentence(
     monkeypatch.setattr("ray.init", fail)
     with pytest.raises(error, match=said), open_ray(make_config()):
         pytest.fail("Ray has not started")
+
+
+def test_an_address_without_a_port_is_refused_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself refuses it, before it starts or reaches anything."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1")
+    words = r"RAY_ADDRESS must be HOST:PORT, such as 10\.0\.0\.1:6379, got 10\.0\.0\.1 .*on this host alone: `unset"
+    with pytest.raises(ConfigError, match=words), open_ray(make_config()):
+        pytest.fail("Ray has taken the address")
+
+
+@pytest.mark.parametrize(
+    ("address", "nodes", "said"),
+    [
+        ("10.0.0.9:6379", 1, r"RAY_ADDRESS is 10\.0\.0\.9:6379, .*\(gone\)\. To run on this host alone: `unset RAY_A"),
+        ("10.0.0.9:6379", 2, r"\(gone\)\. To run on the cluster that this host has joined: `unset RAY_ADDRESS`\. Or"),
+        ("", 2, r"^placement wants 2 hosts, but no Ray cluster is found \(gone\)\. Start one: on the first host"),
+    ],
+)
+def test_an_address_at_which_no_cluster_is_any_more_is_named(
+    address: str, nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("ray.init", fail)
+    config = make_config(placement={"learner": {"nodes": nodes - 1 or 1}, "rollout": {"nodes": nodes - 1}})
+    with pytest.raises(NoClusterError, match=said), open_ray(config):
+        pytest.fail("there is no cluster")
+
+
+def test_hosts_that_ray_knows_by_ipv6_are_refused_before_anything_starts() -> None:
+    hosts = [Host(name=name, cpus=8, gpus=8) for name in ("fd00::1", "10.0.0.2", "10.0.0.3")]
+    words = r"must be IPv4; Ray knows fd00::1\. .*`ray start --node-ip-address=<IPv4 address>`"
+    with pytest.raises(ConfigError, match=words):
+        assign(host_demands(TWO_NODES), hosts)
+    assert len(assign(host_demands(TWO_NODES), [Host(name="fd00::1", cpus=0, gpus=0), *hosts[1:]])) == 2
+    assert len(assign(host_demands(placed_on()), hosts[:1])) == 1, "the processes of one host listen on loopback"

@@ -103,6 +103,17 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     assert of_eval.servers == {"eval/0": "http://new"}
 
 
+def test_an_evaluation_server_that_dies_while_the_learner_starts_is_reported(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_run(tiny_model_path, tmp_path, 2, weight_sync=WeightSyncConfig(verify=False))
+    of_eval.dies_at_start = "eval/0"
+    lost, skipped, *steps = learner.run()
+    assert lost == ServersLost(servers=(("eval/0", "http://e"),), cause="eval/0 did not answer")
+    assert skipped == EvaluationSkipped(version=0, reason="no evaluation server is up")
+    assert [step.version for step in steps if isinstance(step, StepDone)] == [1, 2]
+
+
 @pytest.mark.parametrize(("push_s", "limit_s"), [(0.5, 60.0), (20.0, 100.0), (80.0, 300.0)])
 def test_a_push_to_evaluation_servers_may_take_five_times_one_to_the_others(
     push_s: float, limit_s: float, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher,

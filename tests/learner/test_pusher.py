@@ -62,6 +62,22 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     assert [report.version for report in (first, second)] == [1, 2]
 
 
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_server_that_dies_while_the_learner_starts_is_reported_and_not_an_error(
+    version: int, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
+    )
+    learner.version = version
+    publisher.servers["rollout/1"] = "http://y"
+    publisher.dies_at_start = "rollout/1"
+    lost, *steps = learner.run()
+    assert lost == ServersLost(servers=(("rollout/1", "http://y"),), cause="rollout/1 did not answer")
+    assert [step.version for step in steps] == [*range(version + 1, 3)]
+    assert [name for name, _ in publisher.calls][:2] == ["connect", "connect"], "and those that live are prepared"
+
+
 def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

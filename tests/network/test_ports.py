@@ -52,10 +52,10 @@ def test_all_that_listens_finds_the_one_port_of_the_range_that_is_free(own_ports
 
 def test_each_server_has_a_part_of_the_ports_that_no_other_process_takes() -> None:
     placement = {"rollout": {"servers": 2}, "eval": {"servers": 1}}
-    config = make_config(network={"ports": "20000-20018"}, placement=placement, eval={"every_steps": 1})
+    config = make_config(network={"ports": "20000-20023"}, placement=placement, eval={"every_steps": 1})
     names = ["buffer", "learner/0", "learner/3", "rollout/0", "rollout/1", "eval/0"]
     parts = [network_of(config, name).ports for name in names]
-    assert parts == ["20000-20003"] * 3 + ["20004-20008", "20009-20013", "20014-20018"]
+    assert parts == ["20000-20008"] * 3 + ["20009-20013", "20014-20018", "20019-20023"]
     assert network_of(make_config(), "rollout/0").ports == ""
 
 
@@ -70,6 +70,15 @@ def test_too_few_ports_for_the_servers_are_refused() -> None:
         check_ports(make_config(network={"ports": ports}, placement={"rollout": {"servers": 2}}))
 
     check("")
-    check("20000-20011")
-    with pytest.raises(ConfigError, match=r"network.ports must be at least 12 ports for 2 server.s., buffer and learn"):
-        check("20000-20010")
+    check("20000-20015")
+    with pytest.raises(ConfigError, match=r"network.ports must be at least 16 ports for 2 server.s., buffer and learn"):
+        check("20000-20014")
+
+
+def test_the_least_range_lasts_for_two_failed_joins_of_each_weight_group() -> None:
+    placement = {"rollout": {"servers": 1}, "eval": {"servers": 1}}
+    config = make_config(network={"ports": "20000-20015"}, placement=placement, eval={"every_steps": 1})
+    check_ports(config)
+    buffer, ranks, per_group, groups = 1, 1, 1 + 2, 2
+    assert len(network_of(config, "learner/0").port_range) == buffer + ranks + groups * per_group
+    assert len(network_of(config, "eval/0").port_range) == 4

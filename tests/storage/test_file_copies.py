@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pyarrow
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.storage import file_sources
+from async_rl.storage import file_copies, file_sources
 from async_rl.storage.file_copies import CopyCache, awaits_push, default_root
 from async_rl.storage.file_sources import (
     FileSource,
@@ -154,13 +155,45 @@ def test_the_rest_of_a_killed_process_is_removed_and_that_of_a_living_one_kept(
 ) -> None:
     source = find_source("model.path", str(model)).without_weights()
     living = cache.begin(source, source.digests())
-    killed = tmp_path / "cache" / "0123-4567.partial"
+    killed = tmp_path / "cache" / f"0123-4567@{socket.gethostname()}.partial"
     shutil.copytree(model, killed)
     copied(cache, find_source("model.path", str(model)))
     assert not killed.exists()
     assert len(list((tmp_path / "cache").glob("*.partial"))) == 1
     living.discard()
     assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_what_another_host_writes_into_a_shared_home_is_kept(
+    cache: CopyCache, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is not seen here, as on NFS: this host would take the copy for one of a killed process."""
+    with monkeypatch.context() as there:
+        there.setattr(file_copies, "_PARTIAL", f"@x.{socket.gethostname()}.partial")
+        there.setattr(file_copies, "_lock", lambda folder: os.open(os.devnull, os.O_RDONLY))
+        source = find_source("model.path", str(model))
+        digests = source.digests()
+        elsewhere = cache.begin(source, digests)
+    copied(cache, source.without_weights())
+    for file in source.files:
+        elsewhere.write(file.name, 0, b"".join(source.pieces(file)))
+    assert cache.find(source, digests) is None
+    assert elsewhere.finish() == cache.find(source, digests)
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_a_copy_that_is_about_to_be_locked_is_not_swept(
+    cache: CopyCache, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, lock = find_source("model.path", str(model)).without_weights(), file_copies._lock
+
+    def sweep_first(folder: Path) -> int:
+        monkeypatch.setattr(file_copies, "_lock", lock)
+        cache.begin(source, source.digests()).discard()
+        return lock(folder)
+
+    monkeypatch.setattr(file_copies, "_lock", sweep_first)
+    assert copied(cache, source) == cache.find(source, source.digests())
 
 
 def test_a_disk_without_room_or_that_can_not_be_written_is_named(

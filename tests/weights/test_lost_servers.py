@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.config import NetworkConfig, RolloutConfig
-from async_rl.errors import WeightSyncError
+from async_rl.config import Limit, NetworkConfig, RolloutConfig
+from async_rl.errors import AsyncRLError, WeightSyncError
 from async_rl.network import authorization
 from async_rl.weights import base as publisher_module
+from async_rl.weights import broadcast
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import changed
@@ -74,6 +75,30 @@ def test_a_live_server_that_requires_the_api_key_is_not_lost(
     publisher = PausingPublisher(config, [urls["AcceptingHandler"], "http://127.0.0.1:9"], 0, CPU)
     assert publisher.push([("w", torch.zeros(1))], 1).lost == ("rollout/1",)
     publisher.close()
+
+
+def test_a_server_that_is_dead_before_the_first_push_is_removed_with_the_reason(
+    urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "ANSWER_WITHIN_S", 0.5)
+    publisher = BroadcastPublisher(CONFIG, [urls["AcceptingHandler"], "http://127.0.0.1:9"], 0, CPU, backend="gloo")
+    report = publisher.connect_living()
+    assert (report.lost, report.cause) == (("rollout/1",), "joining the weight group: rollout/1 did not answer")
+    assert publisher.servers == {"rollout/0": urls["AcceptingHandler"]}
+
+
+@pytest.mark.parametrize("loses_slow_servers", [False, True])
+def test_a_live_server_that_does_not_join_is_an_error_unless_slow_ones_are_lost(
+    loses_slow_servers: bool, urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.5)
+    publisher = BroadcastPublisher(CONFIG, [urls["AcceptingHandler"]], 0, CPU, backend="gloo")  # it only says so
+    publisher.push_limit, publisher.loses_slow_servers = Limit(1.0, "timeouts.push_s"), loses_slow_servers
+    if loses_slow_servers:
+        assert publisher.connect_living().lost == ("rollout/0",)
+    else:
+        with pytest.raises(AsyncRLError, match=r"joining the weight group: .*learner rank 0"):
+            publisher.connect_living()
 
 
 @pytest.mark.processes

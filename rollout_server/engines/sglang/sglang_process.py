@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.cores import threads_per_process
+from async_rl.cores import server_threads
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
 from async_rl.seams.doc_pages import doc_page
@@ -154,7 +154,7 @@ def server_environment(config: Config, flags: Flags) -> dict[str, str]:
     # By default a server closes an idle connection after 5 s, perhaps while the next request is on its way. The
     # clients close theirs after 15 s.
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(config)))
+    environment["OMP_NUM_THREADS"] = server_threads(config)
     # SGLang calls `ninja` to build kernels. It must find this environment's, even if that is not activated.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if flags["dtype"] == "float32":  # otherwise Triton rounds factors to 10 bits of mantissa (TF32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.cores import threads_per_process
+from async_rl.cores import server_threads
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
 from rollout_server.engines.server_process import ServerProcess, command_line
@@ -82,7 +82,7 @@ def server_environment(config: Config, python: str, on_gpu: bool) -> dict[str, s
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(config)))
+    environment["OMP_NUM_THREADS"] = server_threads(config)
     if key := api_key(config.network):
         environment[API_KEY_VARIABLE] = key
     if not on_gpu:

@@ -17,7 +17,14 @@ from async_rl.cli import main
 from async_rl.config import NetworkConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from buffer.client import LearnerClient
-from buffer.protocol.keys import check_keys, client_keys_to_send, new_keys, own_keys, take_client_keys
+from buffer.protocol.keys import (
+    check_keys,
+    client_keys_to_send,
+    drop_client_keys,
+    new_keys,
+    own_keys,
+    take_client_keys,
+)
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
@@ -212,6 +219,18 @@ def test_keys_that_are_there_are_left_and_those_of_an_earlier_run_replaced(tmp_p
     take_client_keys(str(tmp_path), files)
     assert [(tmp_path / name).stat().st_mtime_ns for name in files] == written_s
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+
+
+def test_a_stopped_server_leaves_no_keys_on_its_host_but_those_of_others_stay(keys: Path, tmp_path: Path) -> None:
+    files = {name: (keys / name).read_bytes() for name in ("server.key", "client.key_secret")}
+    there = tmp_path / "of another host" / "keys"
+    take_client_keys(str(there), files)
+    drop_client_keys(str(there), {})  # the user has put them there: the driver has sent none
+    assert sorted(file.name for file in there.iterdir()) == sorted(files)
+    for folder in (there, there, keys):  # twice, as by two servers of the host; `keys` is on a disk of the driver
+        drop_client_keys(str(folder), files)
+    assert not there.exists()
+    assert (keys / "client.key_secret").exists()
 
 
 def test_keys_that_a_user_gives_to_every_host_or_that_one_host_needs_are_not_sent(keys: Path) -> None:

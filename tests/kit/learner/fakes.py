@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rl.config import Limit, TimeoutsConfig
 from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.telemetry.timeline import Span
-from async_rl.weights.base import PushReport, Tolerance
+from async_rl.weights.push_report import PushReport, Tolerance
 from learner.learner import Learner
 from learner.server_membership import ServerMembership
 from tests.kit.configs import learner_config
@@ -63,12 +63,19 @@ class FakePublisher:
         self.device = torch.device("cpu")
         self.dies_next = ""
         """Name of a server that the next push drops."""
+        self.dies_at_start = ""
+        """Name of a server that dies while the learner starts."""
         self.seconds = 0.5
         """How long a push takes, by its report."""
         self.push_limit = Limit(300.0, "timeouts.push_s")
 
-    def connect(self) -> None:
+    def connect_living(self) -> PushReport:
         self.calls.append(("connect", -1))
+        if lost := self.dies_at_start:
+            self.dies_at_start = ""
+            del self.servers[lost]
+            return PushReport(lost=(lost,), cause=f"{lost} did not answer")
+        return PushReport()
 
     def forget(self, names: Iterable[str]) -> None:
         pass

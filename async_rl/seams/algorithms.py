@@ -68,7 +68,8 @@ class Loss:
 
     function: Code
     needs_row_advantage: bool = False
-    """All tokens of a row must have one advantage: no critic, no discount and no penalty on single tokens."""
+    """All tokens of a row must have one advantage: no critic, no discount, no penalty on single tokens, and no returns
+    of episodes of several turns, whose turns have rewards of their own."""
     aggregations: tuple[str, ...] = ()
     """The only values of algorithm.aggregation that the loss works with; empty: all."""
     settings: Code | None = None

@@ -147,8 +147,9 @@ class AlgorithmConfig:
     """The loss of the policy."""
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
     """Which policy the loss's ratio is taken against. recompute: the learner's own at the start of the step
-    (decoupled), which takes a forward pass. interpolate: log-linear between behaviour and learner by version, without
-    that forward pass. behaviour: the policy that sampled the tokens (coupled)."""
+    (decoupled), which takes a forward pass with several optimizer steps a batch and in some other cases. interpolate:
+    log-linear between behaviour and learner by version, without a forward pass. behaviour: the policy that sampled the
+    tokens (coupled)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over episodes,
     each with the mean of its tokens. constant: their sum divided by episodes * rollout.max_response_tokens, or with
@@ -202,6 +203,16 @@ class AlgorithmConfig:
     def loss_entry(self) -> Loss:
         """The `Loss` that `loss` names, in the table LOSSES or as `module:name`."""
         return find_entry(LOSSES, self.loss, "algorithm.loss")
+
+    @property
+    def whitens_at_start(self) -> bool:
+        """Whether advantages are whitened after the forward passes at step start, because they depend on them.
+
+        A critic's advantages do, and so do advantages of rewards minus a KL penalty, which REINFORCE++ whitens.
+        Source: Hu 2025 (REINFORCE++), arXiv 2501.03262, section 3.
+        """
+        entry = self.advantage_entry
+        return (entry.whitens or self.whiten) and (entry.needs_critic or self.kl.kind == "k1_reward")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -258,6 +269,11 @@ class AlgorithmConfig:
             self.proximal != "interpolate" or m2po == 0, "algorithm.correction.masks.m2po", m2po,
             "0 with algorithm.proximal interpolate",
             "The mask needs the proximal logprobs of a whole minibatch before its first step. Use recompute.",
+        )
+        check(
+            self.proximal != "interpolate" or not self.whitens_at_start, "algorithm.proximal", self.proximal,
+            "recompute or behaviour with whitened advantages of a critic or of algorithm.kl.kind k1_reward",
+            "They are whitened before the first optimizer step, by a forward pass. Use recompute.",
         )
         check(
             self.proximal != "behaviour" or not self.correction.is_asked_for, "algorithm.correction.kind", kind,

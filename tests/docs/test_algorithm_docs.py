@@ -164,6 +164,17 @@ REFUSED = [
         ["algorithm.proximal=interpolate", "algorithm.epochs=2", "algorithm.correction.masks.m2po=0.04"],
         "algorithm.correction.masks.m2po must be 0 with algorithm.proximal interpolate",
     ),
+    *(
+        (
+            ["algorithm.proximal=interpolate", "algorithm.epochs=2", *whitened],
+            "algorithm.proximal must be recompute or behaviour with whitened advantages of a critic or of algorithm.kl.",
+        )
+        for whitened in (
+            ["algorithm.advantage=gae", "algorithm.whiten=true"],
+            ["algorithm.advantage=reinforce_pp", "algorithm.kl.kind=k1_reward"],
+            ["algorithm.whiten=true", "algorithm.kl.kind=k1_reward"],
+        )
+    ),
     (
         ["algorithm.proximal=behaviour", "algorithm.correction.kind=token_tis"],
         "auto or none with algorithm.proximal behaviour.*count it twice",

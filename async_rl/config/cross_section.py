@@ -122,6 +122,10 @@ def _check_algorithm(config: Config) -> None:
         reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
         "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
     )
+    check(
+        entry.needs_critic or not config.critic.path, "critic.path", config.critic.path,
+        f"empty with algorithm.advantage {advantage}", "Nothing would use it. Set algorithm.advantage: gae, say.",
+    )
 
 
 def _check_interpolated(config: Config) -> None:

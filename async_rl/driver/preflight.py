@@ -119,8 +119,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     )
     for key, path in {"model.path": model, **roles}.items():
         load = partial(_check_loading, key, path, loading)
-        needs = (MODEL,) if key == "model.path" else (MODEL, key)
-        checks.append(PreflightCheck(f"{key} loads", path, load, needs))
+        checks.append(PreflightCheck(f"{key} loads", path, load, (MODEL, key) if key in roles else (MODEL,)))
     if runs_here(config):
         loads = tuple(f"{key} loads" for key in ("model.path", *roles))
         checks.append(PreflightCheck("memory of the run", "learner, servers", lambda: check_memory(config), loads))

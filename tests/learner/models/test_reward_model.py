@@ -119,7 +119,7 @@ def test_a_reward_model_with_another_vocabulary_gets_the_text_in_its_template(
 
 
 @pytest.mark.parametrize("kinds", [2, 1])
-def test_an_encoder_gets_the_segments_of_a_pair_of_texts_if_it_has_embeddings_of_them(
+def test_an_encoder_with_segments_gets_those_of_a_pair_of_texts(
     tmp_path: Path, one_rank: None, kinds: int
 ) -> None:
     save_tiny_model("tiny-qwen2", tmp_path / "policy", 0)

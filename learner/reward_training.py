@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
 from async_rl.config import Config
@@ -21,7 +20,8 @@ from async_rl.storage.model_loading import load_without_weights
 from async_rl.telemetry.metrics import Metric
 from learner.algorithms.comparisons import bradley_terry, comparison_metrics
 from learner.models.loading import open_model, read_weights
-from learner.models.reward_model import OFFSET, Scorer
+from learner.models.reward_model import OFFSET, Scorer, padded_rows
+from learner.models.reward_rows import RewardRow
 from learner.optimizer import decayed, non_finite
 
 _REPORT_EVERY_STEPS = 20
@@ -32,8 +32,8 @@ _WARMUP_FRACTION, _DECAY_FRACTION = 0.05, 0.2
 class Comparison:
     """The rows of two or more answers to a prompt, and the pairs of them of which one was preferred."""
 
-    rows: Sequence[Sequence[int]]
-    """[K] the tokens of the prompt with each answer, as RewardRows makes them."""
+    rows: Sequence[RewardRow]
+    """[K] the prompt with each answer."""
     pairs: Sequence[tuple[int, int, float]]
     """(number of the preferred row, number of the other row, margin)."""
 
@@ -44,7 +44,7 @@ class RewardData:
 
     train: Sequence[Comparison]
     held_out: Sequence[Comparison]
-    zero: Sequence[Sequence[int]]
+    zero: Sequence[RewardRow]
     """Rows of demonstrations. Empty: there is no offset."""
 
 
@@ -182,13 +182,11 @@ def _scored(scorer: Scorer, part: Sequence[Comparison]) -> tuple[Tensor, Tensor,
     return scores[as_tensor(preferred)], scores[as_tensor(other)], as_tensor(margins), as_tensor(weights)
 
 
-def _scores(scorer: Scorer, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the outputs [B] of the model for the rows, which are padded on the right."""
+def _scores(scorer: Scorer, rows: Sequence[RewardRow]) -> Tensor:
+    """Return the outputs [B] of the model for the rows."""
     device = scorer.lm.device
-    tokens = [torch.tensor(row, device=device) for row in rows]
-    mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        scores: Tensor = scorer(pad_sequence(tokens, batch_first=True), mask)
+        scores: Tensor = scorer(*padded_rows(rows, device))
     return scores
 
 
@@ -204,7 +202,7 @@ def _held_out_metrics(scorer: Scorer, held_out: Sequence[Comparison], max_tokens
 
 
 @torch.no_grad()
-def _mean_score(scorer: Scorer, rows: Sequence[Sequence[int]], max_tokens: int) -> float:
+def _mean_score(scorer: Scorer, rows: Sequence[RewardRow], max_tokens: int) -> float:
     """Return the mean output for the rows; 0 without any."""
     parts = _parts([Comparison([row], []) for row in rows], max_tokens)
     scores = [_scores(scorer, [each.rows[0] for each in part]) for part in parts]

@@ -147,8 +147,9 @@ class AlgorithmConfig:
     """The loss of the policy."""
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
     """Which policy the loss's ratio is taken against. recompute: the learner's own at the start of the step
-    (decoupled), which takes a forward pass. interpolate: log-linear between behaviour and learner by version, without
-    that forward pass. behaviour: the policy that sampled the tokens (coupled)."""
+    (decoupled), which takes a forward pass with several optimizer steps a batch and in some other cases. interpolate:
+    log-linear between behaviour and learner by version, without a forward pass. behaviour: the policy that sampled the
+    tokens (coupled)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the losses of tokens are averaged. token_mean: over all trained tokens. sequence_mean: over episodes,
     each with the mean of its tokens. constant: their sum divided by episodes * rollout.max_response_tokens, or with
@@ -187,6 +188,7 @@ class AlgorithmConfig:
         self._check_proximal()
         self._check_advantage()
         self._check_loss()
+        self._check_unread()
 
     @property
     def steps_per_batch(self) -> int:
@@ -202,6 +204,16 @@ class AlgorithmConfig:
     def loss_entry(self) -> Loss:
         """The `Loss` that `loss` names, in the table LOSSES or as `module:name`."""
         return find_entry(LOSSES, self.loss, "algorithm.loss")
+
+    @property
+    def whitens_at_start(self) -> bool:
+        """Whether advantages are whitened after the forward passes at step start, because they depend on them.
+
+        A critic's advantages do, and so do advantages of rewards minus a KL penalty, which REINFORCE++ whitens.
+        Source: Hu 2025 (REINFORCE++), arXiv 2501.03262, section 3.
+        """
+        entry = self.advantage_entry
+        return (entry.whitens or self.whiten) and (entry.needs_critic or self.kl.kind == "k1_reward")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -260,6 +272,11 @@ class AlgorithmConfig:
             "The mask needs the proximal logprobs of a whole minibatch before its first step. Use recompute.",
         )
         check(
+            self.proximal != "interpolate" or not self.whitens_at_start, "algorithm.proximal", self.proximal,
+            "recompute or behaviour with whitened advantages of a critic or of algorithm.kl.kind k1_reward",
+            "They are whitened before the first optimizer step, by a forward pass. Use recompute.",
+        )
+        check(
             self.proximal != "behaviour" or not self.correction.is_asked_for, "algorithm.correction.kind", kind,
             "auto or none with algorithm.proximal behaviour",
             "The ratio to the behaviour policy is in the loss: a weight would count it twice.",
@@ -276,6 +293,11 @@ class AlgorithmConfig:
             not entry.carries_correction or not self.correction.is_asked_for, "algorithm.correction.kind", kind,
             f"auto or none with algorithm.advantage {self.advantage}",
             "These advantages carry the truncated ratio already.",
+        )
+        normalised = self.correction.batch_normalised
+        check(
+            not (entry.carries_correction and normalised), "algorithm.correction.batch_normalised", normalised,
+            f"false with algorithm.advantage {self.advantage}", "There are no weights beside these advantages.",
         )
         check(
             not entry.carries_correction or self.proximal != "behaviour", "algorithm.proximal", self.proximal,
@@ -306,3 +328,20 @@ class AlgorithmConfig:
             self.aggregation, f"{' or '.join(entry.aggregations)} with algorithm.loss {self.loss}",
             "The loss is not defined for another aggregation.",
         )
+
+    def _check_unread(self) -> None:
+        """Check that what the loss or the advantage does not read is left at its default, or at the preset's."""
+        preset, usual_lam = PRESETS[self.preset], AlgorithmConfig.lam
+        readers = ", ".join(name for name, each in ADVANTAGES.items() if each.needs_critic)
+        check(
+            self.advantage_entry.needs_critic or self.lam in (usual_lam, preset.get("lam")), "algorithm.lam", self.lam,
+            f"{usual_lam}, its default, with algorithm.advantage {self.advantage}",
+            f"Only {readers} read it. Leave it out.",
+        )
+        for name, value in dataclasses.asdict(self.clip).items():
+            usual = getattr(ClipConfig, name)
+            check(
+                self.loss_entry.reads_clip or value in (usual, preset.get("clip", {}).get(name)),
+                f"algorithm.clip.{name}", value, f"{usual}, its default, with algorithm.loss {self.loss}",
+                "The loss does not read it. Leave it out.",
+            )

@@ -13,7 +13,7 @@ from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
 from async_rl.config.learning import check_average
 from async_rl.config.staging import check_staging
-from async_rl.seams import ENGINES, TRANSPORTS, EngineEntry
+from async_rl.seams import ADVANTAGES, ENGINES, TRANSPORTS, EngineEntry
 
 if TYPE_CHECKING:
     from async_rl.config import Config
@@ -122,6 +122,10 @@ def _check_algorithm(config: Config) -> None:
         reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
         "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
     )
+    check(
+        entry.needs_critic or not config.critic.path, "critic.path", config.critic.path,
+        f"empty with algorithm.advantage {advantage}", "Nothing would use it. Set algorithm.advantage: gae, say.",
+    )
 
 
 def _check_interpolated(config: Config) -> None:
@@ -149,6 +153,12 @@ def _check_episodes(config: Config) -> None:
     check(
         not config.algorithm.advantage_entry.needs_greedy_baseline or not task.gives_rewards, "algorithm.advantage",
         advantage, "one without a greedy baseline with task.env or task.agent", "Use rloo or grpo.",
+    )
+    loss, of_group = config.algorithm.loss_entry, [name for name, each in ADVANTAGES.items() if each.of_group]
+    check(
+        not (task.has_turns and loss.needs_row_advantage and config.algorithm.advantage_entry.of_returns),
+        "algorithm.advantage", advantage, f"one of {', '.join(of_group)} with algorithm.loss {config.algorithm.loss} "
+        "and episodes of several turns", "Turns have rewards of their own, so the returns of a row's tokens differ.",
     )
     check(
         not config.reward_model.path or not task.gives_rewards, "reward_model.path", config.reward_model.path,

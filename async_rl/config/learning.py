@@ -62,8 +62,8 @@ class CriticConfig:
     """The model that estimates values; there is one only if algorithm.advantage needs it (gae, vtrace)."""
 
     path: PathText = ""
-    """The folder, or the name on the hub, of the model that the critic starts from. Empty: model.path, with a fresh
-    value head."""
+    """The folder, or the name on the hub, of the model that the critic starts from. It reads the policy's tokens, so it
+    must have the policy's vocabulary. Empty: model.path, with a fresh value head."""
     lr: PositiveFloat = 1e-5
     """The critic's learning rate."""
     warmup_steps: NonNegativeInt = 0
@@ -77,8 +77,9 @@ class ReferenceConfig:
     """The frozen model of the KL term; it is loaded only if algorithm.kl.kind needs it."""
 
     path: PathText = ""
-    """The folder of the reference, or its name on the hub. Empty: model.path as it was at the start of the run; with
-    LoRA that is the policy without its adapters."""
+    """The folder of the reference, or its name on the hub. It reads the policy's tokens, so it must have the policy's
+    vocabulary. Empty: model.path as it was at the start of the run; with LoRA that is the policy without its adapters.
+    """
     offload: bool = False
     """Keep the reference in CPU memory between uses (GPU only)."""
 
@@ -226,6 +227,13 @@ class LearnerConfig:
             self.optimizer == "AdamW" or self.betas == (0.9, 0.999), "learner.betas", self.betas,
             f"as by default with learner.optimizer {self.optimizer}", "Give them in learner.optimizer_params.",
         )
+        for name, default in (("decay", "linear"), ("decay_to", 0.0)):
+            value = getattr(self, name)
+            check(
+                self.decay_fraction > 0 or value == default, f"learner.{name}", value,
+                f"{default}, its default, with learner.decay_fraction 0",
+                "No learning rate falls then. Set learner.decay_fraction, to 1.0 for the whole run.",
+            )
         own = {"lr", "params", "weight_decay", *(("betas",) if self.optimizer == "AdamW" else ())}
         check(
             not own & set(self.optimizer_params), "learner.optimizer_params", dict(self.optimizer_params),

@@ -35,6 +35,7 @@ from async_rl.storage.model_folder import (
     load_tokenizer,
     weight_shapes,
 )
+from async_rl.storage.policy_rows import check_reads_rows
 
 if TYPE_CHECKING:
     from async_rl.seams import EngineEntry
@@ -118,7 +119,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     )
     for key, path in {"model.path": model, **roles}.items():
         load = partial(_check_loading, key, path, loading)
-        checks.append(PreflightCheck(f"{key} loads", path, load, (MODEL if key == "model.path" else key,)))
+        checks.append(PreflightCheck(f"{key} loads", path, load, (MODEL, key) if key in roles else (MODEL,)))
     if runs_here(config):
         loads = tuple(f"{key} loads" for key in ("model.path", *roles))
         checks.append(PreflightCheck("memory of the run", "learner, servers", lambda: check_memory(config), loads))
@@ -165,8 +166,8 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 
 def _check_loading(key: str, path: str, config: Config) -> None:
     """Check that the model in `path`, the value of `key`, is not quantised, loads with the configured attention, is of
-    a kind that the learner can train (policy and reference), can be pushed to servers whole, takes the adapters and has
-    the frozen weights (policy), and can be computed over split rows (all but a reward model that is no decoder).
+    a kind that the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen
+    weights (policy), reads the policy's rows (critic and reference), and can be split (all but reward encoders).
     """
     from async_rl.storage.model_loading import load_without_weights
 
@@ -175,6 +176,8 @@ def _check_loading(key: str, path: str, config: Config) -> None:
         check_trainable(path, key)
     settings, slices = config.model, config.learner.sequence_parallel
     model = load_without_weights(key, path, settings.attn_implementation)
+    if key in ("critic.path", "reference.path"):
+        check_reads_rows(model, key, path, config)
     if slices > 1 and (key != "reward_model.path" or hasattr(model, "score")):
         from learner.models.sequence import check_splittable
         from learner.models.split_vocabulary import check_vocabulary

@@ -68,9 +68,12 @@ class Loss:
 
     function: Code
     needs_row_advantage: bool = False
-    """All tokens of a row must have one advantage: no critic, no discount and no penalty on single tokens."""
+    """All tokens of a row must have one advantage: no critic, no discount, no penalty on single tokens, and no returns
+    of episodes of several turns, whose turns have rewards of their own."""
     aggregations: tuple[str, ...] = ()
     """The only values of algorithm.aggregation that the loss works with; empty: all."""
+    reads_clip: bool = True
+    """The function reads `clip` of its inputs. If it does not, algorithm.clip must be left out."""
     settings: Code | None = None
     """A class with the decorator `section("algorithm.params")` of async_rl.config.section. Its fields are settings
     under algorithm.params, and the function gets an instance of it as the argument `settings`. None: there are none."""
@@ -122,7 +125,9 @@ LOSSES: dict[str, Loss] = {
     ),
     "cispo": Loss(function=f"{_LOSSES}:cispo_loss"),
     "gspo": Loss(function=f"{_LOSSES}:gspo_loss", needs_row_advantage=True, aggregations=("sequence_mean",)),
-    "dppo_tv": Loss(function=f"{_LOSSES}:dppo_tv_loss", settings="async_rl.config.algorithm:DppoTvSettings"),
+    "dppo_tv": Loss(
+        function=f"{_LOSSES}:dppo_tv_loss", settings="async_rl.config.algorithm:DppoTvSettings", reads_clip=False
+    ),
 }
 
 _CORRECTIONS = "learner.algorithms.corrections"

@@ -246,6 +246,11 @@ def policy_lr(config: Config) -> float:
     return default_lr(weights, has_adapters=config.model.lora.rank > 0)
 
 
+def has_tokenizer(path: str | Path) -> bool:
+    """Return whether the folder `path` holds files of a tokenizer."""
+    return any(file for pattern in TOKENIZER_FILES for file in Path(path).glob(pattern))
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in the folder `path`, without network access.
 
@@ -254,7 +259,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    if not any(file for pattern in TOKENIZER_FILES for file in Path(path).glob(pattern)):
+    if not has_tokenizer(path):
         # transformers would return an empty tokenizer of the model's type
         raise ConfigError(
             f"{path} holds no tokenizer. Save the one the model was trained with: "

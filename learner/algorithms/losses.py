@@ -38,7 +38,7 @@ class LossOutput:
     """The loss of each token, where it was clipped, and what a loss of one's own wants to report."""
 
     loss: Tensor  # [N] with gradient
-    clipped: Tensor  # [N] bool: the clip acted on the token
+    clipped: Tensor  # [N] bool: the loss held the token back, as by algorithm.clip
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each
     """Values of each token by name; the step logs their mean over trained tokens as `loss/<name>`. A loss returns the
     same names for every micro-batch."""
@@ -50,6 +50,9 @@ def ppo_clip_loss(x: LossInputs, settings: PpoClipSettings) -> LossOutput:
         L = max(-r A, -clip(r, 1 - low, 1 + high) A)
         L = min(L, -dual * A)  where A < 0 and dual > 0
 
+    `clipped` tells of the first line alone. The metric `loss/dual_clip_fraction` is the share of trained tokens for
+    which the second one holds, where dual > 0: these have no gradient either.
+
     Sources: PPO, Schulman et al. 2017, arXiv 1707.06347, equation 7; separate bounds, DAPO, arXiv 2503.14476;
     dual clip, Ye et al. 2019, arXiv 1912.09729, equation 5; centred on the proximal instead of the behaviour
     policy, Hilton et al. 2021, arXiv 2110.00641.
@@ -58,7 +61,9 @@ def ppo_clip_loss(x: LossInputs, settings: PpoClipSettings) -> LossOutput:
     if settings.dual == 0:
         return output
     bounded = torch.minimum(output.loss, -settings.dual * x.advantages)
-    return LossOutput(torch.where(x.advantages < 0, bounded, output.loss), output.clipped)
+    held = (x.advantages < 0) & (bounded < output.loss)
+    loss = torch.where(x.advantages < 0, bounded, output.loss)
+    return LossOutput(loss, output.clipped, {"dual_clip_fraction": held.double()})
 
 
 def cispo_loss(x: LossInputs) -> LossOutput:

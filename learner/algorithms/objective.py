@@ -38,7 +38,7 @@ from learner.algorithms.diagnostics import (
     add_policy,
 )
 from learner.algorithms.losses import LossInputs, LossOutput, check_output, kl_k1, kl_k2, kl_k3, value_loss
-from learner.algorithms.token_advantages import critic_advantages, penalty_to_go, whitens_at_start
+from learner.algorithms.token_advantages import critic_advantages, penalty_to_go
 from learner.episodes import rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import MicroBatch, MiniBatch, ResponseTokens
 
@@ -93,7 +93,7 @@ class Objective:
         self._weights_of: Callable[..., Tensor] = algorithm.load_correction(self._correction)
         aggregation = find_entry(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation")
         self._normaliser, self._divides_by_length = aggregation
-        self._whitens_at_start = whitens_at_start(config)
+        self._whitens_at_start = algorithm.whitens_at_start
         self.kl_coef = algorithm.kl.coef * config.guard.kl_factor
         self._kl_target = algorithm.kl.target / config.guard.kl_factor
         takes_several = algorithm.steps_per_batch > 1
@@ -104,10 +104,8 @@ class Objective:
         the pass with gradient gives them: with one optimizer step a batch and no dropout the two passes agree."""
         self.computes_values = takes_several or self._whitens_at_start
         """Whether a forward pass at step start computes the old values, if there is a critic."""
-        computed = self.computes_proximal and algorithm.proximal != "interpolate"
-        self._knows_proximal = self._whitens_at_start or computed
         reads_policy = self.advantage.reads_ratios or algorithm.kl.kind == "k1_reward"
-        self.trains_critic_first = self._knows_proximal or not reads_policy
+        self.trains_critic_first = self.computes_proximal or not reads_policy
         """Whether the critic's targets are known before the pass of the policy with gradient."""
         self.needs_reference = algorithm.kl.kind != "none"
 
@@ -168,8 +166,7 @@ class Objective:
         log_rho = log_ratios(proximal, response.behaviour, trained)
 
         old_values = values.detach() if values is not None and micro.values is None else micro.values
-        at_start = _computed(micro.proximal) if self._whitens_at_start else proximal
-        advantages, returns = self._advantages(micro, at_start, old_values)
+        advantages, returns = self._advantages(micro, proximal, old_values)
         if self._whitens_at_start:
             mean, scale = minibatch.whitening
             advantages = (advantages - mean) * scale * trained
@@ -206,7 +203,7 @@ class Objective:
         values: Tensor,  # [N] of the critic, with gradient
     ) -> Tensor:
         """Return the `critic` of `losses` without the policy's logprobs. Only for `trains_critic_first`."""
-        proximal = _computed(micro.proximal) if self._knows_proximal else micro.response.behaviour  # nothing reads it
+        proximal = _computed(micro.proximal) if self.computes_proximal else micro.response.behaviour  # nothing reads it
         old_values = values.detach() if micro.values is None else micro.values
         return self._value_loss(micro, values, old_values, self._advantages(micro, proximal, old_values)[1])
 

@@ -25,7 +25,7 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
     """Return the advantages [group][row], [T] each, of an estimator without critic; zeros for one with a critic.
 
     They are whitened over the batch's trained tokens if the estimator or algorithm.whiten asks for that, unless
-    `whitens_at_start` leaves it for later.
+    `algorithm.whitens_at_start` leaves it for later.
     """
     algorithm, entry = config.algorithm, config.algorithm.advantage_entry
     if entry.needs_critic:
@@ -48,22 +48,10 @@ def batch_advantages(config: Config, batch: Batch) -> list[list[FloatArray]]:
                 inputs.append(group.baseline_reward)
             of_groups.append(function(*inputs).repeat_interleave(torch.tensor(group.episode_rows)))
         advantages = torch.cat(of_groups)[:, None] * mask
-    if (entry.whitens or algorithm.whiten) and not whitens_at_start(config):
+    if (entry.whitens or algorithm.whiten) and not algorithm.whitens_at_start:
         advantages = whiten(advantages, mask)
     rows = iter(advantages.float().numpy())
     return [[next(rows)[: len(r.tokens)] for r in group.rows] for group in batch.groups]
-
-
-def whitens_at_start(config: Config) -> bool:
-    """Return whether advantages are whitened after the forward passes at step start, because they depend on them.
-
-    A critic's advantages do, and so do advantages of rewards minus a KL penalty, which REINFORCE++ whitens.
-    Source: Hu 2025 (REINFORCE++), arXiv 2501.03262, section 3.
-    """
-    algorithm, entry = config.algorithm, config.algorithm.advantage_entry
-    if not (entry.whitens or algorithm.whiten):
-        return False
-    return entry.needs_critic or algorithm.kl.kind == "k1_reward"
 
 
 def critic_advantages(

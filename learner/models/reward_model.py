@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from async_rl.types import Batch, Row
 from learner.models.loading import open_model
 from learner.models.network import Network
 from learner.models.policy import shard
-from learner.models.reward_rows import RewardRows
+from learner.models.reward_rows import RewardRow, RewardRows
 from learner.models.sequence import gather_tokens, owners
 from learner.packing.microbatches import PackedTokens
 from learner.packing.plan import Layout, Piece, plan_microbatches
@@ -77,12 +77,12 @@ class RewardModel:
             AsyncRLError: a prompt with its answer has more tokens than the model has positions, or a reward is NaN or
                 infinite.
         """
-        sequences = [
+        read = [
             self._rows.row(group.prompt_tokens.tolist(), row.tokens.tolist())
             for group in batch.groups
             for row in group.rows
         ]
-        scores = self._score_sequences(sequences)
+        scores = self._score_rows(read)
         if infinite := int((~scores.isfinite()).sum()):
             raise AsyncRLError(
                 f"reward_model.path: {infinite} of its {len(scores)} rewards are NaN or infinite. Check the model with "
@@ -114,26 +114,34 @@ class RewardModel:
         return replace(row, reward=total, rewards=named, turn_rewards=tuple(turn_rewards))
 
     @torch.no_grad()
-    def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return the scores [k] of k token sequences, on the CPU. Each rank scores a share. Collective."""
-        longest = max(map(len, sequences))
+    def _score_rows(self, rows: Sequence[RewardRow]) -> Tensor:
+        """Return the scores [k] of k rows, on the CPU. Each rank scores a share. Collective."""
+        longest = max(map(len, rows))
         if self._max_positions and longest > self._max_positions:
             raise AsyncRLError(
                 f"reward_model: a prompt with its answer has {longest} tokens, the model {self._max_positions} "
                 "positions. Lower task.max_prompt_tokens or rollout.max_response_tokens."
             )
-        pieces = [Piece(i, (0,), len(tokens)) for i, tokens in enumerate(sequences)]
+        pieces = [Piece(i, (0,), len(row)) for i, row in enumerate(rows)]
         ranks = self._ranks
         plan = plan_microbatches(pieces, ranks.shares, self._max_tokens, Layout(masked=False))
-        rewards = torch.zeros(len(sequences), device=self._device)
-        for rows in plan[ranks.share]:
-            indices = [piece.group for row in rows for piece in row]
-            tokens = [torch.tensor(sequences[i], device=self._device) for i in indices]
-            tokens = tokens or [torch.zeros(1, dtype=torch.long, device=self._device)]  # passes are collective
-            mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
-            rewards[indices] = self._scorer(pad_sequence(tokens, batch_first=True), mask)[: len(indices)]
+        rewards = torch.zeros(len(rows), device=self._device)
+        for planned in plan[ranks.share]:
+            indices = [piece.group for row in planned for piece in row]
+            chosen = [rows[i] for i in indices] or [RewardRow([0])]  # passes are collective
+            rewards[indices] = self._scorer(*padded_rows(chosen, self._device))[: len(indices)]
         dist.all_reduce(rewards)
         return rewards.cpu() / (dist.get_world_size() // ranks.shares) - self._offset
+
+
+def padded_rows(rows: Sequence[RewardRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (tokens, mask, segments) for a Scorer, [B, S] int64 each, padded on the right; no segments if all are 0.
+    """
+    def padded(lines: Iterable[Sequence[int]]) -> Tensor:
+        return pad_sequence([torch.tensor(line, device=device) for line in lines], batch_first=True)
+
+    segments = padded(row.segments or [0] * len(row) for row in rows) if any(row.segments for row in rows) else None
+    return padded(row.tokens for row in rows), padded([1] * len(row) for row in rows), segments
 
 
 class Scorer(Network):
@@ -144,14 +152,17 @@ class Scorer(Network):
         """Whether the model is a decoder, whose hidden state of the last token has seen the whole row."""
         return hasattr(self.lm, "score")
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the scores [B] float32 of rows that are padded on the right; tokens and mask are [B, S] int64.
+    def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Return the scores [B] float32 of the rows of `padded_rows`.
 
+        Segments are given to encoders that have embeddings of them, such as BERT, and to no other model.
         Decoders are read at their last token, whatever its id. transformers would skip a last token that has the id of
         the padding, which the end of an answer often has.
         """
         if not self.reads_last_token:
-            return self.lm(tokens, attention_mask=mask).logits[:, 0].float()
+            has_segments = segments is not None and getattr(self.lm.config, "type_vocab_size", 0) > 1
+            given = {"token_type_ids": segments} if has_segments else {}
+            return self.lm(tokens, attention_mask=mask, **given).logits[:, 0].float()
         rows, last = torch.arange(len(tokens), device=tokens.device), mask.sum(1) - 1
         if self.sequence is not None:  # the padding is on the right, where causal attention does not see it
             where = rows * tokens.shape[1] + last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,26 @@ from async_rl.storage.model_folder import load_tokenizer
 from learner.models.prompt_messages import REPLY, SYSTEM, USER, Messages, PromptReader
 
 
+@dataclass(frozen=True, slots=True)
+class RewardRow:
+    """The row of a prompt and an answer, as a reward model reads it."""
+
+    tokens: Sequence[int]
+    segments: Sequence[int] = ()
+    """The token_type_ids of a pair of texts, which tell the tokens of the second text; (): all are 0."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 class RewardRows:
     """Makes the rows of tokens that a reward model reads, in training and in use.
 
     A model with the policy's vocabulary, or without a tokenizer, reads the policy's tokens: the prompt with the answer,
     which ends with its eos token. Any other model reads text, tokenized by its own tokenizer: the messages of the
     prompt and the answer in its chat template or, if it has none, as a pair of texts, of which the first is the
-    contents of the messages, one per line. If its template takes no system message, that message stands at the
-    beginning of the user's first one, before a blank line.
+    contents of the messages, one per line, with the tokenizer's token_type_ids. If its template takes no system
+    message, that message stands at the beginning of the user's first one, before a blank line.
 
     If PromptReader cannot read the messages of a prompt, its whole text, with the policy's chat template, is one
     message of the user.
@@ -39,18 +52,18 @@ class RewardRows:
         """Whether the messages of a prompt are known, or need not be."""
         return not self.reads_text or self._prompts.messages(prompt) is not None
 
-    def row(self, prompt: list[int], answer: list[int]) -> list[int]:
+    def row(self, prompt: list[int], answer: list[int]) -> RewardRow:
         """Return the row of a prompt and an answer, which are given in the policy's tokens."""
         if not self.reads_text:
-            return [*prompt, *answer]
+            return RewardRow([*prompt, *answer])
         asked = self._prompts.messages(prompt) or [{"role": "user", "content": self._policy.decode(prompt)}]
         reply = self._policy.decode(answer, skip_special_tokens=True)
         if self._own.chat_template:
             messages = [*self._own_form(asked), {"role": "assistant", "content": reply}]
-            tokens: list[int] = self._own.apply_chat_template(messages, return_dict=False)
-        else:
-            tokens = self._own("\n".join(message["content"] for message in asked), reply)["input_ids"]
-        return tokens
+            return RewardRow(self._own.apply_chat_template(messages, return_dict=False))
+        pair = self._own("\n".join(message["content"] for message in asked), reply)
+        segments = pair.get("token_type_ids", ())
+        return RewardRow(pair["input_ids"], segments if any(segments) else ())
 
     def _own_form(self, messages: Messages) -> Messages:
         if messages[0]["role"] != "system" or self._takes_system:

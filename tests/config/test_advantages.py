@@ -31,3 +31,17 @@ def test_the_length_weighted_baseline_is_refused_where_answers_weigh_the_same() 
     with pytest.raises(ConfigError) as caught:
         load_config(QUICKSTART, ["algorithm.advantage=opo", "algorithm.aggregation=sequence_mean"])
     assert "must be token_mean or constant with algorithm.advantage opo, got 'sequence_mean'" in str(caught.value)
+
+
+def test_one_ratio_a_row_is_refused_with_returns_that_differ_between_turns() -> None:
+    gspo = ["algorithm.preset=gspo", "algorithm.advantage=reinforce_pp"]
+    turns = ["task.tools=[calculator]"]
+    load_config(QUICKSTART, gspo)  # an answer has one turn, all of whose tokens have the same return
+    load_config(QUICKSTART, [*turns, "algorithm.advantage=reinforce_pp"])
+    load_config(QUICKSTART, [*turns, "algorithm.preset=gspo"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, [*turns, *gspo])
+    assert str(caught.value).startswith(
+        "algorithm.advantage must be one of grpo, dr_grpo, rloo, maxrl, reinforce_pp_baseline with algorithm.loss gspo "
+        "and episodes of several turns, got 'reinforce_pp' (command line). Turns have rewards of their own"
+    )

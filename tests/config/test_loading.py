@@ -74,7 +74,7 @@ def test_a_leading_tilde_in_a_path_is_the_home_directory(
     section, _, name = key.partition(".")
     needed = {
         "task.path": ["task.name="], "task.pretrain_path": ["algorithm.ptx_coef=1.0"],
-        "judge.path": ["placement.judge.servers=1"],
+        "judge.path": ["placement.judge.servers=1"], "critic.path": ["algorithm.advantage=gae"],
     }
     fitting = ["algorithm.kl.kind=k2_loss", *needed.get(key, [])]
     config = load(tmp_path, MINIMAL, *fitting, f"{key}=~/x")

@@ -126,8 +126,9 @@ def test_a_preset_sets_its_keys_and_an_explicit_key_wins(
     assert leaves(config.algorithm, "algorithm") == expected
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
-    won = load_config(QUICKSTART, [f"algorithm.preset={preset}", "algorithm.clip.high=0.123"])
-    assert won.algorithm.clip.high == 0.123
+    own_keys = ["algorithm.loss=cispo", "algorithm.clip.high=0.123"]
+    won = load_config(QUICKSTART, [f"algorithm.preset={preset}", *own_keys])
+    assert (won.algorithm.loss, won.algorithm.clip.high) == ("cispo", 0.123)
     assert won.algorithm.advantage == config.algorithm.advantage
 
 
@@ -163,6 +164,17 @@ REFUSED = [
     (
         ["algorithm.proximal=interpolate", "algorithm.epochs=2", "algorithm.correction.masks.m2po=0.04"],
         "algorithm.correction.masks.m2po must be 0 with algorithm.proximal interpolate",
+    ),
+    *(
+        (
+            ["algorithm.proximal=interpolate", "algorithm.epochs=2", *whitened],
+            "algorithm.proximal must be recompute or behaviour with whitened advantages of a critic or of",
+        )
+        for whitened in (
+            ["algorithm.advantage=gae", "algorithm.whiten=true"],
+            ["algorithm.advantage=reinforce_pp", "algorithm.kl.kind=k1_reward"],
+            ["algorithm.whiten=true", "algorithm.kl.kind=k1_reward"],
+        )
     ),
     (
         ["algorithm.proximal=behaviour", "algorithm.correction.kind=token_tis"],

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from async_rl.config import (
+    AlgorithmConfig,
     Config,
     CriticConfig,
     NetworkConfig,
@@ -69,6 +70,7 @@ def test_every_input_that_train_refuses_is_a_broken_line(tmp_path: Path, monkeyp
     broken = dataclasses.replace(
         config(tmp_path), task=TaskConfig(path=str(tmp_path / "none.jsonl")), critic=CriticConfig(path="none"),
         reward_model=RewardModelConfig(path=str(tmp_path / "model")),
+        algorithm=AlgorithmConfig(advantage="gae"),
         weight_sync=WeightSyncConfig(transport="nccl"), network=NetworkConfig(keys=str(tmp_path / "keys")),
     )
     checks = {check.what: check for check in examine(broken)}

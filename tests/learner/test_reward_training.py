@@ -11,16 +11,30 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 from async_rl.config import Config, RewardModelConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.messages.reports import StepDone
-from learner.models.reward_model import RewardModel
-from learner.models.reward_rows import RewardRows
+from learner.models.reward_model import RewardModel, Scorer
+from learner.models.reward_rows import RewardRow, RewardRows
 from learner.models.tiny_model import character_tokenizer
 from learner.ranks import Ranks
-from learner.reward_training import Comparison, RewardData, _backward, _open_scorer, lr_factor, train_reward_model
+from learner.reward_training import (
+    Comparison,
+    RewardData,
+    _backward,
+    _open_scorer,
+    _scores,
+    lr_factor,
+    train_reward_model,
+)
 from tests.kit.configs import make_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.models import save_bare_reward_model, save_tiny_model
@@ -40,7 +54,7 @@ def letters() -> list[Comparison]:
     for number in range(24):
         letter, other = "ab"[number % 2], "ba"[number % 2]
         best, middle, worst = letter * 3, letter + other * (number % 3 + 1), other * (number % 4 + 1)
-        rows = [tokens(f"{letter}<sep>{answer}<eos>") for answer in (best, middle, worst)]
+        rows = [RewardRow(tokens(f"{letter}<sep>{answer}<eos>")) for answer in (best, middle, worst)]
         pairs = [(0, 1, 0.0), (0, 2, 0.0), (1, 2, 0.0)] if number % 3 else [(0, 2, 0.25)]
         made.append(Comparison(rows, pairs))
     return made
@@ -79,7 +93,7 @@ def plainly_trained(base: Path, config: Config, data: list[Comparison]) -> Any:
         for indices in torch.randperm(len(data), generator=order).split(training.batch_size):
             loss = torch.zeros(())
             for each in (data[int(i)] for i in indices):
-                scores = [lm(torch.tensor([row])).logits[0, 0] for row in each.rows]
+                scores = [lm(torch.tensor([row.tokens])).logits[0, 0] for row in each.rows]
                 for i, j, margin in each.pairs:
                     of_pair = -F.logsigmoid(scores[i] - scores[j] - margin)
                     of_pair = of_pair + training.centering * (scores[i] + scores[j]) ** 2
@@ -103,7 +117,7 @@ def test_training_is_that_of_a_plain_loop_over_transformers(
     assert last.version == 10 and values(last)["reward_model/held_out_accuracy"] > 0.6
     lm = plainly_trained(base, config, data)
     ours = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
-    rows = [row for each in data for row in each.rows]
+    rows = [row.tokens for each in data for row in each.rows]
     with torch.no_grad():
         expected = [lm(torch.tensor([row])).logits.item() for row in rows]
         found = [ours(torch.tensor([row])).logits.item() for row in rows]
@@ -133,15 +147,15 @@ def test_the_folder_scores_the_same_here_and_in_transformers(
     assert load_file(tmp_path / "rm" / "model.safetensors")["score.bias"].tolist() == [0.0]
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     with torch.no_grad():
-        outputs = [lm(torch.tensor([row])).logits.item() for row in rows]
+        outputs = [lm(torch.tensor([row.tokens])).logits.item() for row in rows]
     config = make_config(
         base, task={"max_prompt_tokens": 64}, rollout={"group_size": 3, "max_response_tokens": 64},
         reward_model=RewardModelConfig(path=str(tmp_path / "rm")),
     )  # fmt: skip
     scorer = RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
     groups = [
-        make_group(number, each.rows[0][:2], [make_row(row[2:], [-1.0] * (len(row) - 2), 0.0) for row in each.rows])
-        for number, each in enumerate(letters())
+        make_group(number, rows[0][:2], [make_row(row[2:], [-1.0] * (len(row) - 2), 0.0) for row in rows])
+        for number, rows in enumerate([row.tokens for row in each.rows] for each in letters())
     ]
     scored = scorer.score(batch_of(*groups))
     rewards = [row.reward for group in scored.groups for row in group.rows]
@@ -185,12 +199,25 @@ def test_training_reads_the_rows_that_scoring_reads(
     )
     trained = RewardRows(str(base), str(tmp_path / "rm"), config.task).row(prompt, answer)
     texts = "hi<sep>abba<eos>" if same_vocabulary else "[user] hi;[assistant] abba;"
-    assert AutoTokenizer.from_pretrained(tmp_path / "rm").decode(trained) == texts
+    assert AutoTokenizer.from_pretrained(tmp_path / "rm").decode(trained.tokens) == texts
     scorer = RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
     seen: list[Any] = []
-    monkeypatch.setattr(scorer, "_score_sequences", lambda rows: seen.extend(rows) or torch.zeros(len(rows)))
+    monkeypatch.setattr(scorer, "_score_rows", lambda rows: seen.extend(rows) or torch.zeros(len(rows)))
     scorer.score(batch_of(make_group(0, prompt, [make_row(answer, [-1.0] * len(answer), 0.0)])))
     assert seen == [trained]
+
+
+def test_training_gives_an_encoder_the_segments_of_its_rows() -> None:
+    torch.manual_seed(4)
+    lm = BertForSequenceClassification(BertConfig(
+        vocab_size=9, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1,
+        initializer_range=0.5,
+    )).eval()  # fmt: skip
+    rows = [RewardRow([1, 5, 6, 2, 7], [0, 0, 0, 1, 1]), RewardRow([3, 4])]
+    expected = [lm(torch.tensor([[1, 5, 6, 2, 7]]), token_type_ids=torch.tensor([[0, 0, 0, 1, 1]])).logits.item()]
+    expected.append(lm(torch.tensor([[3, 4]])).logits.item())
+    assert _scores(Scorer(lm, torch.float32), rows).tolist() == pytest.approx(expected, rel=1e-5)
+    assert lm(torch.tensor([[1, 5, 6, 2, 7]])).logits.item() != pytest.approx(expected[0], abs=1e-3)
 
 
 def test_the_same_seed_gives_the_same_weights(base: Path, tmp_path: Path) -> None:
@@ -228,7 +255,7 @@ def test_how_rows_share_passes_changes_no_gradient(base: Path) -> None:
 def test_what_can_not_be_trained_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must have comparisons to train on, got none"):
         next(train_reward_model(config_of(base), RewardData([], [], []), tmp_path))
-    long = Comparison([[5] * 1025, [6]], [(0, 1, 0.0)])
+    long = Comparison([RewardRow([5] * 1025), RewardRow([6])], [(0, 1, 0.0)])
     with pytest.raises(ConfigError, match="answer has 1025 tokens, the model 1024 positions"):
         next(train_reward_model(config_of(base), RewardData([long], [], []), tmp_path))
     with pytest.raises(AsyncRLError, match=r"weights are not finite: .* Lower reward_training.lr"):

@@ -103,11 +103,11 @@ def test_the_command_trains_on_the_rows_that_a_run_scores(
     config = load_config(tmp_path / "config.yaml", [])
     scorer = RewardModel(config, torch.device("cpu"), torch.float32, Ranks(init_device_mesh("cpu", (1,))))
     scored: list[Any] = []
-    monkeypatch.setattr(scorer, "_score_sequences", lambda rows: scored.extend(rows) or torch.zeros(len(rows)))
+    monkeypatch.setattr(scorer, "_score_rows", lambda rows: scored.extend(rows) or torch.zeros(len(rows)))
     scorer.score(batch_of(make_group(0, prompt, [make_row(answer, [-1.0] * len(answer), 0.0)])))
     assert scored == [trained[0]] and trained[0] != trained[1]
     text = "[user] hi;[assistant] abba;" if has_own_vocabulary else policy.decode([*prompt, *answer])
-    assert load_tokenizer(tmp_path / "rm").decode(trained[0]) == text and text.count("hi") == 1
+    assert load_tokenizer(tmp_path / "rm").decode(trained[0].tokens) == text and text.count("hi") == 1
 
 
 def test_what_is_missing_is_named(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,8 @@ def test_what_is_in_the_cache_is_neither_downloaded_nor_asked_for(hub: HubServer
 
 def test_every_model_of_a_run_may_have_a_name_and_share_a_folder(hub: HubServer) -> None:
     kinds = ["critic.path", "reference.path", "reward_model.path"]
-    config = located(pinned(config_of(NAME, "algorithm.kl.kind=k2_loss", *(f"{key}={NAME}" for key in kinds))))
+    uses = ("algorithm.advantage=gae", "algorithm.kl.kind=k2_loss")
+    config = located(pinned(config_of(NAME, *uses, *(f"{key}={NAME}" for key in kinds))))
     paths = [config.model.path, config.critic.path, config.reference.path, config.reward_model.path]
     assert len(set(paths)) == 1 and Path(paths[0]).is_dir()
     assert set(hub.downloads.values()) == {1}

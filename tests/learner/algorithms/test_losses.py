@@ -196,6 +196,19 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token(logprob: float, proximal: floa
     assert ppo_clip_loss(x, PpoClipSettings(dual=3.0)).loss.item() <= 3.0 * abs(advantage) + 1e-12
 
 
+def test_tokens_that_the_dual_clip_holds_are_counted_by_themselves() -> None:
+    """The ratios are e^1.5 = 4.48, e^1 = 2.72 and e^-0.5 = 0.61; with A = -1 the first alone has a loss above 3."""
+    logprobs = double([1.5, 1.0, -0.5, 1.5]).requires_grad_()
+    x = inputs(logprobs, double([0.0] * 4), double([-1.0, -1.0, -1.0, 1.0]), low=0.2, high=0.28)
+    output = ppo_clip_loss(x, DUAL)
+    close(output.loss.detach(), [3.0, 2.718281828459045, 0.8, -1.28])
+    (gradient,) = torch.autograd.grad(output.loss.sum(), logprobs)
+    close(gradient, [0.0, 2.718281828459045, 0.0, 0.0])
+    assert output.metrics["dual_clip_fraction"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert output.clipped.tolist() == [False, False, True, True]
+    assert not ppo_clip_loss(x, NO_DUAL).metrics
+
+
 ANSWERS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
 TRAINED = torch.tensor([True, True, False, True, True, True, True, False])
 OWN_ANSWERS: dict[str, Any] = {"trained": TRAINED, "rows": ANSWERS, "count": 3, "low": 0.2, "high": 0.28}

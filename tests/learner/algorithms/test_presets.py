@@ -13,6 +13,7 @@ from async_rl.config import AlgorithmConfig, Config
 from async_rl.config.loading import load_config
 from async_rl.config.presets import PRESETS
 from async_rl.types import Batch
+from learner.algorithms.objective import Objective
 from learner.models.policy import full_parameters
 from learner.updater import Updater
 from tests.kit.configs import learner_config
@@ -95,6 +96,28 @@ def test_interpolated_proximal_logprobs_save_the_forward_pass(
         results.append(metrics["policy/loss"])
     assert passes == [3, 2]
     assert math.isfinite(results[1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "makes_pass"),
+    [
+        ([], False), (["advantage=gae"], False), (["advantage=reinforce_pp"], False), (["kl.kind=k1_reward"], False),
+        (["proximal=behaviour"], False), (["whiten=true"], False), (["epochs=2"], True), (["minibatches=2"], True),
+        (["proximal=behaviour", "epochs=2"], True), (["proximal=interpolate", "epochs=2"], False),
+        (["correction={kind: token_tis, batch_normalised: true}"], True), (["correction.masks.m2po=0.04"], True),
+        (["advantage=gae", "whiten=true"], True), (["whiten=true", "kl.kind=k1_reward"], True),
+        (["advantage=reinforce_pp", "kl.kind=k1_reward"], True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_policy_makes_a_pass_at_step_start_in_the_documented_cases(
+    overrides: list[str], makes_pass: bool, dropout: float
+) -> None:
+    """The cases are those of docs/algorithms.md, which lists them below `algorithm.proximal`."""
+    model = {"path": "models/x", "lora": {"rank": 4, "dropout": dropout}}
+    config = learner_config(algorithm=algorithm_of(*overrides), model=model)
+    has_noise = dropout > 0 and config.algorithm.proximal != "interpolate"
+    assert Objective(config).computes_proximal == (makes_pass or has_noise)
 
 
 def test_the_entropy_bonus_raises_the_entropy(tiny_model_path: Path, one_rank: None) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    PreTrainedTokenizerFast,
 )
 
 from async_rl.config import LearnerConfig, RewardModelConfig, TaskConfig
@@ -117,6 +118,31 @@ def test_a_reward_model_with_another_vocabulary_gets_the_text_in_its_template(
     assert expected[0] != pytest.approx(expected[1], abs=1e-3)
 
 
+@pytest.mark.parametrize("kinds", [2, 1])
+def test_an_encoder_with_segments_gets_those_of_a_pair_of_texts(
+    tmp_path: Path, one_rank: None, kinds: int
+) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "policy", 0)
+    characters = character_tokenizer()
+    characters.add_tokens(["2 + 3"])
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=characters.backend_tokenizer, pad_token="<pad>",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )  # fmt: skip
+    torch.manual_seed(4)
+    shape = SHAPE | {"vocab_size": len(own), "type_vocab_size": kinds, "pad_token_id": 0}
+    BertForSequenceClassification(BertConfig(**shape)).save_pretrained(tmp_path / "rm")
+    own.save_pretrained(tmp_path / "rm")
+    scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(text_batch(tmp_path / "policy"))
+    lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
+    pairs = [own("2 + 3 =", answer, return_tensors="pt") for answer in ("5", "no idea")]
+    assert [pair.token_type_ids.tolist() for pair in pairs] == [[[0] * 3 + [1]], [[0] * 3 + [1] * 7]]
+    alone = [lm(pair.input_ids).logits.item() for pair in pairs]
+    expected = [lm(**pair).logits.item() for pair in pairs] if kinds > 1 else alone
+    assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert (expected != pytest.approx(alone, abs=1e-3)) == (kinds > 1)
+
+
 def test_an_answer_with_tools_is_rewarded_at_its_last_turn(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
@@ -212,7 +238,7 @@ def test_a_reward_that_is_no_number_ends_the_run_and_names_the_reward_model(
     tiny_model_path: Path, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"))
-    monkeypatch.setattr(reward_model, "_score_sequences", lambda sequences: torch.tensor([0.5, float("nan")]))
+    monkeypatch.setattr(reward_model, "_score_rows", lambda rows: torch.tensor([0.5, float("nan")]))
     batch = batch_of(make_group(0, [3, 4], [make_turns_row("rR", [1.0], 1.0), make_turns_row("rR", [1.0], 1.0)]))
     with pytest.raises(AsyncRLError, match=r"^reward_model\.path: 1 of its 2 rewards are NaN or infinite\. Check the "):
         reward_model.score(batch)

@@ -77,7 +77,7 @@ def task_of(**settings: Any) -> TaskConfig:
 def text_of(tmp_path: Path, policy: PreTrainedTokenizerBase, prompt: list[int], task: TaskConfig) -> str:
     rows = RewardRows(str(tmp_path / "policy"), str(tmp_path / "rm"), task)
     row = rows.row(prompt, policy("it is 5<|im_end|>", add_special_tokens=False)["input_ids"])
-    text: str = AutoTokenizer.from_pretrained(tmp_path / "rm").decode(row)
+    text: str = AutoTokenizer.from_pretrained(tmp_path / "rm").decode(row.tokens)
     return text
 
 
@@ -119,7 +119,7 @@ def test_prompts_in_the_templates_of_model_families_are_read(tmp_path: Path, fam
             prompt = asked(policy, messages, task)
             rows = RewardRows(str(tmp_path / "policy"), str(tmp_path / "rm"), task)
             assert rows.can_read(prompt), (family, messages)
-            text = AutoTokenizer.from_pretrained(tmp_path / "rm").decode(rows.row(prompt, []))
+            text = AutoTokenizer.from_pretrained(tmp_path / "rm").decode(rows.row(prompt, []).tokens)
             assert text == (f"[system] {system};" if system else "") + expected + "[assistant] ;"
 
 

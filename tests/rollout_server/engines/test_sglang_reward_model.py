@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from learner.models.reward_rows import RewardRow
 from learner.reward_training import Comparison, RewardData, train_reward_model
 from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.sglang_process import server_flags, sglang_process
@@ -24,7 +25,8 @@ def test_sglang_gives_the_outputs_of_transformers(tmp_path: Path) -> None:
     """Without a bias in the file SGLang would add one at random, of up to 0.1 for this model."""
     save_tiny_model("tiny-qwen2", tmp_path / "base", seed=0)
     rows = [[10, 11, 3, 12, 2], [10, 11, 3, 13, 14, 15, 2], [20, 3, 2], [21, 3, 30, 31]]
-    data = RewardData([Comparison(rows[:2], [(0, 1, 0.0)]), Comparison(rows[2:], [(0, 1, 0.0)])], [], rows[:1])
+    read = [RewardRow(row) for row in rows]
+    data = RewardData([Comparison(read[:2], [(0, 1, 0.0)]), Comparison(read[2:], [(0, 1, 0.0)])], [], read[:1])
     training = make_config(tmp_path / "base", reward_training={"lr": 1e-3, "epochs": 4})
     list(train_reward_model(training, data, tmp_path / "rm"))
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)

@@ -1,0 +1,45 @@
+"""Checks that another model than the policy, the critic or the reference, can read the rows that the policy samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
+
+
+def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
+    """Check that `lm`, the model in `path`, the value of `key`, takes the policy's tokens and the longest row.
+
+    Its embeddings may have more rows than there are tokens: models of one vocabulary are padded to several sizes. A
+    token that its own tokenizer, if the folder has one, does not know may have one of these rows.
+
+    Raises:
+        ConfigError: it has too few positions, too few embeddings, or a tokenizer that has another token for an id.
+    """
+    policy, longest = config.model.path, config.longest_tokens
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"{key} {path} must have {longest} or more positions, which are task.max_prompt_tokens + "
+            f"rollout.max_response_tokens, or rollout.max_episode_tokens if set, got {positions}. Lower these, or take "
+            "a model with more positions"
+        )
+    vocabulary = load_tokenizer(policy).get_vocab()
+    needed, rows = max(vocabulary.values()) + 1, lm.get_input_embeddings().num_embeddings
+    hint = f"It reads the policy's tokens. Take a model that was trained with the tokenizer of model.path {policy}"
+    if rows < needed:
+        raise ConfigError(
+            f"{key} {path} must have embeddings of {needed} or more tokens, the policy's, got {rows}. {hint}"
+        )
+    if not has_tokenizer(path):
+        return
+    own = {number: token for token, number in load_tokenizer(path).get_vocab().items()}
+    others = sorted((number, token) for token, number in vocabulary.items() if own.get(number, token) != token)
+    if others:
+        number, token = others[0]
+        raise ConfigError(
+            f"{key} {path} must have the policy's tokens, got {len(others)} others: {number} is {own[number]!r} in its "
+            f"tokenizer and {token!r} in the policy's. {hint}"
+        )

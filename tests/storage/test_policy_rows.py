@@ -1,0 +1,96 @@
+"""A critic or reference that can't read the policy's rows is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from async_rl.driver.preflight import check_inputs
+from async_rl.errors import ConfigError
+from learner.models.tiny_model import character_tokenizer
+from tests.kit.configs import make_config
+from tests.kit.models import save_tiny_model
+
+KEYS = ("critic.path", "reference.path")
+TOKENS = 100
+"""The character tokenizer has 4 special tokens, 10 digits, 52 letters, 32 signs, the space and the end of a line."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "model"
+    save_tiny_model("tiny-qwen2", folder, seed=0)
+    return folder
+
+
+def check(policy: Path, key: str, other: Path, **sections: object) -> None:
+    section = key.partition(".")[0]
+    algorithm = {"advantage": "gae"} if section == "critic" else {"kl": {"kind": "k2_loss"}}
+    run = {"dir": other.parent / "runs"}
+    check_inputs(make_config(policy, algorithm=algorithm, run=run, **{section: {"path": str(other)}}, **sections))
+
+
+def resized(policy: Path, folder: Path, rows: int) -> Path:
+    """The policy's model with another number of embeddings, and without a tokenizer."""
+    lm = AutoModelForCausalLM.from_pretrained(policy)
+    lm.resize_token_embeddings(rows)
+    lm.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_model_with_fewer_embeddings_than_the_policy_has_tokens_is_refused(
+    key: str, policy: Path, tmp_path: Path
+) -> None:
+    check(policy, key, resized(policy, tmp_path / "enough", TOKENS))
+    with pytest.raises(ConfigError) as caught:
+        check(policy, key, resized(policy, tmp_path / "other", TOKENS - 1))
+    assert str(caught.value) == (
+        f"{key} {tmp_path}/other must have embeddings of 100 or more tokens, the policy's, got 99. It reads the "
+        f"policy's tokens. Take a model that was trained with the tokenizer of model.path {policy}"
+    )
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_model_whose_tokenizer_gives_an_id_to_another_token_is_refused(
+    key: str, policy: Path, tmp_path: Path
+) -> None:
+    save_tiny_model("tiny-qwen3-tools", tmp_path / "other", seed=0)
+    expected = rf"{key} {tmp_path}/other must have the policy's tokens, got \d+ others: 0 is '<\|endoftext\|>' in its "
+    with pytest.raises(ConfigError, match=expected + "tokenizer and '<pad>' in the policy's"):
+        check(policy, key, tmp_path / "other")
+
+
+def test_a_critic_may_have_more_embeddings_than_the_policy(policy: Path, tmp_path: Path) -> None:
+    check(policy, "critic.path", resized(policy, tmp_path / "padded", TOKENS + 28))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_tokenizer_with_one_token_more_or_less_has_the_policys_tokens(
+    key: str, policy: Path, tmp_path: Path
+) -> None:
+    longer = character_tokenizer()
+    longer.add_tokens(["<more>"])
+    for name, of_policy, own in (("more", character_tokenizer(), longer), ("less", longer, character_tokenizer())):
+        folders = [resized(policy, tmp_path / name / part, TOKENS + 28) for part in ("policy", "other")]
+        of_policy.save_pretrained(folders[0])
+        own.save_pretrained(folders[1])
+        check(folders[0], key, folders[1])
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_model_with_fewer_positions_than_the_longest_row_has_tokens_is_refused(
+    key: str, policy: Path, tmp_path: Path
+) -> None:
+    other = resized(policy, tmp_path / "other", TOKENS)
+    described = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 99}))
+    sizes = {"task": {"name": "reasoning_gym/chain_sum", "max_prompt_tokens": 80}}
+    check(policy, key, other, rollout={"max_response_tokens": 19}, **sizes)
+    with pytest.raises(ConfigError) as caught:
+        check(policy, key, other, rollout={"max_response_tokens": 20}, **sizes)
+    assert str(caught.value).startswith(f"{key} {tmp_path}/other must have 100 or more positions, which are task.max_")
+    assert "or rollout.max_episode_tokens if set, got 99. Lower these, or take a model with" in str(caught.value)

@@ -1,0 +1,85 @@
+"""The numbers that docs/depth.md quotes of the sweeps with depths below several bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy import stats
+
+from async_rl.sweeps.report import LEARNING, TAILS, TRADE_OFF
+from async_rl.sweeps.settings import Setting
+from async_rl.sweeps.significance import SPEEDS
+from async_rl.sweeps.statistics import estimate, p_value
+from tests.kit.quotes import ROOT, by_staleness, text_of
+
+GRID = [f"{depth}/{bound}" for bound in (3, 4, 8) for depth in ("1", "1.25", "1.5", "2")]
+
+
+def over_depths(rows: dict[str, Setting], bound: int, key: str) -> list[float]:
+    """The mean over the four depths below a bound, for each seed."""
+    values = [rows[name].values[key] for name in GRID if name.endswith(f"/{bound}")]
+    return [float(np.mean(each)) for each in zip(*values, strict=True)]
+
+
+def over_bounds(rows: dict[str, Setting], depth: str, key: str) -> list[float]:
+    """A depth less the bound of the same number, in the mean over three larger bounds, for each seed."""
+    below = zip(*(rows[f"{depth}/{bound}"].values[key] for bound in (3, 4, 8)), strict=True)
+    return [float(np.mean(each)) - bound for each, bound in zip(below, rows[depth].values[key], strict=True)]
+
+
+def test_the_grid_of_depths_and_bounds_is_quoted_as_it_was_measured() -> None:
+    rows, page = by_staleness("sweep_agent_grid"), (ROOT / "docs" / "depth.md").read_text()
+    assert set(rows) == {"0", "1", "2", "4", "8", *GRID} and {len(row.runs) for row in rows.values()} == {5}
+    formats = TRADE_OFF | LEARNING | TAILS | SPEEDS
+    keys = (
+        "steps_per_minute", "staleness_mean", "waited_for_late", "kl_p95", "is_variance_p95", "policy_reward",
+        "effective_steps_sampled", "accuracy_end",
+    )  # fmt: skip
+    for name, row in rows.items():
+        cells = [row.estimate(key).text(formats[key][1]) for key in keys]
+        assert f"| {' | '.join([name, *cells])} |" in page
+    for name, row in rows.items():
+        assert row.estimate("staleness_max").mean <= row.staleness.max, name
+
+
+def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
+    rows, page, readme = by_staleness("sweep_agent_grid"), text_of("docs/depth.md"), text_of("README.md")
+    speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
+    times = {depth: [speed[f"{depth}/{bound}"] / speed[depth] for bound in (3, 4, 8)] for depth in ("1", "2")}
+    assert "makes {:.2f}, {:.2f} and {:.2f} times as many steps as bound 1;".format(*times["1"]) in page
+    assert "makes {:.2f}, {:.2f} and {:.2f} times as many as bound 2;".format(*times["2"]) in page
+    assert "makes {:.2f} to {:.2f} times as many steps".format(min(times["1"]), max(times["1"])) in readme
+    more = {depth: over_bounds(rows, depth, "policy_reward") for depth in ("1", "2")}
+    one, two = (estimate(more[depth]).text("{:.3f}") for depth in ("1", "2"))
+    p_one, p_two = (float(stats.ttest_1samp(more[depth], 0.0).pvalue) for depth in ("1", "2"))
+    assert f"is higher by {one} (p = {p_one:.4f}), for each in" in page and f"higher by {two} (p = {p_two:.2f})" in page
+    assert f"is higher by {one}; at that of bound 2 by {two}." in readme
+    for bound in (3, 4, 8):
+        pairs = zip(rows[f"1/{bound}"].values["policy_reward"], rows["1"].values["policy_reward"], strict=True)
+        assert all(depth > full for depth, full in pairs)
+    ends = [estimate(over_bounds(rows, depth, "accuracy_end")).text("{:.3f}") for depth in ("1", "2")]
+    assert f"the accuracy at the end by {ends[0]}." in page and f"the accuracy by {ends[1]}." in page
+    for key, form, text in (
+        ("kl_p95", "{:.3f}", "of the KL differs by {} and {}"), ("kl_largest", "{:.3f}", "the largest KL by {} and {}"),
+        ("is_variance_p95", "{:.3f}", "of the weights' variance by {} and {}"),
+        ("is_weight_largest", "{:.0f}", "the largest weight by {} and {}."),
+    ):  # fmt: skip
+        found = [estimate(over_bounds(rows, depth, key)) for depth in ("1", "2")]
+        assert text.format(*(each.text(form) for each in found)) in page
+        assert all(each.mean < 2.3 * each.error for each in found)
+    for key, form, text in (
+        ("steps_per_minute", "{:.1f}", "bound 8 makes {} more steps a minute than bound 3"),
+        ("policy_reward", "{:.3f}", "has {} more reward, each in 5 of 5 seeds"),
+        ("kl_p95", "{:.3f}", "The KL's 95th percentile differs by {},"),
+        ("is_weight_largest", "{:.0f}", "the largest weight by {}."),
+    ):  # fmt: skip
+        pairs = zip(over_depths(rows, 8, key), over_depths(rows, 3, key), strict=True)
+        differences = [large - small for large, small in pairs]
+        assert text.format(estimate(differences).text(form)) in page
+        assert "5 of 5" not in text or min(differences) > 0
+    eight, near, keys = rows["8"], rows["1.5/8"], ("policy_reward", "accuracy_end")
+    reward, end = ([row.estimate(key).text("{:.3f}") for row in (eight, near)] for key in keys)
+    p_reward, p_end = (p_value(near.values[key], eight.values[key]) for key in keys)
+    assert f"over the time, {reward[0]}, at seven versions" in page and f"accuracy of {end[0]}. `1.5/8` has" in page
+    assert f"`1.5/8` has {reward[1]} (p = {p_reward:.2f}) and ends at {end[1]} (p = {p_end:.2f})." in page
+    assert max(rows, key=lambda name: rows[name].estimate("policy_reward").mean) == "8"
+    assert max(rows, key=lambda name: rows[name].estimate("effective_steps_sampled").mean) == "2/8"

@@ -82,10 +82,15 @@ def test_an_agent_that_raises_in_its_process_fails_its_episode(tmp_path: Path) -
     assert (episode.end, episode.error) == ("failed", said) and "in fail" in episode.traceback
 
 
-def test_an_agent_that_returns_no_number_in_its_process_fails_its_episode(tmp_path: Path) -> None:
-    (episode,) = played("forget", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "said"), [("forget", "must be a number, got None"), ("overshoot", "must be a finite number, got inf")]
+)
+def test_an_agent_that_returns_no_number_in_its_process_fails_its_episode(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    (episode,) = played(name, tmp_path)
     assert (episode.end, episode.metrics["failed"], episode.rows) == ("failed", 2, ())
-    assert episode.error == "the reward that the agent returns must be a number, got None"
+    assert episode.error == f"the reward that the agent returns {said}"
 
 
 def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMITS) -> list[Episode]:

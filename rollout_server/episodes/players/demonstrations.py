@@ -42,7 +42,8 @@ from rollout_server.rewards.scoring import Scoring
 from rollout_server.tasks.base import open_task
 
 AGENT_LOG = "agent.log"
-"""The file in the folder of the model that gets what an agent in a process of its own prints."""
+"""The end of the name of the file beside the folder of the model, runs/a/model.agent.log, that gets what an agent in a
+process of its own prints. The folder itself takes its place only once it is whole."""
 
 _NO_TOOLS = "knows no tools, set sft.base to tiny-qwen3-tools, or to the folder of a model that knows them"
 
@@ -127,7 +128,8 @@ class Demonstrator:
         stack.push_async_callback(endpoint.aclose)
         agent = load_agent(task.agent) if not task.agent_python else None
         if agent is None:
-            agent = AgentProcess(task.agent, Path(self._config.model.path) / AGENT_LOG, task.agent_python)
+            model = Path(self._config.model.path)
+            agent = AgentProcess(task.agent, model.with_name(f"{model.name}.{AGENT_LOG}"), task.agent_python)
             stack.push_async_callback(agent.aclose)
         return AgentRunner(agent, endpoint, self._times, task.max_concurrent_calls)
 

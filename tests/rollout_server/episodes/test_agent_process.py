@@ -169,6 +169,24 @@ def test_an_agent_that_blocks_does_not_hold_its_process(tmp_path: Path) -> None:
     assert episode.end == "timeout"
 
 
+def test_the_log_of_an_agent_is_written_in_a_new_folder(tmp_path: Path) -> None:
+    (episode,) = played("solve", tmp_path / "no" / "folder" / "yet")
+    assert episode.end == "done" and (tmp_path / "no" / "folder" / "yet" / "agent.log").is_file()
+
+
+def test_a_python_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
+    async def call() -> None:
+        agent = AgentProcess(f"{PLACE}:solve", tmp_path / "agent.log", str(tmp_path / "python"))
+        try:
+            await agent(Question(messages=(), ground_truth=""), "", "")
+        finally:
+            await agent.aclose()
+
+    said = rf"can't start with the Python {tmp_path}/python \(task.agent_python\) and the log .*: \[Errno 2\] No such"
+    with pytest.raises(ProcessDiedError, match=said):
+        asyncio.run(call())
+
+
 def test_an_agent_that_can_not_be_imported_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ProcessDiedError, match=r"can't start(.|\n)*has no attribute 'missing'"):
         played("missing", tmp_path)

@@ -175,11 +175,13 @@ def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskCo
 @pytest.mark.processes
 def test_an_agent_in_a_process_of_its_own_is_shown_too(tmp_path: Path) -> None:
     config = make_config(
-        tmp_path, task={"name": SPELL, "size": 4, "agent": f"{HERE}:asks", "agent_python": sys.executable},
+        tmp_path / "new" / "model",
+        task={"name": SPELL, "size": 4, "agent": f"{HERE}:asks", "agent_python": sys.executable},
         rollout={"max_response_tokens": 200, "max_episode_tokens": 900},
         sft={"base": "tiny-qwen3-tools", "oracle": f"{HERE}:calls_once"},
     )  # fmt: skip
     assert summary_of(Demonstrator(config, tool_tokenizer()).play(2)) == "2 episodes of the oracle, mean reward 1.000"
+    assert (tmp_path / "new" / "model.agent.log").is_file() and not (tmp_path / "new" / "model").exists()
 
 
 def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:

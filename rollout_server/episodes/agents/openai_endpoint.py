@@ -25,6 +25,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from async_rl.errors import AsyncRLError
 from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
 from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
 
@@ -176,6 +177,8 @@ class OpenAIEndpoint:
             return web.Response()  # nobody reads it
         except (RequestRefusedError, RecursionError):
             raise
+        except AsyncRLError as error:  # some are ValueErrors: of an oracle that raised
+            raise _engine_failed(opened, error) from error
         except ValueError as error:
             raise RequestRefusedError(400, "invalid_request", str(error)) from error
         except EpisodeOver as over:
@@ -188,9 +191,8 @@ class OpenAIEndpoint:
             if (task := asyncio.current_task()) and task.cancelling():  # the client is gone
                 raise
             raise RequestRefusedError(410, "episode_ended", "the episode ended before its reply was sampled") from None
-        except Exception as error:  # of the engine: the runner of the episode raises it
-            opened.error = opened.error or error
-            raise RequestRefusedError(500, "engine_failed", f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise _engine_failed(opened, error) from error
 
     def _tell_ignored(self, asked: CompletionRequest) -> None:
         self.counts.update(f"ignored/{name}" for name in asked.ignored)
@@ -198,6 +200,12 @@ class OpenAIEndpoint:
             self._told.update(new)
             what = f"agents set {', '.join(new)}: the policy samples as the run is configured, without regard to this"
             self.notes.append(f"{what}. Further requests are only counted, in endpoint/ignored/...")
+
+
+def _engine_failed(opened: OpenSession, error: Exception) -> RequestRefusedError:
+    """Return the refusal for an error of the engine, which the runner of the episode raises."""
+    opened.error = opened.error or error
+    return RequestRefusedError(500, "engine_failed", f"{type(error).__name__}: {error}")
 
 
 class _ClientGoneError(Exception):

@@ -72,6 +72,8 @@ class _EnvAttempt(Attempt):
         while True:
             try:
                 reply = await self.session.reply(messages, schemas)
+            except AsyncRLError:  # some are ValueErrors: of an oracle that raised
+                raise
             except ValueError as error:
                 raise EpisodeFailedError(f"the environment's messages can't be shown to the model: {error}") from error
             said, calls = reply.message, reply.message.get("tool_calls", [])

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
-import re
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,22 +20,13 @@ import aiohttp
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
 from async_rl.seams import import_object
 from rollout_server.engines.base import SampledReply
+from rollout_server.episodes.conversation.call_formats import FORMATS, format_of, read_call
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
 
 NUM_PARSE_ATTEMPTS = 4
 """How often an SGLang server is asked to read a reply, before it counts as lost."""
-_HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call of Qwen 2.5, Qwen 3 and Hermes. What a model samples must not take the square of its length to read, so that
-blanks are stripped afterwards."""
 _SAME = {"qwen": "hermes", "qwen25": "hermes"}
 """Further names of SGLang's for these formats."""
-_PYTHON_TAG = "<|python_tag|>"
-"""The mark before a call of Llama's, which the model may leave out."""
-_SEPARATOR = re.compile(r"\s*;?\s*")
-"""The end of a call of Llama's; another call follows a semicolon. It matches always, and so never tries twice."""
-_END_OF_THINKING = "</think>"
-"""A call before this is part of the model's thinking, and does not count."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -154,61 +143,16 @@ def _checked(parsed: Parsed) -> Parsed:
 
 def json_calls(text: str, format_name: str) -> Parsed:
     """Return the text and the calls `{"name": ..., "arguments": {...}}` of a reply in the format hermes or llama3."""
-    start = text.rfind(_END_OF_THINKING) + len(_END_OF_THINKING) if _END_OF_THINKING in text else 0
-    content, parts = _FORMATS[format_name](text[start:])
+    content, parts = FORMATS[format_name](text)
     calls, errors = [], []
     for part in parts:
         try:
-            calls.append(_json_call(part))
+            calls.append(read_call(part))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             errors.append(f"{part!r:.200} is no tool call: {error}")
     if not calls:
         return Parsed(text, errors=tuple(errors))
-    return Parsed((text[:start] + content).strip(), tuple(calls), tuple(errors))
-
-
-def _hermes_calls(text: str) -> tuple[str, list[str]]:
-    """Return (text before the first call, JSON text of each call) of a reply with tags around its calls."""
-    return text.partition("<tool_call>")[0], [match[1].strip() for match in _HERMES_CALL.finditer(text)]
-
-
-def _llama_calls(text: str) -> tuple[str, list[str]]:
-    """Return ("", JSON text of each call) of a reply that is one call, or several with semicolons between them."""
-    rest = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
-    if not rest.startswith("{"):
-        return text, []
-    parts: list[str] = []
-    decoder, begin = json.JSONDecoder(), 0
-    while begin < len(rest):
-        try:
-            _, end = decoder.raw_decode(rest, begin)
-        except (ValueError, RecursionError):
-            return "", [*parts, rest[begin:]]
-        parts.append(rest[begin:end])
-        separator = _SEPARATOR.match(rest, end)
-        begin = separator.end() if separator and ";" in separator[0] else len(rest)
-    return "", parts
-
-
-_FORMATS = {"hermes": _hermes_calls, "llama3": _llama_calls}
-"""The function that splits a reply into its text and its calls, for each format."""
-
-
-def _json_call(text: str) -> tuple[str, str]:
-    """Return (name, arguments as JSON text) of the call `text`.
-
-    Raises:
-        ValueError, TypeError, KeyError, RecursionError: `text` is no call.
-    """
-    said = json.loads(text)
-    if not isinstance(said, dict):
-        raise TypeError("a tool call must be a JSON object")
-    arguments = said["arguments"] if "arguments" in said else said.get("parameters")
-    if not isinstance(said.get("name"), str):
-        raise KeyError("a tool call must have a name")
-    if not isinstance(arguments, dict):
-        raise TypeError("the arguments of a tool call must be a JSON object")
-    return said["name"], json.dumps(arguments)
+    return Parsed(content.strip(), tuple(calls), tuple(errors))
 
 
 def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping[str, str]) -> ParseCalls:
@@ -226,21 +170,15 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
     if ":" in name:
         parser: ParseCalls = import_object(name, "rollout.tool_parser")
         return parser
-    name = _SAME.get(name, name) or _format_of(chat_template)
-    if name in _FORMATS:
+    name = _SAME.get(name, name) or format_of(chat_template)
+    if name in FORMATS:
         return JsonParser(name)
     if name and server_url:
         return ServerParser(server_url, name, tuple(headers.items()))
     raise ConfigError(
-        f"rollout.tool_parser must be {', '.join([*_FORMATS, *_SAME])}, module:name, or with the engine sglang one of "
+        f"rollout.tool_parser must be {', '.join([*FORMATS, *_SAME])}, module:name, or with the engine sglang one of "
         f"its own, got {name!r}" + ("" if name else ", and the chat template has none of the known formats")
     )
-
-
-def _format_of(template: str) -> str:
-    if "<tool_call>" in template and '"arguments"' in template and "<function=" not in template:
-        return "hermes"
-    return "llama3" if "ipython" in template and '"parameters"' in template else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.tokenizers import end_tokens, template, tokenizer_of
 
 ADD = ("add", '{"a": 1}')
+JSON = '{"name": "add", "arguments": {"a": 1}}'
+CALL = f"<tool_call>{JSON}</tool_call>"
+MARK = ("ask", '{"q": "what is </think>?"}')
+JSON_MARK = f'{{"name": "{MARK[0]}", "arguments": {MARK[1]}}}'
+ASK_MARK = f"<tool_call>{JSON_MARK}</tool_call>"
 SCHEMA = {
     "type": "function",
     "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
@@ -43,6 +48,15 @@ SCHEMA = {
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}', Parsed("", (ADD,))),  # the end is missing
         ('<tool_call>\n{"name": "add", "parameters": {"a": 1}}</tool_call> so', Parsed("", (ADD,))),
         ('<think><tool_call>{"a"}</tool_call></think>\n4', Parsed('<think><tool_call>{"a"}</tool_call></think>\n4')),
+        (f"<think>a</think>{CALL}", Parsed("<think>a</think>", (ADD,))),
+        (f"<think>as {CALL} or", Parsed(f"<think>as {CALL} or")),  # the thinking was never closed
+        (f"{CALL}<think>as {CALL} or", Parsed("", (ADD,))),
+        (f"{CALL}<think>as {CALL}</think>{CALL}", Parsed("", (ADD, ADD))),
+        (f"as {CALL} or</think>{CALL}", Parsed(f"as {CALL} or</think>", (ADD,))),  # the prompt opened the thinking
+        (f"the mark <tool_call> or</think>so:{CALL}", Parsed("the mark <tool_call> or</think>so:", (ADD,))),
+        (ASK_MARK, Parsed("", (MARK,))),
+        (f"<think>a</think>so:{ASK_MARK}{CALL}", Parsed("<think>a</think>so:", (MARK, ADD))),
+        (f"as {ASK_MARK} or</think>{CALL}", Parsed(f"as {ASK_MARK} or</think>", (ADD,))),
     ],
 )
 def test_calls_of_qwen_and_hermes_are_read(text: str, expected: Parsed) -> None:
@@ -56,6 +70,12 @@ def test_calls_of_qwen_and_hermes_are_read(text: str, expected: Parsed) -> None:
         ('{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD, ADD))),
+        (f"<think>a</think>{JSON}", Parsed("<think>a</think>", (ADD,))),
+        (f"<think>{JSON} or", Parsed(f"<think>{JSON} or")),
+        (f"{JSON} or</think>{JSON}", Parsed(f"{JSON} or</think>", (ADD,))),
+        (f"{{or</think>{JSON}", Parsed("{or</think>", (ADD,))),
+        (JSON_MARK, Parsed("", (MARK,))),
+        (f"<think>a</think>{JSON_MARK}; {JSON}", Parsed("<think>a</think>", (MARK, ADD))),
     ],
 )
 def test_calls_of_llama_are_read(text: str, expected: Parsed) -> None:
@@ -97,9 +117,12 @@ LONG = 1_000_000
         "<tool_call>a" + " " * LONG + "b", "<tool_call>" + "\n" * LONG + "b", "\n" * LONG + "b",
         "<|python_tag|>" + " " * LONG + "b", '{"name": "f", "parameters": {}}' + " " * LONG + "b",
         '{"name": "f", "parameters": {}}' + " ;" * LONG, "<tool_call>" * (LONG // 10), "</think" * (LONG // 10),
-        "<tool_call>{}</tool_call>" * (LONG // 100),
+        "<tool_call>{}</tool_call>" * (LONG // 100), "<think>" * (LONG // 10), "</think>" * (LONG // 10),
+        "<tool_call></think>" * (LONG // 10), "<tool_call>" * (LONG // 10) + "</think>",
+        "<think></think><tool_call>" * (LONG // 10), "<think><tool_call>" * (LONG // 10), "{</think>" * (LONG // 10),
+        '{"":"","<think></think>' * (LONG // 10), "</think>" + "\n" * LONG + "</think>",
     ],
-    ids=range(9),
+    ids=range(18),
 )  # fmt: skip
 def test_a_degenerate_reply_is_read_in_the_time_of_its_length(name: str, text: str) -> None:
     assert isinstance(json_calls(text, name), Parsed)

@@ -1,14 +1,15 @@
 """Reads sampled tokens as a message: the text, and the tool calls in the format of the model's family.
 
-The two formats of JSON calls are read here, so that they work with every engine, and a call that can't be read is
-answered and not lost. Other formats are read by the parser of an SGLang server, `rollout.tool_parser: <its name>`, or
-by a function of the user's, `rollout.tool_parser: module:name`.
+The two formats of JSON calls are read in this process, so that they work with every engine, and a call that can't be
+read is answered and not lost. Other formats are read by the parser of an SGLang server, `rollout.tool_parser: <its
+name>`, or by a function of the user's, `rollout.tool_parser: module:name`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import logging
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,8 +41,9 @@ class Parsed:
     errors: tuple[str, ...] = ()
 
 
-ParseCalls = Callable[[str, Sequence[Schema]], Awaitable[Parsed]]
-"""Takes the text of a reply and the tools that it may call; returns the text and calls that it holds."""
+ParseCalls = Callable[[str, Sequence[Schema]], Awaitable[Parsed] | Parsed]
+"""Takes the text of a reply and the tools that it may call; returns the text and calls that it holds. A user's may be a
+`def` or an `async def`, and must not block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class ReplyReader:
         self._parse = parse
         self._told: set[str] = set()
         """The errors of the parser that the log has, each by its kind and place."""
+        self.notes: list[str] = []
+        """Lines for the console, one for each of these errors."""
 
     @property
     def reads_calls(self) -> bool:
@@ -118,27 +122,45 @@ class ReplyReader:
         """
         assert self._parse is not None
         try:
-            return _checked(await self._parse(text, tools))
+            parsed = self._parse(text, tools)
+            return _checked(await parsed if inspect.isawaitable(parsed) else parsed)
         except AsyncRLError:
             raise
         except Exception as error:
-            kind = f"{type(error).__name__} at {raised_at(error)}"
-            if kind not in self._told:
+            said, place = f"{type(error).__name__}: {error}", raised_at(error)
+            if (kind := f"{type(error).__name__} at {place}") not in self._told:
                 self._told.add(kind)
-                _log.warning("rollout.tool_parser failed on a reply, and the model is told; further ones are only "
-                             "counted, as failed calls. The reply: %.500r", text, exc_info=error)  # fmt: skip
-            return Parsed(text, errors=(f"the calls of this reply can't be read: {type(error).__name__}: {error}",))
+                self.notes.append(
+                    f"rollout.tool_parser failed on a reply: {said:.500}, at {place}. The model is told; further "
+                    "errors of this kind are only counted, as failed calls (episode/failed_tool_calls)"
+                )
+                _log.warning("%s. The reply: %.500r", self.notes[-1], text, exc_info=error)
+            return Parsed(text, errors=(f"the calls of this reply can't be read: {said}",))
 
 
-def _checked(parsed: Parsed) -> Parsed:
-    """Return what a parser has read.
+def _checked(parsed: Any) -> Parsed:
+    """Return what a parser has read, with the content None, which OpenAI has beside calls, as no text.
 
     Raises:
         TypeError: it is not what a parser must return.
     """
-    if not isinstance(parsed, Parsed) or not all(isinstance(part, str) for call in parsed.calls for part in call):
-        raise TypeError(f"a parser must return a Parsed whose calls are pairs of text, got {parsed!r:.200}")
-    return parsed
+    if not isinstance(parsed, Parsed):
+        raise TypeError(f"a parser must return a Parsed of {__name__}, got {parsed!r:.200}")
+    content = "" if parsed.content is None else parsed.content
+    if not isinstance(content, str):
+        raise TypeError(f"the content of a Parsed must be text, got {content!r:.200}")
+    if not isinstance(parsed.calls, tuple | list) or not all(map(_is_pair, parsed.calls)):
+        raise TypeError(
+            "the calls of a Parsed must be pairs of texts, the name and the arguments as JSON text, got "
+            f"{parsed.calls!r:.200}"
+        )
+    if not isinstance(parsed.errors, tuple | list) or not all(isinstance(error, str) for error in parsed.errors):
+        raise TypeError(f"the errors of a Parsed must be a tuple of texts, got {parsed.errors!r:.200}")
+    return Parsed(content, tuple(parsed.calls), tuple(parsed.errors))
+
+
+def _is_pair(call: Any) -> bool:
+    return isinstance(call, tuple | list) and len(call) == 2 and all(isinstance(part, str) for part in call)
 
 
 def json_calls(text: str, format_name: str) -> Parsed:
@@ -164,11 +186,18 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
         headers: of requests to the engine.
 
     Raises:
-        ConfigError: there is no parser `name`, it can't be imported, or without a name the template has none of the
-            known formats.
+        ConfigError: there is no parser `name`, it can't be imported or called with a text and tools, or without a name
+            the template has none of the known formats.
     """
     if ":" in name:
         parser: ParseCalls = import_object(name, "rollout.tool_parser")
+        try:
+            inspect.signature(parser).bind("", [])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"rollout.tool_parser {name!r} must be a function (text, tools) that returns a Parsed of {__name__}: "
+                f"{error}"
+            ) from None
         return parser
     name = _SAME.get(name, name) or format_of(chat_template)
     if name in FORMATS:

@@ -57,6 +57,17 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
+def shown(value: object) -> str:
+    """Return a value for the text of an error: 200 characters of its repr, or its class if its repr raises.
+
+    That of an integer with more than 4300 digits does, also within a list.
+    """
+    try:
+        return f"{value!r:.200}"
+    except Exception:
+        return f"a value of the class {type(value).__name__} that can't be shown"
+
+
 def raised_at(error: BaseException) -> str:
     """Return the last `file:line` of an error's traceback that is not in importlib; "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]

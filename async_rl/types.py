@@ -46,7 +46,10 @@ EpisodeEnd = Literal["done", "length", "turns", "timeout", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One question of a task. Its `index` determines it: the same index gives the same prompt in every process."""
+    """One question of a task. Its `index` determines it: the same index gives the same prompt in every process.
+
+    Training and held-out prompts are counted apart, each from 0.
+    """
 
     index: int
     tokens: IntArray  # [P]
@@ -60,6 +63,7 @@ class Prompt:
     """The number of the question in the task, in the task's own order: the row of task.path, from 0. -1: not known."""
     origin: str = ""
     """The same in words, for messages: `row 7 of data/train.parquet`."""
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

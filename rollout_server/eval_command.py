@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from rollout_server.engines.base import open_engine
 from rollout_server.rewards.base import open_rewards
 from rollout_server.scored_player import ScoredPlayer
 from rollout_server.tasks.base import open_task
+
+_log = logging.getLogger(__name__)
 
 
 async def evaluate_model(config: Config) -> dict[str, float]:
@@ -41,10 +44,14 @@ async def _evaluate(config: Config) -> dict[str, float]:
         engine = open_engine(config, 0, Path(name))
         try:
             await engine.start()
-            player = ScoredPlayer(config, 0, engine, task, rewards, tokenizer)
+            logs = config.run_dir / "logs"
+            has_run = logs.is_dir()  # a new folder would take the name of a run that is still to be started
+            player = ScoredPlayer(config, 0, engine, task, rewards, tokenizer, logs=logs if has_run else Path(name))
             try:
                 return reduce_metrics((await player.evaluate(0, beside_training=False)).metrics)
             finally:
+                for note in player.drain_notes():
+                    _log.warning("%s", note)
                 await player.aclose()
         finally:
             await engine.aclose()

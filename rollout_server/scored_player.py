@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
@@ -34,11 +35,12 @@ class ScoredPlayer:
     Args:
         index: the index of the server in `config.server_names`.
         gold: the reward that held-out answers get besides, which is not trained on.
+        logs: the folder for what an agent in a process of its own prints. None: that of the run.
     """
 
     def __init__(
         self, config: Config, index: int, engine: Engine, task: Task, rewards: Sequence[NamedReward], tokenizer: Any,
-        gold: Sequence[NamedReward] = (),
+        gold: Sequence[NamedReward] = (), logs: Path | None = None,
     ) -> None:
         self.name = config.server_names[index]
         self.engine = engine
@@ -47,7 +49,7 @@ class ScoredPlayer:
         self.log = EpisodeLog(self.name, config)
         self._config = config
         self._stop = StopTexts(config.rollout.stop, tokenizer) if config.rollout.stop else None
-        log_file = config.run_dir / "logs" / f"agent-{index}.log"
+        log_file = (logs or config.run_dir / "logs") / f"agent-{index}.log"
         self._player = open_player(config, tokenizer, self._generate, engine.url, log_file, self.stats.waiting)
         self.stats.about = "; ".join(f"reward {each.name}: {each.about}" for each in rewards if each.about)
         self._scoring = Scoring(config, rewards, self.stats.waiting) if rewards else None

@@ -7,9 +7,9 @@ that serves several episodes needs a context of its own: asyncio.create_task(...
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.tools.tool import Tool
@@ -31,9 +31,13 @@ class Step:
 class Env(Protocol):
     """The methods that a class for `task.env` must have. An object of it plays one episode."""
 
-    tools: Sequence[Tool]
-    """The tools that the model may call, known before `start`. The episode calls them and shows the model the results;
-    only replies that call no tool, or a tool without a function, are given to `step`."""
+    @property
+    def tools(self) -> Sequence[Tool | Callable[..., Any]]:
+        """The tools that the model may call, known before `start`; an attribute of the class will do.
+
+        A function is a tool as in `task.tools`. The episode calls the tools and shows the model the results; only
+        replies that call no tool, or a Tool without a function, are given to `step`.
+        """
 
     async def start(self) -> Sequence[Message]:
         """Return the messages that the model sees first, at least one."""

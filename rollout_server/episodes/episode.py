@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from async_rl.errors import shown
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import EpisodeEnd
 from rollout_server.episodes.conversation.messages import Message
@@ -154,8 +155,10 @@ def finite(value: Any, what: str) -> float:
     """
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise EpisodeFailedError(f"{what} must be a number, got {value!r:.200}") from None
+    except OverflowError:
+        raise EpisodeFailedError(f"{what} must be a finite number, got one beyond the range of a float") from None
+    except Exception:  # float runs the code of the value's class
+        raise EpisodeFailedError(f"{what} must be a number, got {shown(value)}") from None
     if not math.isfinite(number):
         raise EpisodeFailedError(f"{what} must be a finite number, got {number}")
     return number

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from async_rl.errors import RewardError
+from async_rl.errors import RewardError, shown
 from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
 
 if TYPE_CHECKING:
@@ -138,13 +138,15 @@ def read_verdict(value: Any) -> RewardResult:
 
 
 def _finite(value: Any, duty: str) -> float:
+    finite = duty.replace("a number", "a finite number").partition(",")[0]
     try:
         if isinstance(value, str):  # float would read "1.0", and take "nan" or an answer for a reward
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
-        raise RewardError(f"the reward function must {duty}, got {value!r:.200}") from None
+    except OverflowError:
+        raise RewardError(f"the reward function must {finite}, got one beyond the range of a float") from None
+    except Exception:  # float runs the code of the value's class
+        raise RewardError(f"the reward function must {duty}, got {shown(value)}") from None
     if not math.isfinite(number):
-        finite = duty.replace("a number", "a finite number").partition(",")[0]
         raise RewardError(f"the reward function must {finite}, got {number}")
     return number

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -92,7 +93,8 @@ class Task(ABC):
             with self._lock:
                 questions = self.eval_questions()
             self._eval_prompts = [
-                self._encode(question, i, *self._place(i, is_held_out=True)) for i, question in enumerate(questions)
+                replace(self._encode(question, i, *self._place(i, is_held_out=True)), is_held_out=True)
+                for i, question in enumerate(questions)
             ]
         return self._eval_prompts
 

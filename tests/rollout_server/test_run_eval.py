@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -193,3 +194,21 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     assert f"needs a CONFIG with the task: there is no {tmp_path}/config.yaml" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nowhere")]) == 2
     assert f"got {tmp_path}/nowhere: there is no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_the_eval_command_says_why_answers_failed_and_starts_no_folder_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    agent = {"agent": "tests.kit.episodes.example_agents:fail", "agent_python": sys.executable}
+    config = {
+        "run": {"name": "later", "dir": str(tmp_path)}, "model": {"path": "elsewhere"},
+        "task": {"name": "reasoning_gym/spell_backward", "params": {"max_word_len": 5}, **agent},
+        "rollout": {"engine": "hf", "max_response_tokens": 4},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["eval", str(tmp_path / "model"), "eval.size=2"]) == 0
+    (note,) = [record.message for record in caplog.records if record.name == "rollout_server.eval_command"]
+    assert note.startswith("rollout/0: a held-out or greedy episode ended with `failed`: the agent raised KeyError")
+    assert not (tmp_path / "later").exists()

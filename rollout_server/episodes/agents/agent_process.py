@@ -103,11 +103,18 @@ class AgentProcess:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        with self._log_file.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                self._python, str(agent_host.__file__), self._name, stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, stderr=log, limit=_MAX_LINE_BYTES,
-            )  # fmt: skip
+        try:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_file.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    self._python, str(agent_host.__file__), self._name, stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE, stderr=log, limit=_MAX_LINE_BYTES,
+                )  # fmt: skip
+        except OSError as error:
+            raise ProcessDiedError(
+                f"the process of the agent {self._name} can't start with the Python {self._python} (task.agent_python) "
+                f"and the log {self._log_file}: {error}"
+            ) from error
         assert process.stdout is not None
         try:
             async with asyncio.timeout(self._start_s):

@@ -117,8 +117,8 @@ class _AgentAttempt(Attempt):
                 await asyncio.wait((running,), timeout=CANCEL_S)  # this cancels the agent, and does not wait for it
         if isinstance(opened.error, AsyncRLError):
             raise opened.error
-        if opened.session.num_turns == 0 and opened.over is not None:
-            raise EpisodeFailedError(f"the agent got no reply of the policy to its first request: {opened.over}")
+        if opened.session.num_turns == 0 and opened.refused is not None:
+            raise EpisodeFailedError(f"the agent got no reply of the policy to its first request: {opened.refused}")
         if opened.session.num_turns == 0:
             raise EpisodeFailedError("the agent returned without a reply of the policy: it must use its base_url")
 

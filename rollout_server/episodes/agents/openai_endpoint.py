@@ -20,11 +20,12 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from async_rl.errors import AsyncRLError
+from rollout_server.episodes.agents.completion_reply import chunks, completion
 from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
 from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
 
@@ -64,6 +65,8 @@ class OpenSession:
     """The time of the event loop at which the last request ended."""
     over: EpisodeOver | None = None
     """The first refusal of a request because no turn or no room was left."""
+    refused: RequestRefusedError | None = None
+    """The first refusal of a request for whatever reason."""
     error: Exception | None = None
     """The first error of the engine."""
 
@@ -118,7 +121,7 @@ class OpenAIEndpoint:
         Raises:
             RequestRefusedError: the key is wrong, or the session has ended.
         """
-        key = request.match_info.get("key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = _key_of(request)
         if opened := self._open.get(key):
             return opened
         if key in self._ended:
@@ -142,6 +145,8 @@ class OpenAIEndpoint:
         except RecursionError:
             refused = RequestRefusedError(400, "invalid_request", "the body is nested too deeply")
         self.counts["refused"] += 1
+        if opened := self._open.get(_key_of(request)):
+            opened.refused = opened.refused or refused
         kind = "server_error" if refused.status >= 500 else "invalid_request_error"
         body = {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
         headers = {"x-should-retry": "true" if refused.status == 429 else "false"}
@@ -176,6 +181,8 @@ class OpenAIEndpoint:
             return web.Response()  # nobody reads it
         except (RequestRefusedError, RecursionError):
             raise
+        except AsyncRLError as error:  # some are ValueErrors: of an oracle that raised
+            raise _engine_failed(opened, error) from error
         except ValueError as error:
             raise RequestRefusedError(400, "invalid_request", str(error)) from error
         except EpisodeOver as over:
@@ -188,9 +195,8 @@ class OpenAIEndpoint:
             if (task := asyncio.current_task()) and task.cancelling():  # the client is gone
                 raise
             raise RequestRefusedError(410, "episode_ended", "the episode ended before its reply was sampled") from None
-        except Exception as error:  # of the engine: the runner of the episode raises it
-            opened.error = opened.error or error
-            raise RequestRefusedError(500, "engine_failed", f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise _engine_failed(opened, error) from error
 
     def _tell_ignored(self, asked: CompletionRequest) -> None:
         self.counts.update(f"ignored/{name}" for name in asked.ignored)
@@ -198,6 +204,16 @@ class OpenAIEndpoint:
             self._told.update(new)
             what = f"agents set {', '.join(new)}: the policy samples as the run is configured, without regard to this"
             self.notes.append(f"{what}. Further requests are only counted, in endpoint/ignored/...")
+
+
+def _key_of(request: web.Request) -> str:
+    return request.match_info.get("key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _engine_failed(opened: OpenSession, error: Exception) -> RequestRefusedError:
+    """Return the refusal for an error of the engine, which the runner of the episode raises."""
+    opened.error = opened.error or error
+    return RequestRefusedError(500, "engine_failed", f"{type(error).__name__}: {error}")
 
 
 class _ClientGoneError(Exception):
@@ -293,12 +309,12 @@ async def _send(request: web.Request, asked: CompletionRequest, reply: Reply) ->
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             response = web.StreamResponse(headers=headers)
             await response.prepare(request)
-            for chunk in _chunks(reply, asked.stream_usage):
+            for chunk in chunks(reply, asked.stream_usage):
                 line = json.dumps({**head, "object": "chat.completion.chunk", **chunk})
                 await response.write(f"data: {line}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
         else:
-            response = web.json_response({**head, "object": "chat.completion", **_completion(reply)})
+            response = web.json_response({**head, "object": "chat.completion", **completion(reply)})
             await response.prepare(request)
         await response.write_eof()
     except ConnectionError as error:
@@ -306,32 +322,3 @@ async def _send(request: web.Request, asked: CompletionRequest, reply: Reply) ->
     if request.transport is None or request.transport.is_closing():  # the last write has failed
         raise _ClientGoneError
     return response
-
-
-def _completion(reply: Reply) -> dict[str, Any]:
-    message = {**reply.message, "refusal": None}
-    if not reply.message["content"] and "tool_calls" in reply.message:
-        message["content"] = None
-    choice = {"index": 0, "message": message, "finish_reason": _finish_reason(reply), "logprobs": None}
-    return {"choices": [choice], "usage": _usage(reply)}
-
-
-def _chunks(reply: Reply, with_usage: bool) -> list[dict[str, Any]]:
-    """Return the chunks of a streamed answer. The first holds the whole reply, as its calls are not known earlier."""
-    delta: dict[str, Any] = {"role": "assistant", "content": reply.message["content"]}
-    if calls := reply.message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish_reason(reply)}]},
-    ]
-    return [*chunks, {"choices": [], "usage": _usage(reply)}] if with_usage else chunks
-
-
-def _finish_reason(reply: Reply) -> str:
-    return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
-
-
-def _usage(reply: Reply) -> dict[str, int]:
-    total = reply.num_prompt_tokens + reply.num_tokens
-    return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": reply.num_tokens, "total_tokens": total}

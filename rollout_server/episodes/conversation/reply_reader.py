@@ -1,17 +1,16 @@
 """Reads sampled tokens as a message: the text, and the tool calls in the format of the model's family.
 
-The two formats of JSON calls are read here, so that they work with every engine, and a call that can't be read is
-answered and not lost. Other formats are read by the parser of an SGLang server, `rollout.tool_parser: <its name>`, or
-by a function of the user's, `rollout.tool_parser: module:name`.
+The two formats of JSON calls are read in this process, so that they work with every engine, and a call that can't be
+read is answered and not lost. Other formats are read by the parser of an SGLang server, `rollout.tool_parser: <its
+name>`, or by a function of the user's, `rollout.tool_parser: module:name`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
+import inspect
 import logging
-import re
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,22 +21,13 @@ import aiohttp
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError, raised_at
 from async_rl.seams import import_object
 from rollout_server.engines.base import SampledReply
+from rollout_server.episodes.conversation.call_formats import FORMATS, format_of, read_call
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
 
 NUM_PARSE_ATTEMPTS = 4
 """How often an SGLang server is asked to read a reply, before it counts as lost."""
-_HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call of Qwen 2.5, Qwen 3 and Hermes. What a model samples must not take the square of its length to read, so that
-blanks are stripped afterwards."""
 _SAME = {"qwen": "hermes", "qwen25": "hermes"}
 """Further names of SGLang's for these formats."""
-_PYTHON_TAG = "<|python_tag|>"
-"""The mark before a call of Llama's, which the model may leave out."""
-_SEPARATOR = re.compile(r"\s*;?\s*")
-"""The end of a call of Llama's; another call follows a semicolon. It matches always, and so never tries twice."""
-_END_OF_THINKING = "</think>"
-"""A call before this is part of the model's thinking, and does not count."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -51,8 +41,9 @@ class Parsed:
     errors: tuple[str, ...] = ()
 
 
-ParseCalls = Callable[[str, Sequence[Schema]], Awaitable[Parsed]]
-"""Takes the text of a reply and the tools that it may call; returns the text and calls that it holds."""
+ParseCalls = Callable[[str, Sequence[Schema]], Awaitable[Parsed] | Parsed]
+"""Takes the text of a reply and the tools that it may call; returns the text and calls that it holds. A user's may be a
+`def` or an `async def`, and must not block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +67,8 @@ class ReplyReader:
         self._parse = parse
         self._told: set[str] = set()
         """The errors of the parser that the log has, each by its kind and place."""
+        self.notes: list[str] = []
+        """Lines for the console, one for each of these errors."""
 
     @property
     def reads_calls(self) -> bool:
@@ -129,86 +122,59 @@ class ReplyReader:
         """
         assert self._parse is not None
         try:
-            return _checked(await self._parse(text, tools))
+            parsed = self._parse(text, tools)
+            return _checked(await parsed if inspect.isawaitable(parsed) else parsed)
         except AsyncRLError:
             raise
         except Exception as error:
-            kind = f"{type(error).__name__} at {raised_at(error)}"
-            if kind not in self._told:
+            said, place = f"{type(error).__name__}: {error}", raised_at(error)
+            if (kind := f"{type(error).__name__} at {place}") not in self._told:
                 self._told.add(kind)
-                _log.warning("rollout.tool_parser failed on a reply, and the model is told; further ones are only "
-                             "counted, as failed calls. The reply: %.500r", text, exc_info=error)  # fmt: skip
-            return Parsed(text, errors=(f"the calls of this reply can't be read: {type(error).__name__}: {error}",))
+                self.notes.append(
+                    f"rollout.tool_parser failed on a reply: {said:.500}, at {place}. The model is told; further "
+                    "errors of this kind are only counted, as failed calls (episode/failed_tool_calls)"
+                )
+                _log.warning("%s. The reply: %.500r", self.notes[-1], text, exc_info=error)
+            return Parsed(text, errors=(f"the calls of this reply can't be read: {said}",))
 
 
-def _checked(parsed: Parsed) -> Parsed:
-    """Return what a parser has read.
+def _checked(parsed: Any) -> Parsed:
+    """Return what a parser has read, with the content None, which OpenAI has beside calls, as no text.
 
     Raises:
         TypeError: it is not what a parser must return.
     """
-    if not isinstance(parsed, Parsed) or not all(isinstance(part, str) for call in parsed.calls for part in call):
-        raise TypeError(f"a parser must return a Parsed whose calls are pairs of text, got {parsed!r:.200}")
-    return parsed
+    if not isinstance(parsed, Parsed):
+        raise TypeError(f"a parser must return a Parsed of {__name__}, got {parsed!r:.200}")
+    content = "" if parsed.content is None else parsed.content
+    if not isinstance(content, str):
+        raise TypeError(f"the content of a Parsed must be text, got {content!r:.200}")
+    if not isinstance(parsed.calls, tuple | list) or not all(map(_is_pair, parsed.calls)):
+        raise TypeError(
+            "the calls of a Parsed must be pairs of texts, the name and the arguments as JSON text, got "
+            f"{parsed.calls!r:.200}"
+        )
+    if not isinstance(parsed.errors, tuple | list) or not all(isinstance(error, str) for error in parsed.errors):
+        raise TypeError(f"the errors of a Parsed must be a tuple of texts, got {parsed.errors!r:.200}")
+    return Parsed(content, tuple(parsed.calls), tuple(parsed.errors))
+
+
+def _is_pair(call: Any) -> bool:
+    return isinstance(call, tuple | list) and len(call) == 2 and all(isinstance(part, str) for part in call)
 
 
 def json_calls(text: str, format_name: str) -> Parsed:
     """Return the text and the calls `{"name": ..., "arguments": {...}}` of a reply in the format hermes or llama3."""
-    start = text.rfind(_END_OF_THINKING) + len(_END_OF_THINKING) if _END_OF_THINKING in text else 0
-    content, parts = _FORMATS[format_name](text[start:])
+    content, parts = FORMATS[format_name](text)
     calls, errors = [], []
     for part in parts:
         try:
-            calls.append(_json_call(part))
+            calls.append(read_call(part))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             errors.append(f"{part!r:.200} is no tool call: {error}")
     if not calls:
         return Parsed(text, errors=tuple(errors))
-    return Parsed((text[:start] + content).strip(), tuple(calls), tuple(errors))
-
-
-def _hermes_calls(text: str) -> tuple[str, list[str]]:
-    """Return (text before the first call, JSON text of each call) of a reply with tags around its calls."""
-    return text.partition("<tool_call>")[0], [match[1].strip() for match in _HERMES_CALL.finditer(text)]
-
-
-def _llama_calls(text: str) -> tuple[str, list[str]]:
-    """Return ("", JSON text of each call) of a reply that is one call, or several with semicolons between them."""
-    rest = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
-    if not rest.startswith("{"):
-        return text, []
-    parts: list[str] = []
-    decoder, begin = json.JSONDecoder(), 0
-    while begin < len(rest):
-        try:
-            _, end = decoder.raw_decode(rest, begin)
-        except (ValueError, RecursionError):
-            return "", [*parts, rest[begin:]]
-        parts.append(rest[begin:end])
-        separator = _SEPARATOR.match(rest, end)
-        begin = separator.end() if separator and ";" in separator[0] else len(rest)
-    return "", parts
-
-
-_FORMATS = {"hermes": _hermes_calls, "llama3": _llama_calls}
-"""The function that splits a reply into its text and its calls, for each format."""
-
-
-def _json_call(text: str) -> tuple[str, str]:
-    """Return (name, arguments as JSON text) of the call `text`.
-
-    Raises:
-        ValueError, TypeError, KeyError, RecursionError: `text` is no call.
-    """
-    said = json.loads(text)
-    if not isinstance(said, dict):
-        raise TypeError("a tool call must be a JSON object")
-    arguments = said["arguments"] if "arguments" in said else said.get("parameters")
-    if not isinstance(said.get("name"), str):
-        raise KeyError("a tool call must have a name")
-    if not isinstance(arguments, dict):
-        raise TypeError("the arguments of a tool call must be a JSON object")
-    return said["name"], json.dumps(arguments)
+    return Parsed(content.strip(), tuple(calls), tuple(errors))
 
 
 def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping[str, str]) -> ParseCalls:
@@ -220,27 +186,28 @@ def open_parser(name: str, chat_template: str, server_url: str, headers: Mapping
         headers: of requests to the engine.
 
     Raises:
-        ConfigError: there is no parser `name`, it can't be imported, or without a name the template has none of the
-            known formats.
+        ConfigError: there is no parser `name`, it can't be imported or called with a text and tools, or without a name
+            the template has none of the known formats.
     """
     if ":" in name:
         parser: ParseCalls = import_object(name, "rollout.tool_parser")
+        try:
+            inspect.signature(parser).bind("", [])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"rollout.tool_parser {name!r} must be a function (text, tools) that returns a Parsed of {__name__}: "
+                f"{error}"
+            ) from None
         return parser
-    name = _SAME.get(name, name) or _format_of(chat_template)
-    if name in _FORMATS:
+    name = _SAME.get(name, name) or format_of(chat_template)
+    if name in FORMATS:
         return JsonParser(name)
     if name and server_url:
         return ServerParser(server_url, name, tuple(headers.items()))
     raise ConfigError(
-        f"rollout.tool_parser must be {', '.join([*_FORMATS, *_SAME])}, module:name, or with the engine sglang one of "
+        f"rollout.tool_parser must be {', '.join([*FORMATS, *_SAME])}, module:name, or with the engine sglang one of "
         f"its own, got {name!r}" + ("" if name else ", and the chat template has none of the known formats")
     )
-
-
-def _format_of(template: str) -> str:
-    if "<tool_call>" in template and '"arguments"' in template and "<function=" not in template:
-        return "hermes"
-    return "llama3" if "ipython" in template and '"parameters"' in template else ""
 
 
 @dataclass(frozen=True, slots=True)

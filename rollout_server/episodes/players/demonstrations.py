@@ -42,7 +42,8 @@ from rollout_server.rewards.scoring import Scoring
 from rollout_server.tasks.base import open_task
 
 AGENT_LOG = "agent.log"
-"""The file in the folder of the model that gets what an agent in a process of its own prints."""
+"""The end of the name of the file beside the folder of the model, runs/a/model.agent.log, that gets what an agent in a
+process of its own prints. The folder itself takes its place only once it is whole."""
 
 _NO_TOOLS = "knows no tools, set sft.base to tiny-qwen3-tools, or to the folder of a model that knows them"
 
@@ -116,9 +117,7 @@ class Demonstrator:
 
             episodes = await asyncio.gather(*map(play_one, range(count)))
         if not any(episode.rows for episode in episodes):
-            sft = self._config.sft
-            hint = "" if self._knows_tools else f". As the chat template of sft.base {sft.base} {_NO_TOOLS}"
-            raise ConfigError(f"all episodes of sft.oracle {sft.oracle!r} failed: {episodes[0].error}{hint}")
+            raise ConfigError(f"all episodes of sft.oracle {self._config.sft.oracle!r} failed: {episodes[0].error}")
         return episodes
 
     async def _open_agents(self, stack: AsyncExitStack) -> AgentRunner:
@@ -127,7 +126,8 @@ class Demonstrator:
         stack.push_async_callback(endpoint.aclose)
         agent = load_agent(task.agent) if not task.agent_python else None
         if agent is None:
-            agent = AgentProcess(task.agent, Path(self._config.model.path) / AGENT_LOG, task.agent_python)
+            model = Path(self._config.model.path)
+            agent = AgentProcess(task.agent, model.with_name(f"{model.name}.{AGENT_LOG}"), task.agent_python)
             stack.push_async_callback(agent.aclose)
         return AgentRunner(agent, endpoint, self._times, task.max_concurrent_calls)
 
@@ -135,8 +135,9 @@ class Demonstrator:
         prompt = self._task.prompt(index)
         rng = random.Random(self._config.run.seed + index)
         open_session = partial(
-            OracleSession, self._oracle, rng, self._tokenizer, self._renderer, self._reader, self._sizes
-        )
+            OracleSession, self._oracle, rng, self._tokenizer, self._renderer, self._reader, self._sizes,
+            self._config.sft.base,
+        )  # fmt: skip
         if agents is not None:
             return await agents.run(prompt.question, open_session)
         episode = await self._envs.run(partial(self._open_env, prompt), open_session)
@@ -165,6 +166,9 @@ class OracleSession(Session):
     """A session whose replies an oracle writes. Each ends with the end-of-text token, and all logprobs are 0.
 
     A reply that is too long is cut off where the engine would cut it off.
+
+    Args:
+        base: sft.base, which an error names.
     """
 
     def __init__(
@@ -175,6 +179,7 @@ class OracleSession(Session):
         renderer: TurnRenderer,
         reader: ReplyReader,
         limits: SessionLimits,
+        base: str,
     ) -> None:
         async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
             text = oracle(_conversation.get(), rng)
@@ -187,11 +192,14 @@ class OracleSession(Session):
             )  # fmt: skip
 
         super().__init__(generate, renderer, reader, limits)
+        self._base = base
 
     @asynccontextmanager
     async def offer(
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), **options: Any
     ) -> AsyncIterator[Reply]:
+        if tools and not self._reader.reads_calls:
+            raise ConfigError(f"the agent has tools. As the chat template of sft.base {self._base} {_NO_TOOLS}")
         _conversation.set(messages)  # the task that samples the reply inherits it
         async with super().offer(messages, tools, **options) as reply:
             yield reply

@@ -13,13 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, shown
 from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
-from rollout_server.episodes.conversation.messages import Message, plain_messages
+from rollout_server.episodes.conversation.messages import Message, plain_messages, tools_text
 from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Attempt, Episode, EpisodeFailedError, EpisodeLimits, finite, first_success
-from rollout_server.episodes.tools.tool import ToolCaller
+from rollout_server.episodes.tools.tool import Tool, ToolCaller
 from rollout_server.episodes.user_code.faults import Fault
 from rollout_server.episodes.user_code.time_limits import OverdueError
 
@@ -66,12 +66,14 @@ class _EnvAttempt(Attempt):
 
     async def play(self) -> None:
         """Let the environment and the model speak in turn until the environment is done."""
-        env = self._env = self._open()
+        env = self._open()
         messages = _messages(await self._call(env.start, "the environment's start"))
         schemas = self._tools.schemas()
         while True:
             try:
                 reply = await self.session.reply(messages, schemas)
+            except AsyncRLError:  # some are ValueErrors: of an oracle that raised
+                raise
             except ValueError as error:
                 raise EpisodeFailedError(f"the environment's messages can't be shown to the model: {error}") from error
             said, calls = reply.message, reply.message.get("tool_calls", [])
@@ -94,9 +96,9 @@ class _EnvAttempt(Attempt):
 
     def _open(self) -> Env:
         try:
-            env = self._open_env()
-            self._tools.tools = tuple(env.tools)
-        except AsyncRLError:
+            env = self._env = self._open_env()
+            self._tools.tools = tuple(map(_tool, env.tools))
+        except (AsyncRLError, EpisodeFailedError):
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             fault = Fault.of(error)
@@ -136,6 +138,33 @@ async def _awaited(method: Callable[[], Awaitable[Result]], what: str) -> Result
     return await result
 
 
+def _tool(found: Any) -> Tool:
+    """Return a tool of an environment, made of the function `found` if it is one.
+
+    Raises:
+        ConfigError: the function can't be described to the model.
+        EpisodeFailedError: it is neither a function nor a Tool, or a Tool whose schema can't be shown to the model.
+    """
+    if not isinstance(found, Tool):
+        if isinstance(found, type) or not callable(found):
+            raise EpisodeFailedError(
+                f"the environment's tools must be functions or Tools, got {shown(found)}. Tool(schema) of "
+                "rollout_server.episodes.tools.tool is a tool whose calls the environment's step gets; of an object, "
+                "list the methods"
+            )
+        return Tool.from_function(found)
+    try:
+        tools_text([found.schema])
+        if isinstance(found.schema["function"]["name"], str):
+            return found
+    except (KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise EpisodeFailedError(
+        'the schema of a Tool must be {"type": "function", "function": {"name": ..., "parameters": ...}} as JSON has '
+        f"it, got {shown(found.schema)}"
+    )
+
+
 def _messages(messages: Any) -> list[Message]:
     """Return the messages of an environment, with all content as plain text.
 
@@ -149,7 +178,7 @@ def _messages(messages: Any) -> list[Message]:
         )
     try:
         return plain_messages(messages)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a generator is the environment's code
         raise EpisodeFailedError(f"the environment's messages can't be shown to the model: {error}") from error
 
 
@@ -160,10 +189,24 @@ def _checked(step: Step) -> Step:
         EpisodeFailedError: it is no Step, one of its numbers or names can't be used, or the model has nothing to reply
             to.
     """
+    try:
+        return _with_floats(step)
+    except EpisodeFailedError:
+        raise
+    except Exception as error:  # the classes of its values are the environment's: an array is neither true nor false
+        fault = Fault.of(error)
+        raise EpisodeFailedError(f"the environment's Step can't be read: {fault}", fault) from error
+
+
+def _with_floats(step: Step) -> Step:
+    """Return the step as `_checked` does; it raises whatever the code of the step's values does."""
     if not isinstance(step, Step):
         raise EpisodeFailedError(f"the environment's step must return a Step, got {step!r:.200}")
     if not step.done and not step.messages:
         raise EpisodeFailedError("the environment's Step must hold messages for the model, or be done, got neither")
+    if not isinstance(step.metrics, Mapping):
+        allowed = "a mapping of names to numbers"
+        raise EpisodeFailedError(f"the metrics of a step must be {allowed}, got {step.metrics!r:.200}")
     for name in step.metrics:
         if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not name.isprintable():
             allowed = f"printable text of at most {MAX_NAME_CHARS} characters"

@@ -23,7 +23,7 @@ MakeEnv = Callable[[Question | None, int, int], Env]
 """Takes (question, index, seed) and returns a fresh environment.
 
 The question is that of the task, None if the run has only an environment. All episodes of a group have the same
-question and index. Each has another seed.
+question and index. Each has another seed. Held-out episodes have the indices -1, -2, ...
 """
 
 
@@ -80,7 +80,9 @@ def load_task_env(config: Config) -> Callable[[Prompt, int], Env]:
 
     def open_env(prompt: Prompt, seed: int) -> Env:
         question = prompt.question
-        return make(question, prompt.index, seed) if has_questions else make(None, question.ground_truth, seed)
+        if not has_questions:
+            return make(None, question.ground_truth, seed)
+        return make(question, -1 - prompt.index if prompt.is_held_out else prompt.index, seed)
 
     return open_env
 

@@ -175,8 +175,8 @@ class MultiTurnPlayer:
         return dict(counts)
 
     def drain_notes(self) -> list[str]:
-        """Return what agents asked for in vain, in lines for the console, since the last call."""
-        notes, self._endpoint.notes = self._endpoint.notes, []
+        """Return what agents asked for in vain and a parser's errors, in lines for the console, since the last call."""
+        notes, self._endpoint.notes, self._reader.notes = self._endpoint.notes + self._reader.notes, [], []
         return notes
 
     async def aclose(self) -> None:

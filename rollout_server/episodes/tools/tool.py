@@ -149,14 +149,14 @@ class ToolCaller:
         num_failed = len(calls) - len(run) + len(errors)
         self.counts.calls += num_failed
         self.counts.failed += num_failed
-        return [*answers, *(Message(role="tool", content=f"error: {error}") for error in told)]
+        return [*answers, *map(_malformed, told)]
 
     async def _answer(self, call: ToolCall) -> Message:
         name = call["function"]["name"]
         try:
             text = _shortened(await self._run(name, call["function"]["arguments"]))
         except ValidationError as error:
-            text = "error: " + "; ".join(_argument_errors(error))
+            text = _shortened("error: " + "; ".join(_argument_errors(error)))
             self.counts.failed += 1
         except OverdueError as error:
             text = f"error: {error}"
@@ -190,7 +190,17 @@ async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> st
         result = await checked(**arguments)
     else:
         result = await in_thread(partial(checked, **arguments))
+        if inspect.isawaitable(result):  # of a `def` that passes its call on to an `async def`
+            result = await result
     return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def _malformed(error: str) -> Message:
+    """Return the message that tells the model of a call that can't be read.
+
+    Some chat templates refuse results without an id of nine letters and digits, and without a name.
+    """
+    return Message(role="tool", content=_shortened(f"error: {error}"), tool_call_id="malformed", name="unknown")
 
 
 def _shortened(text: str) -> str:

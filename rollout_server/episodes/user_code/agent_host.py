@@ -13,6 +13,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 import threading
@@ -90,8 +91,13 @@ def _told(reward: Any) -> dict[str, Any]:
     """Return the field of a reply that tells a reward: the number, or the text of what is none."""
     try:
         return {"reward": float(reward)}
-    except (TypeError, ValueError):  # as in the process of a worker, no fault of the model
-        return {"no_number": repr(reward)[:200]}
+    except OverflowError:
+        return {"reward": math.inf}
+    except Exception:  # as in the process of a worker, no fault of the model
+        try:
+            return {"no_number": repr(reward)[:200]}
+        except Exception:
+            return {"no_number": f"a value of the class {type(reward).__name__} that can't be shown"}
 
 
 async def _result(agent: Any, *args: Any, **options: Any) -> Any:

@@ -50,6 +50,12 @@ def forget(question: Any, base_url: str, api_key: str) -> None:
     solve(question, base_url, api_key)
 
 
+def overshoot(question: Any, base_url: str, api_key: str) -> Any:
+    """Returns a number that is no float."""
+    solve(question, base_url, api_key)
+    return 10**5000
+
+
 async def misbehave(question: Any, base_url: str, api_key: str) -> float:
     """Does what the question's `act` says, after a reply; without one it works."""
     reward = await asyncio.to_thread(solve, question, base_url, api_key)

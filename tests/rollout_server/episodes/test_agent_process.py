@@ -82,10 +82,15 @@ def test_an_agent_that_raises_in_its_process_fails_its_episode(tmp_path: Path) -
     assert (episode.end, episode.error) == ("failed", said) and "in fail" in episode.traceback
 
 
-def test_an_agent_that_returns_no_number_in_its_process_fails_its_episode(tmp_path: Path) -> None:
-    (episode,) = played("forget", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "said"), [("forget", "must be a number, got None"), ("overshoot", "must be a finite number, got inf")]
+)
+def test_an_agent_that_returns_no_number_in_its_process_fails_its_episode(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    (episode,) = played(name, tmp_path)
     assert (episode.end, episode.metrics["failed"], episode.rows) == ("failed", 2, ())
-    assert episode.error == "the reward that the agent returns must be a number, got None"
+    assert episode.error == f"the reward that the agent returns {said}"
 
 
 def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMITS) -> list[Episode]:
@@ -162,6 +167,24 @@ def test_an_agent_is_cancelled_in_its_process(tmp_path: Path) -> None:
 def test_an_agent_that_blocks_does_not_hold_its_process(tmp_path: Path) -> None:
     (episode,) = played("block", tmp_path, limits=EpisodeLimits(tool_s=5, turn_s=600, episode_s=3))
     assert episode.end == "timeout"
+
+
+def test_the_log_of_an_agent_is_written_in_a_new_folder(tmp_path: Path) -> None:
+    (episode,) = played("solve", tmp_path / "no" / "folder" / "yet")
+    assert episode.end == "done" and (tmp_path / "no" / "folder" / "yet" / "agent.log").is_file()
+
+
+def test_a_python_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
+    async def call() -> None:
+        agent = AgentProcess(f"{PLACE}:solve", tmp_path / "agent.log", str(tmp_path / "python"))
+        try:
+            await agent(Question(messages=(), ground_truth=""), "", "")
+        finally:
+            await agent.aclose()
+
+    said = rf"can't start with the Python {tmp_path}/python \(task.agent_python\) and the log .*: \[Errno 2\] No such"
+    with pytest.raises(ProcessDiedError, match=said):
+        asyncio.run(call())
 
 
 def test_an_agent_that_can_not_be_imported_is_a_clear_error(tmp_path: Path) -> None:

@@ -209,6 +209,26 @@ def test_an_agent_that_never_asks_the_policy_fails() -> None:
     assert episode.end == "failed" and "must use its base_url" in episode.error
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools can't be called: the format of this"),
+        ({"n": 2}, "the policy can't be trained on a reply with n: leave it out"),
+    ],
+    ids=["tools", "n"],
+)
+def test_an_agent_whose_first_request_is_refused_fails_with_the_reason(options: dict[str, Any], said: str) -> None:
+    async def agent(question: Question, base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
+            with contextlib.suppress(openai.BadRequestError):
+                await llm.chat.completions.create(model="policy", messages=list(question.messages), **options)  # type: ignore[call-overload]
+        return 0.0
+
+    episode = played(agent)
+    assert episode.end == "failed"
+    assert episode.error.startswith(f"the agent got no reply of the policy to its first request: {said}")
+
+
 def test_an_agent_whose_first_request_does_not_fit_fails_with_the_limit() -> None:
     async def agent(question: Question, base_url: str, api_key: str) -> float:
         with contextlib.suppress(openai.BadRequestError):

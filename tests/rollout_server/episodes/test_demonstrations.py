@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import APIStatusError, OpenAI
 
 from async_rl.config import RunConfig, TaskConfig
 from async_rl.errors import ConfigError
@@ -66,6 +66,10 @@ def echo(messages: Sequence[Message], rng: random.Random) -> str:
 
 def fails(messages: Sequence[Message], rng: random.Random) -> str:
     raise ValueError("out of ideas")
+
+
+def fails_at_more(messages: Sequence[Message], rng: random.Random) -> str:
+    return fails(messages, rng) if messages[-1]["content"] == "more" else "x"
 
 
 def says_nothing(messages: Sequence[Message], rng: random.Random) -> None:
@@ -175,11 +179,13 @@ def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskCo
 @pytest.mark.processes
 def test_an_agent_in_a_process_of_its_own_is_shown_too(tmp_path: Path) -> None:
     config = make_config(
-        tmp_path, task={"name": SPELL, "size": 4, "agent": f"{HERE}:asks", "agent_python": sys.executable},
+        tmp_path / "new" / "model",
+        task={"name": SPELL, "size": 4, "agent": f"{HERE}:asks", "agent_python": sys.executable},
         rollout={"max_response_tokens": 200, "max_episode_tokens": 900},
         sft={"base": "tiny-qwen3-tools", "oracle": f"{HERE}:calls_once"},
     )  # fmt: skip
     assert summary_of(Demonstrator(config, tool_tokenizer()).play(2)) == "2 episodes of the oracle, mean reward 1.000"
+    assert (tmp_path / "new" / "model.agent.log").is_file() and not (tmp_path / "new" / "model").exists()
 
 
 def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:
@@ -189,7 +195,7 @@ def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser must be .* knows no tools, set sft.base to"):
         Demonstrator(config, TOKENIZER)
     task = TaskConfig(name=SPELL, size=2, agent=f"{HERE}:asks")
-    with pytest.raises(ConfigError, match=r"all episodes .* failed: .* of sft.base tiny-qwen2 knows no tools"):
+    with pytest.raises(ConfigError, match=r"the agent has tools. As the .* of sft.base tiny-qwen2 knows no tools"):
         Demonstrator(replace(config, task=task), TOKENIZER).play(2)
 
 
@@ -216,6 +222,7 @@ def test_a_reply_and_an_episode_are_cut_off_at_the_limits_of_the_run() -> None:
         ({"oracle": f"{HERE}:nobody"}, "sft.oracle .*defines no nobody"),
         ({"oracle": f"{HERE}:takes_one"}, r"sft.oracle .*must be a function \(messages, rng\) that returns a reply"),
         ({"oracle": f"{HERE}:fails"}, "sft.oracle .*raised ValueError: out of ideas, at .*test_demonstrations.py"),
+        ({"oracle": f"{HERE}:fails_at_more"}, "sft.oracle .*raised ValueError: out of ideas, at "),
         ({"oracle": f"{HERE}:says_nothing"}, "sft.oracle .*must return a text, got None"),
         ({"env": f"{HERE}:echo"}, "task.env .*must be a class with the `async def` methods"),
         ({"env": f"{HERE}:WithTools"}, "task.env .* has tools. .* of sft.base tiny-qwen2 knows no tools"),
@@ -223,8 +230,28 @@ def test_a_reply_and_an_episode_are_cut_off_at_the_limits_of_the_run() -> None:
     ],
 )
 def test_what_is_wrong_with_an_oracle_or_its_environment_is_an_error(names: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"^{message}") as raised:
         play(**names)
+    assert ("tools" in str(raised.value)) == ("WithTools" in names.get("env", ""))
+
+
+def shrugs(question: Question, base_url: str, api_key: str) -> float:
+    """An agent of two turns that takes each refusal of a request for a wrong answer."""
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        try:
+            for text in ("?", "more"):
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+        except APIStatusError:
+            return 0.0
+    return 1.0
+
+
+@pytest.mark.parametrize("oracle", ["fails", "fails_at_more"])
+def test_an_oracle_that_raises_is_told_whatever_the_agent_makes_of_it(oracle: str) -> None:
+    task = TaskConfig(name=SPELL, size=4, agent=f"{HERE}:shrugs")
+    config = make_config(task=task, rollout={"max_response_tokens": 20}, sft={"oracle": f"{HERE}:{oracle}"})
+    with pytest.raises(ConfigError, match=rf"^sft.oracle '{HERE}:{oracle}' raised ValueError: out of ideas, at "):
+        Demonstrator(config, TOKENIZER).play(2)
 
 
 def test_the_base_must_have_a_chat_template_that_only_appends() -> None:

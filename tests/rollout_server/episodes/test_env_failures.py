@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout_server.episodes.conversation.messages import Message
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import JsonParser, ReplyReader
+from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.env_runner import EnvRunner
+from rollout_server.episodes.tools.tool import Tool
 from tests.kit.episodes.scripted_env import DONE, END, LIMITS, MORE, TOKENIZER, Scripted, played
 from tests.kit.episodes.sessions import scripted, session_of
+from tests.kit.tokenizers import end_tokens, tokenizer_of
 
 
 def test_a_step_that_is_a_plain_def_is_told() -> None:
@@ -78,6 +85,95 @@ def test_a_constructor_that_exits_fails_its_episode() -> None:
         return await EnvRunner(LIMITS, 1).run(make, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [END]))
 
     assert "the environment can't be created: SystemExit: no licence, at " in asyncio.run(play()).error
+
+
+def price(item: str) -> int:
+    """Look up a price.
+
+    Args:
+        item: its name.
+    """
+    return {"pear": 5}[item]
+
+
+SCHEMA = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+class Shop(Scripted):
+    """An environment with these tools, whose step gets the results that the model has seen."""
+
+    def __init__(self, *tools: Any, steps: Sequence[Step] = (DONE,)) -> None:
+        super().__init__(*steps)
+        self.tools = tools
+
+
+def test_a_function_among_the_tools_of_an_environment_is_a_tool() -> None:
+    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+    replies = ['<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>', "It is 5."]
+
+    def opened() -> Session:
+        reader = ReplyReader(tokenizer, ends, JsonParser("hermes"))
+        sizes = SessionLimits(max_tokens=900, max_reply_tokens=100, max_turns=9)
+        return Session(scripted(tokenizer, replies), TurnRenderer(tokenizer, ends), reader, sizes)
+
+    episode = asyncio.run(EnvRunner(LIMITS, 4).run(lambda: Shop(price), opened))
+    assert (episode.end, episode.answer) == ("done", "It is 5."), episode.error
+    assert episode.messages[-2]["content"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ((SCHEMA,), "the environment's tools must be functions or Tools, got {'type': 'function'"),
+        ((Shop,), "the environment's tools must be functions or Tools, got <class"),
+        ((Tool({"name": "look"}),), "the schema of a Tool must be .* got {'name': 'look'}"),
+        ((Tool({"function": {"name": "look", "enum": {1}}}),), "the schema of a Tool must be .* as JSON has it"),
+        (None, "the environment can't be created: TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_what_is_no_tool_of_an_environment_fails_its_episode(tools: Any, said: str) -> None:
+    envs = Shop(), Shop()
+    for env in envs:
+        env.tools = tools
+    episode = played(*envs)
+    assert episode.end == "failed" and re.match(said, episode.error), episode.error
+    assert [env.num_closed for env in envs] == [1, 1]
+
+
+class Odd:
+    """A number that can't be read."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+
+class Unmade:
+    """Messages that can't be made."""
+
+    def __iter__(self) -> Iterator[Message]:
+        raise KeyError("no room")
+
+
+FLOATS = "must be a finite number, got one beyond the range of a float"
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ({"metrics": None}, "the metrics of a step must be a mapping of names to numbers, got None"),
+        ({"metrics": ["a"]}, "the metrics of a step must be a mapping of names to numbers, got ['a']"),
+        ({"metrics": {"a": 10**400}}, f"the metric a of a step {FLOATS}"),
+        ({"reward": -(10**5000)}, f"the reward of a step {FLOATS}"),
+        ({"reward": [10**5000]}, "the reward of a step must be a number, got a value of the class list that can't be"),
+        ({"reward": Odd()}, "the reward of a step must be a number, got <"),
+        ({"done": False, "messages": np.zeros(2)}, "the environment's Step can't be read: ValueError: The truth value"),
+        ({"done": False, "messages": Unmade()}, "the environment's messages can't be shown to the model: 'no room'"),
+    ],
+    ids=range(8),
+)
+def test_a_step_that_can_not_be_read_fails_its_episode(step: Any, said: str) -> None:
+    episode = played(*(Scripted(Step(**{"done": True, **step})) for _ in range(2)))
+    assert episode.end == "failed" and episode.error.startswith(said), episode.error
 
 
 def test_errors_are_of_one_kind_if_they_come_from_one_place_whatever_they_say() -> None:

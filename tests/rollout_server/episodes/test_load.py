@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 from async_rl.config import TaskConfig
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
+from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Step
 from rollout_server.episodes.players.load import load_agent, load_env, load_task_env
 from rollout_server.question import Question
+from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config
 
 HERE = "tests.rollout_server.episodes.test_load"
@@ -105,6 +108,26 @@ def test_params_are_those_of_the_task_with_a_name_and_else_of_the_environment() 
         opened("Hard", **named)
     with pytest.raises(ConfigError, match=r"'level'.* the others come from task.params, got {}"):
         opened("Hard", path="x.jsonl")
+
+
+class Numbered(Asking):
+    def __init__(self, index: int, question: Question | None = None) -> None:
+        self.index = index
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"), [("reasoning_gym/spell_backward", [0, 1, 2, 3, 4]), ("", [0, 1, 2, 3])], ids=["questions", ""]
+)
+def test_held_out_episodes_have_negative_indices_with_and_without_questions(name: str, trained: list[int]) -> None:
+    config = make_config(task=TaskConfig(name=name, env=f"{HERE}:Numbered", size=4), eval={"size": 3})
+    task, opened = open_task(config, character_tokenizer()), load_task_env(config)
+
+    def indices(prompts: Sequence[Prompt]) -> list[int]:
+        envs: list[Any] = [opened(prompt, 0) for prompt in prompts]
+        return [env.index for env in envs]
+
+    assert indices(task.eval_prompts()) == [-1, -2, -3]
+    assert sorted({*indices([task.prompt(number) for number in range(5)])}) == trained
 
 
 def test_an_agent_is_a_function_with_three_arguments() -> None:

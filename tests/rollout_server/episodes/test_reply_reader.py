@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from aiohttp import web
 
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.network import authorization
-from rollout_server.engines.base import SampledReply
+from learner.models.tiny_model import tool_tokenizer
+from rollout_server.engines.base import GenerationRequest, SampledReply
 from rollout_server.episodes.conversation.messages import user
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import (
@@ -23,11 +25,20 @@ from rollout_server.episodes.conversation.reply_reader import (
     open_parser,
 )
 from rollout_server.episodes.conversation.session import Session, SessionLimits
+from rollout_server.episodes.players.player import MultiTurnPlayer
+from rollout_server.tasks.base import open_task
+from tests.kit.configs import make_config
 from tests.kit.engines.fakes import completion
 from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.models import save_tiny_model
 from tests.kit.tokenizers import end_tokens, template, tokenizer_of
 
 ADD = ("add", '{"a": 1}')
+JSON = '{"name": "add", "arguments": {"a": 1}}'
+CALL = f"<tool_call>{JSON}</tool_call>"
+MARK = ("ask", '{"q": "what is </think>?"}')
+JSON_MARK = f'{{"name": "{MARK[0]}", "arguments": {MARK[1]}}}'
+ASK_MARK = f"<tool_call>{JSON_MARK}</tool_call>"
 SCHEMA = {
     "type": "function",
     "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
@@ -43,6 +54,15 @@ SCHEMA = {
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}', Parsed("", (ADD,))),  # the end is missing
         ('<tool_call>\n{"name": "add", "parameters": {"a": 1}}</tool_call> so', Parsed("", (ADD,))),
         ('<think><tool_call>{"a"}</tool_call></think>\n4', Parsed('<think><tool_call>{"a"}</tool_call></think>\n4')),
+        (f"<think>a</think>{CALL}", Parsed("<think>a</think>", (ADD,))),
+        (f"<think>as {CALL} or", Parsed(f"<think>as {CALL} or")),  # the thinking was never closed
+        (f"{CALL}<think>as {CALL} or", Parsed("", (ADD,))),
+        (f"{CALL}<think>as {CALL}</think>{CALL}", Parsed("", (ADD, ADD))),
+        (f"as {CALL} or</think>{CALL}", Parsed(f"as {CALL} or</think>", (ADD,))),  # the prompt opened the thinking
+        (f"the mark <tool_call> or</think>so:{CALL}", Parsed("the mark <tool_call> or</think>so:", (ADD,))),
+        (ASK_MARK, Parsed("", (MARK,))),
+        (f"<think>a</think>so:{ASK_MARK}{CALL}", Parsed("<think>a</think>so:", (MARK, ADD))),
+        (f"as {ASK_MARK} or</think>{CALL}", Parsed(f"as {ASK_MARK} or</think>", (ADD,))),
     ],
 )
 def test_calls_of_qwen_and_hermes_are_read(text: str, expected: Parsed) -> None:
@@ -56,6 +76,12 @@ def test_calls_of_qwen_and_hermes_are_read(text: str, expected: Parsed) -> None:
         ('{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD,))),
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', Parsed("", (ADD, ADD))),
+        (f"<think>a</think>{JSON}", Parsed("<think>a</think>", (ADD,))),
+        (f"<think>{JSON} or", Parsed(f"<think>{JSON} or")),
+        (f"{JSON} or</think>{JSON}", Parsed(f"{JSON} or</think>", (ADD,))),
+        (f"{{or</think>{JSON}", Parsed("{or</think>", (ADD,))),
+        (JSON_MARK, Parsed("", (MARK,))),
+        (f"<think>a</think>{JSON_MARK}; {JSON}", Parsed("<think>a</think>", (MARK, ADD))),
     ],
 )
 def test_calls_of_llama_are_read(text: str, expected: Parsed) -> None:
@@ -97,9 +123,12 @@ LONG = 1_000_000
         "<tool_call>a" + " " * LONG + "b", "<tool_call>" + "\n" * LONG + "b", "\n" * LONG + "b",
         "<|python_tag|>" + " " * LONG + "b", '{"name": "f", "parameters": {}}' + " " * LONG + "b",
         '{"name": "f", "parameters": {}}' + " ;" * LONG, "<tool_call>" * (LONG // 10), "</think" * (LONG // 10),
-        "<tool_call>{}</tool_call>" * (LONG // 100),
+        "<tool_call>{}</tool_call>" * (LONG // 100), "<think>" * (LONG // 10), "</think>" * (LONG // 10),
+        "<tool_call></think>" * (LONG // 10), "<tool_call>" * (LONG // 10) + "</think>",
+        "<think></think><tool_call>" * (LONG // 10), "<think><tool_call>" * (LONG // 10), "{</think>" * (LONG // 10),
+        '{"":"","<think></think>' * (LONG // 10), "</think>" + "\n" * LONG + "</think>",
     ],
-    ids=range(9),
+    ids=range(18),
 )  # fmt: skip
 def test_a_degenerate_reply_is_read_in_the_time_of_its_length(name: str, text: str) -> None:
     assert isinstance(json_calls(text, name), Parsed)
@@ -146,8 +175,33 @@ def test_a_parser_of_the_users_reads_any_format() -> None:
     read = [asyncio.run(parse(text, [SCHEMA])) for text in "abcdefgh"]
     assert {parsed.calls[0][0] for parsed in read if parsed.calls} == {"look_up"}
     assert {parsed.content for parsed in read if not parsed.calls} <= set("abcdefgh")
-    with pytest.raises(ConfigError, match=r"rollout\.tool_parser 'no\.such:thing' can't be imported"):
-        open_parser("no.such:thing", template("qwen2_5"), "", {})
+    for name, said in (
+        ("no.such:thing", "can't be imported"),
+        (f"{__name__}:tokenizer_of", r"must be a function \(text, tools\) that returns a Parsed of .*: too many"),
+        (f"{__name__}:LONG", r"must be a function \(text, tools\) that returns a Parsed of .*: 1000000 is not a call"),
+    ):
+        with pytest.raises(ConfigError, match=rf"rollout\.tool_parser '{name}' {said}"):
+            open_parser(name, template("qwen2_5"), "", {})
+
+
+def parsed(*values: Any) -> Parsed:
+    return Parsed(*values)
+
+
+def reader_of(result: Any, is_async: bool) -> tuple[ReplyReader, list[int]]:
+    """A reader with a parser that returns or raises `result`, and the tokens of a reply."""
+
+    def parse(text: str, tools: Any) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def parse_later(text: str, tools: Any) -> Any:
+        return parse(text, tools)
+
+    tokenizer = tokenizer_of("qwen2_5")
+    reader = ReplyReader(tokenizer, end_tokens("qwen2_5"), parse_later if is_async else parse)
+    return reader, tokenizer("It is 4.")["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -155,21 +209,37 @@ def test_a_parser_of_the_users_reads_any_format() -> None:
     [
         (KeyError("name"), "can't be read: KeyError: 'name'"),
         (ValueError("bad call"), "can't be read: ValueError: bad call"),
-        ({"calls": []}, "TypeError: a parser must return a Parsed"),
-        (Parsed("", (("add", {"a": 1}),)), "TypeError: a parser must return a Parsed"),  # type: ignore[arg-type]
+        ({"calls": []}, "TypeError: a parser must return a Parsed of rollout_server.episodes."),
+        (parsed(4), "the content of a Parsed must be text, got 4"),
+        (parsed("", (("add", {"a": 1}),)), "the calls of a Parsed must be pairs of texts, the name"),
+        (parsed("", (("add", "{}", "id"),)), "the calls of a Parsed must be pairs of texts, the name"),
+        (parsed("", ("ab",)), "the calls of a Parsed must be pairs of texts, the name"),
+        (parsed("", None), "got None"),
+        (parsed("", (), None), "the errors of a Parsed must be a tuple of texts, got None"),
+        (parsed("", (), "bad"), "the errors of a Parsed must be a tuple of texts, got 'bad'"),
     ],
+    ids=range(10),
 )
-def test_a_parser_of_the_users_that_fails_is_an_error_that_the_model_reads(result: Any, said: str) -> None:
-    async def parse(text: str, tools: Any) -> Parsed:
-        if isinstance(result, Exception):
-            raise result
-        return result  # type: ignore[no-any-return]
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_parser_of_the_users_that_fails_is_an_error_that_the_model_reads(
+    result: Any, said: str, is_async: bool
+) -> None:
+    reader, tokens = reader_of(result, is_async)
+    for _ in range(2):
+        read = asyncio.run(reader.read(tokens, [SCHEMA]))
+        assert read.message == {"role": "assistant", "content": "It is 4."}
+        (error,) = read.errors
+        assert said in error
+    (note,) = reader.notes
+    assert note.startswith("rollout.tool_parser failed on a reply: ") and said.removeprefix("can't be read: ") in note
 
-    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
-    read = asyncio.run(ReplyReader(tokenizer, ends, parse).read(tokenizer("It is 4.")["input_ids"], [SCHEMA]))
-    assert read.message == {"role": "assistant", "content": "It is 4."}
-    (error,) = read.errors
-    assert said in error
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_parser_of_the_users_may_be_plain_give_lists_and_leave_the_content_out(is_async: bool) -> None:
+    reader, tokens = reader_of(parsed(None, [["add", "{}"]], ["half a call"]), is_async)
+    read = asyncio.run(reader.read(tokens, [SCHEMA]))
+    assert read.message["content"] == "" and read.message["tool_calls"][0]["function"]["name"] == "add"
+    assert (read.errors, reader.notes) == (("half a call",), [])
 
 
 def with_parser_server(answer: Any, use: Callable[[ServerParser], Awaitable[Any]]) -> Any:
@@ -242,3 +312,32 @@ def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread)
     assert read("qwen25", "It is 4.") == Parsed("It is 4.")
     lost = read("qwen25", "<tool_call>\n{\n</tool_call>")
     assert not lost.calls and lost.errors
+
+
+def loses(text: str, tools: Any) -> Parsed:
+    raise KeyError("name")
+
+
+def test_the_console_has_the_first_error_of_a_parser_once(tmp_path: Path) -> None:
+    save_tiny_model("tiny-qwen3-tools", tmp_path, seed=0)
+    tokenizer = tool_tokenizer()
+    config = make_config(
+        tmp_path, task={"name": "reasoning_gym/spell_backward", "tools": ["tests.kit.episodes.example_tools:add"]},
+        rollout={"engine": "hf", "tool_parser": f"{__name__}:loses", "max_turns": 2, "max_episode_tokens": 900},
+    )  # fmt: skip
+
+    async def generate(request: GenerationRequest) -> list[SampledReply]:
+        return [completion([*tokenizer("x")["input_ids"], tokenizer.eos_token_id])] * request.n
+
+    async def notes() -> list[list[str]]:
+        player = MultiTurnPlayer(config, tokenizer, generate, "", tmp_path / "log")
+        request = GenerationRequest(
+            group_id=0, prompt=open_task(config, tokenizer).prompt(0), start_version=0, seed=0, n=2, max_tokens=9,
+            temperature=1.0,
+        )  # fmt: skip
+        episodes = await player.play(request)
+        assert [episode.metrics["failed_tool_calls"] for episode in episodes] == [2, 2]
+        return [player.drain_notes(), player.drain_notes()]
+
+    (note,), nothing = asyncio.run(notes())
+    assert note.startswith(f"rollout.tool_parser failed on a reply: KeyError: 'name', at {__file__}:") and not nothing

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from typing import Any
@@ -196,9 +197,60 @@ def test_a_reply_with_hundreds_of_malformed_calls_is_told_of_a_few() -> None:
     assert (caller.counts.calls, caller.counts.failed) == (101, 100)
 
 
-def test_a_long_result_loses_its_middle() -> None:
-    (text,), _ = answered(call("fail", {"text": "x" * 50_000}))
-    assert len(text) < MAX_RESULT_CHARACTERS + 50 and text.startswith("error: ValueError: xxx") and "characters" in text
+async def total(numbers: list[int]) -> int:
+    return sum(numbers)
+
+
+def passes_on(numbers: list[int]) -> Any:
+    """Add whole numbers.
+
+    Args:
+        numbers: The numbers.
+    """
+    return total(numbers)
+
+
+def test_a_long_result_or_error_loses_its_middle() -> None:
+    texts, _ = answered(
+        call("fail", {"text": "x" * 50_000}), call("passes_on", {"numbers": ["x"] * 1000}, 1),
+        tools=[Tool.from_function(example_tools.fail), Tool.from_function(passes_on)], errors=("x" * 50_000,),
+    )  # fmt: skip
+    for text, start in zip(texts, ("error: ValueError: xxx", "error: numbers.0: Input", "error: xxx"), strict=True):
+        assert len(text) < MAX_RESULT_CHARACTERS + 50 and text.startswith(start) and "characters" in text
+
+
+def test_the_awaitable_that_a_plain_function_returns_is_awaited() -> None:
+    texts, caller = answered(call("passes_on", {"numbers": [1, 2]}), tools=[Tool.from_function(passes_on)])
+    assert (texts, caller.counts.failed) == (["3"], 0)
+
+
+WANTS_IDS = """{%- for message in messages %}
+{%- if message.role == "tool" %}
+{%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 or message.name is not defined %}
+{{- raise_exception("a result needs an id of nine characters, and a name") }}
+{%- endif %}{{- "[RESULT]" + message.content + "[/RESULT]" }}
+{%- elif message.role == "user" %}{{- "[INST]" + message.content + "[/INST]" }}
+{%- else %}{{- message.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+"""A chat template that wants of results what Mistral's wants."""
+
+
+def test_a_malformed_call_is_told_by_a_template_that_wants_ids() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
+    tokenizer.chat_template = WANTS_IDS
+    ends, replies = [tokenizer.eos_token_id], ["<tool_call>{bad</tool_call>", "I can't."]
+    question = Question(messages=({"role": "user", "content": "17+25?"},), ground_truth="42")
+
+    def opened() -> Session:
+        reader = ReplyReader(tokenizer, ends, JsonParser("hermes"))
+        return Session(scripted(tokenizer, replies), TurnRenderer(tokenizer, ends), reader, LIMITS)
+
+    runner = EnvRunner(EpisodeLimits(tool_s=5, turn_s=5, episode_s=10), 4)
+    tools = [Tool.from_function(example_tools.add)]
+    episode = asyncio.run(runner.run(lambda: QuestionEnv(question, tools), opened))
+    assert (episode.end, episode.answer) == ("done", "I can't."), episode.error
+    assert "[RESULT]error: '{bad' is no tool call" in tokenizer.decode(episode.rows[0].tokens)
 
 
 def test_a_class_is_a_set_of_tools_with_the_state_of_one_episode() -> None:

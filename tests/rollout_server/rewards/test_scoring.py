@@ -117,6 +117,28 @@ def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
         read_verdict(value)
 
 
+class Odd:
+    """A number that can't be read."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (-(10**400), "must return a finite number, got one beyond the range of a float"),
+        ({"score": 1, "far": 10**5000}, "must log a finite number as far, got one beyond the range of a float"),
+        ([10**5000], "must return a number, .*, got a value of the class list that can't be shown"),
+        (Odd(), "must return a number, .*, got <"),
+    ],
+    ids=range(4),
+)
+def test_a_number_that_is_no_float_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        read_verdict(value)
+
+
 def test_a_mapping_with_a_score_is_a_verdict_with_metrics_as_verl_has_it() -> None:
     # verl's math_dapo: {"score": reward, "acc": correct, "pred": the answer that was found}
     assert read_verdict({"score": np.float32(-1), "acc": False, "pred": "42"}) == RewardResult(-1.0, {"acc": 0.0})

@@ -188,7 +188,6 @@ class AlgorithmConfig:
         self._check_proximal()
         self._check_advantage()
         self._check_loss()
-        self._check_unread()
 
     @property
     def steps_per_batch(self) -> int:
@@ -294,11 +293,6 @@ class AlgorithmConfig:
             f"auto or none with algorithm.advantage {self.advantage}",
             "These advantages carry the truncated ratio already.",
         )
-        normalised = self.correction.batch_normalised
-        check(
-            not (entry.carries_correction and normalised), "algorithm.correction.batch_normalised", normalised,
-            f"false with algorithm.advantage {self.advantage}", "There are no weights beside these advantages.",
-        )
         check(
             not entry.carries_correction or self.proximal != "behaviour", "algorithm.proximal", self.proximal,
             f"recompute or interpolate with algorithm.advantage {self.advantage}",
@@ -328,20 +322,3 @@ class AlgorithmConfig:
             self.aggregation, f"{' or '.join(entry.aggregations)} with algorithm.loss {self.loss}",
             "The loss is not defined for another aggregation.",
         )
-
-    def _check_unread(self) -> None:
-        """Check that what the loss or the advantage does not read is left at its default, or at the preset's."""
-        preset, usual_lam = PRESETS[self.preset], AlgorithmConfig.lam
-        readers = ", ".join(name for name, each in ADVANTAGES.items() if each.needs_critic)
-        check(
-            self.advantage_entry.needs_critic or self.lam in (usual_lam, preset.get("lam")), "algorithm.lam", self.lam,
-            f"{usual_lam}, its default, with algorithm.advantage {self.advantage}",
-            f"Only {readers} read it. Leave it out.",
-        )
-        for name, value in dataclasses.asdict(self.clip).items():
-            usual = getattr(ClipConfig, name)
-            check(
-                self.loss_entry.reads_clip or value in (usual, preset.get("clip", {}).get(name)),
-                f"algorithm.clip.{name}", value, f"{usual}, its default, with algorithm.loss {self.loss}",
-                "The loss does not read it. Leave it out.",
-            )

@@ -122,10 +122,6 @@ def _check_algorithm(config: Config) -> None:
         reference == "" or config.algorithm.kl.kind != "none", "reference.path", reference,
         "empty with algorithm.kl.kind none", "Nothing would use it. Set algorithm.kl.kind: k2_loss, say.",
     )
-    check(
-        entry.needs_critic or not config.critic.path, "critic.path", config.critic.path,
-        f"empty with algorithm.advantage {advantage}", "Nothing would use it. Set algorithm.advantage: gae, say.",
-    )
 
 
 def _check_interpolated(config: Config) -> None:
@@ -156,9 +152,9 @@ def _check_episodes(config: Config) -> None:
     )
     loss, of_group = config.algorithm.loss_entry, [name for name, each in ADVANTAGES.items() if each.of_group]
     check(
-        not (task.has_turns and loss.needs_row_advantage and config.algorithm.advantage_entry.of_returns),
+        not (task.env and loss.needs_row_advantage and config.algorithm.advantage_entry.of_returns),
         "algorithm.advantage", advantage, f"one of {', '.join(of_group)} with algorithm.loss {config.algorithm.loss} "
-        "and episodes of several turns", "Turns have rewards of their own, so the returns of a row's tokens differ.",
+        "and task.env", "Turns have rewards of their own, so the returns of a row's tokens differ.",
     )
     check(
         not config.reward_model.path or not task.gives_rewards, "reward_model.path", config.reward_model.path,

@@ -227,13 +227,6 @@ class LearnerConfig:
             self.optimizer == "AdamW" or self.betas == (0.9, 0.999), "learner.betas", self.betas,
             f"as by default with learner.optimizer {self.optimizer}", "Give them in learner.optimizer_params.",
         )
-        for name, default in (("decay", "linear"), ("decay_to", 0.0)):
-            value = getattr(self, name)
-            check(
-                self.decay_fraction > 0 or value == default, f"learner.{name}", value,
-                f"{default}, its default, with learner.decay_fraction 0",
-                "No learning rate falls then. Set learner.decay_fraction, to 1.0 for the whole run.",
-            )
         own = {"lr", "params", "weight_decay", *(("betas",) if self.optimizer == "AdamW" else ())}
         check(
             not own & set(self.optimizer_params), "learner.optimizer_params", dict(self.optimizer_params),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from async_rl.config import Config
 from async_rl.config.check import check
+from async_rl.config.unused import unused_settings
 from async_rl.cores import usable_cores
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
 from async_rl.driver.memory import check_memory
@@ -87,6 +88,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     has_questions = bool(config.task.path or config.task.name)
     task = task or task_of(config)
     checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
+    checks.append(PreflightCheck("settings without effect", "none", lambda: unused_settings(config)))
     if not config.rollout.server_url:
         for name in config.engine_entries:
             server = config.server_names[config.engines.index(name)]

@@ -157,22 +157,26 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
     Demands that fewer hosts meet choose first, and each takes a host that meets few others.
 
     Raises:
-        ConfigError: the hosts can't meet the demands, and the message lists both; or one of several is known to Ray by
-            an IPv6 address, at which its processes would listen.
+        ConfigError: the hosts can't meet the demands, and the message lists both; or of several only one could that Ray
+            knows by an IPv6 address, at which its processes would listen.
     """
-    usable = [host.name for host in hosts if any(demand.fits(host) for demand in wanted)]
-    if len(wanted) > 1 and (of_ipv6 := [name for name in usable if ":" in name]):
-        raise ConfigError(
-            "a run over several hosts uses the addresses by which Ray knows them, which must be IPv4; Ray knows "
-            f"{', '.join(of_ipv6)}. On each of these hosts `ray stop`, then start it again with "
-            "`ray start --node-ip-address=<IPv4 address>`"
-        )
+    of_ipv6 = [
+        host for host in hosts
+        if len(wanted) > 1 and ":" in host.name and any(demand.fits(host) for demand in wanted)
+    ]
+    hosts = [host for host in hosts if host not in of_ipv6]
     free = sorted(hosts, key=lambda host: sum(demand.fits(host) for demand in wanted))
     host_of: dict[int, Host] = {}
     for index in sorted(range(len(wanted)), key=lambda index: sum(wanted[index].fits(host) for host in hosts)):
         if host := next((host for host in free if wanted[index].fits(host)), None):
             host_of[index] = host
             free.remove(host)
+    if len(host_of) < len(wanted) and of_ipv6:
+        raise ConfigError(
+            "a run over several hosts uses the addresses by which Ray knows them, which must be IPv4; Ray knows "
+            f"{', '.join(host.name for host in of_ipv6)}. On each of these hosts `ray stop`, then start it again with "
+            "`ray start --node-ip-address=<IPv4 address>`"
+        )
     if len(host_of) < len(wanted):
         lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
         lines += [f"  {host.name} has {host.cpus:g} CPUs, {host.gpus:g} GPUs{_named(host)}" for host in hosts]

@@ -69,11 +69,11 @@ class Loss:
     function: Code
     needs_row_advantage: bool = False
     """All tokens of a row must have one advantage: no critic, no discount, no penalty on single tokens, and no returns
-    of episodes of several turns, whose turns have rewards of their own."""
+    of an environment's episodes, whose turns have rewards of their own."""
     aggregations: tuple[str, ...] = ()
     """The only values of algorithm.aggregation that the loss works with; empty: all."""
     reads_clip: bool = True
-    """The function reads `clip` of its inputs. If it does not, algorithm.clip must be left out."""
+    """The function reads `clip` of its inputs. If it does not, algorithm.clip has no effect."""
     settings: Code | None = None
     """A class with the decorator `section("algorithm.params")` of async_rl.config.section. Its fields are settings
     under algorithm.params, and the function gets an instance of it as the argument `settings`. None: there are none."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +27,8 @@ AWAITS_PUSH = "weights-come-by-push.json"
 _PARTIAL = f"@{socket.gethostname()}.partial"
 """The end of the names of this host's half-written copies. Hosts that share a home folder share the cache, and may not
 see each other's locks: on NFS the lock of a folder holds on its host alone."""
+ABANDONED_S = 86400.0
+"""Nobody writes a copy any more of which no file has changed for this time."""
 
 
 def awaits_push(folder: str) -> bool:
@@ -46,7 +48,8 @@ class CopyCache:
     """The copies that a host has of sources of drivers, each in a folder of `root`.
 
     A copy is whole from the moment at which its folder has its name. Folders that a killed process has left half
-    written are removed when the same host makes the next copy: nobody holds their lock.
+    written are removed when the same host makes the next copy, since nobody holds their lock; those of hosts with other
+    names are removed after a day.
     """
 
     def __init__(self, root: Path) -> None:
@@ -79,8 +82,11 @@ class CopyCache:
             return PartialCopy(source, digests, place)
 
     def _sweep(self) -> None:
-        for folder in self._root.glob(f"*{glob.escape(_PARTIAL)}"):
+        for folder in (*self._root.glob("*.partial"), *self._root.glob("*.unlocked")):
             with suppress(OSError):  # another process writes it, or has just removed it
+                changed_s = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+                if not folder.name.endswith(_PARTIAL) and time.time() - changed_s < ABANDONED_S:
+                    continue
                 lock = _lock(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)

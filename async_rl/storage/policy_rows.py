@@ -13,7 +13,8 @@ def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
     """Check that `lm`, the model in `path`, the value of `key`, takes the policy's tokens and the longest row.
 
     Its embeddings may have more rows than there are tokens: models of one vocabulary are padded to several sizes. A
-    token that its own tokenizer, if the folder has one, does not know may have one of these rows.
+    token that its own tokenizer, if the folder has one, does not know may have one of these rows. Special and added
+    tokens may have other names: models that were trained further often rename reserved ones.
 
     Raises:
         ConfigError: it has too few positions, too few embeddings, or a tokenizer that has another token for an id.
@@ -26,7 +27,8 @@ def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
             f"rollout.max_response_tokens, or rollout.max_episode_tokens if set, got {positions}. Lower these, or take "
             "a model with more positions"
         )
-    vocabulary = load_tokenizer(policy).get_vocab()
+    tokenizer = load_tokenizer(policy)
+    vocabulary = tokenizer.get_vocab()
     needed, rows = max(vocabulary.values()) + 1, lm.get_input_embeddings().num_embeddings
     hint = f"It reads the policy's tokens. Take a model that was trained with the tokenizer of model.path {policy}"
     if rows < needed:
@@ -35,11 +37,13 @@ def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
         )
     if not has_tokenizer(path):
         return
-    own = {number: token for token, number in load_tokenizer(path).get_vocab().items()}
-    others = sorted((number, token) for token, number in vocabulary.items() if own.get(number, token) != token)
+    its = load_tokenizer(path)
+    added, own = tokenizer.added_tokens_decoder | its.added_tokens_decoder, its.get_vocab()
+    token_of = {number: token for token, number in own.items() if number not in added}
+    others = sorted((number, token) for token, number in vocabulary.items() if token_of.get(number, token) != token)
     if others:
         number, token = others[0]
         raise ConfigError(
-            f"{key} {path} must have the policy's tokens, got {len(others)} others: {number} is {own[number]!r} in its "
-            f"tokenizer and {token!r} in the policy's. {hint}"
+            f"{key} {path} must have the policy's tokens, got {len(others)} others: {number} is {token_of[number]!r} "
+            f"in its tokenizer and {token!r} in the policy's. {hint}"
         )

@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ class MetricsFile:
         values that each point stands for: points further apart have a gap between them.
         """
         found: dict[str, dict[str, Any]] = {}
+        known, weights_of = self.keys, cache(self.values)  # many keys have the same weights
         for key in keys:
-            weights = [self.values(weight) for weight in kind_of(key).weight_keys(self.keys)]
+            weights = [weights_of(weight) for weight in kind_of(key).weight_keys(known)]
             values = self.values(key, after_line)
             points = thinned(key, [(s, v, sum(each.get(s, 0.0) for each in weights)) for s, v in values.items()])
             found[key] = {

@@ -125,7 +125,7 @@ class RunFiles:
         step, steps, since_s = self.metrics.last_step, self.steps, self.since_first_step_s
         share = min(1.0, step / steps) if steps else None
         share_of_time = min(1.0, since_s / self.seconds) if self.seconds > 0 else None
-        if share_of_time is not None and (not steps or share_of_time >= (step - 1) / steps):  # both begin at step 1
+        if share_of_time is not None and (not steps or (step < steps and share_of_time >= (step - 1) / steps)):
             return RunProgress(f"step {step}, {since_s:.0f} of {self.seconds:.0f} s", share_of_time)
         return RunProgress(f"step {step}" + (f" of {steps}" if steps else ""), share)
 

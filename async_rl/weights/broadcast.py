@@ -36,6 +36,9 @@ from async_rl.weights.start_together import start_together
 ANSWER_WITHIN_S = 6.0
 """A server that does not answer for so long is not asked to join a group, and counts as dead."""
 
+TORCH_WAITS_LONGER_S = 10.0
+"""By so much torch's own limits are longer than the learner's, whose error names who was waited for."""
+
 
 class BroadcastPublisher(BucketPublisher):
     """The learner's half of the transport: rank 0 broadcasts each bucket to all ranks of all servers."""
@@ -66,7 +69,8 @@ class BroadcastPublisher(BucketPublisher):
         limit = self.push_limit
         # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
         listener = open_listener(host, self.config.network.port_range)
-        self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=limit.seconds), listener)
+        torch_limit_s = limit.seconds + TORCH_WAITS_LONGER_S
+        self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=torch_limit_s), listener)
         calls: dict[str, Callable[[], Any]] = {
             name: partial(
                 self.admin(name).join_group, name=self.group_name, host=host, port=store.port,
@@ -75,7 +79,7 @@ class BroadcastPublisher(BucketPublisher):
             for index, name in enumerate(self.servers)
         }
         calls["learner rank 0"] = partial(
-            join_group, store, 0, world_size, self.group_name, self.backend, limit.seconds
+            join_group, store, 0, world_size, self.group_name, self.backend, torch_limit_s
         )
         self.group = start_together(calls, limit, "joining the weight group")()["learner rank 0"]
         self._members = dict(self.servers)

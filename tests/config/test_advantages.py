@@ -35,13 +35,14 @@ def test_the_length_weighted_baseline_is_refused_where_answers_weigh_the_same() 
 
 def test_one_ratio_a_row_is_refused_with_returns_that_differ_between_turns() -> None:
     gspo = ["algorithm.preset=gspo", "algorithm.advantage=reinforce_pp"]
-    turns = ["task.tools=[calculator]"]
-    load_config(QUICKSTART, gspo)  # an answer has one turn, all of whose tokens have the same return
+    turns = ["task.name=''", "task.env=rollout_server.episodes.environments.chain:Chain"]
+    load_config(QUICKSTART, gspo)
+    load_config(QUICKSTART, [*gspo, "task.tools=[calculator]"])  # the answer's reward is that of its last turn
     load_config(QUICKSTART, [*turns, "algorithm.advantage=reinforce_pp"])
     load_config(QUICKSTART, [*turns, "algorithm.preset=gspo"])
     with pytest.raises(ConfigError) as caught:
         load_config(QUICKSTART, [*turns, *gspo])
     assert str(caught.value).startswith(
         "algorithm.advantage must be one of grpo, dr_grpo, rloo, maxrl, reinforce_pp_baseline with algorithm.loss gspo "
-        "and episodes of several turns, got 'reinforce_pp' (command line). Turns have rewards of their own"
+        "and task.env, got 'reinforce_pp' (command line). Turns have rewards of their own"
     )

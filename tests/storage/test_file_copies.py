@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,21 @@ def test_what_another_host_writes_into_a_shared_home_is_kept(
     assert cache.find(source, digests) is None
     assert elsewhere.finish() == cache.find(source, digests)
     assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["0123-4567@pod-1.partial", "0123-4567.partial", "0123-4567@pod-1.unlocked"])
+def test_the_rest_of_a_host_with_another_name_is_removed_after_a_day(
+    cache: CopyCache, model: Path, tmp_path: Path, name: str
+) -> None:
+    left = tmp_path / "cache" / name
+    left.mkdir(parents=True)
+    (left / "config.json").touch()
+    copied(cache, find_source("model.path", str(model)))
+    assert left.exists()
+    for path in (left, left / "config.json"):
+        os.utime(path, (time.time() - 86_500, time.time() - 86_500))
+    cache.begin(source := find_source("model.path", str(model)).without_weights(), source.digests()).discard()
+    assert not left.exists()
 
 
 def test_a_copy_that_is_about_to_be_locked_is_not_swept(

@@ -58,10 +58,17 @@ def test_a_model_with_fewer_embeddings_than_the_policy_has_tokens_is_refused(
 def test_a_model_whose_tokenizer_gives_an_id_to_another_token_is_refused(
     key: str, policy: Path, tmp_path: Path
 ) -> None:
-    save_tiny_model("tiny-qwen3-tools", tmp_path / "other", seed=0)
-    expected = rf"{key} {tmp_path}/other must have the policy's tokens, got \d+ others: 0 is '<\|endoftext\|>' in its "
-    with pytest.raises(ConfigError, match=expected + "tokenizer and '<pad>' in the policy's"):
-        check(policy, key, tmp_path / "other")
+    other = resized(policy, tmp_path / "other", TOKENS)
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(other)
+    described = json.loads((other / "tokenizer.json").read_text())
+    ids = described["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    expected = f"must have the policy's tokens, got 2 others: {ids['b']} is 'b' in its tokenizer and 'a' in"
+    with pytest.raises(ConfigError) as caught:
+        check(policy, key, other)
+    assert str(caught.value).startswith(f"{key} {other} {expected}")
 
 
 def test_a_critic_may_have_more_embeddings_than_the_policy(policy: Path, tmp_path: Path) -> None:
@@ -79,6 +86,16 @@ def test_a_tokenizer_with_one_token_more_or_less_has_the_policys_tokens(
         of_policy.save_pretrained(folders[0])
         own.save_pretrained(folders[1])
         check(folders[0], key, folders[1])
+
+
+def test_another_name_of_a_special_token_is_no_other_token(policy: Path, tmp_path: Path) -> None:
+    other = resized(policy, tmp_path / "other", TOKENS)
+    character_tokenizer().save_pretrained(other)
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace("<pad>", "<reserved>"))
+    described = other / "tokenizer_config.json"
+    described.write_text(described.read_text().replace("<pad>", "<reserved>"))
+    check(policy, "critic.path", other)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -36,6 +36,7 @@ def set_limits(run_dir: Path, **limits: float) -> None:
         ({"steps": 1_000_000, "seconds": 44.0}, "step 12, 11 of 44 s", 0.25, 33.0),
         ({"steps": 20, "seconds": 3600.0}, "step 12 of 20", 0.6, 8.0),
         ({"steps": 1_000_000, "seconds": 10.0}, "step 12, 11 of 10 s", 1.0, 0.0),
+        ({"steps": 12, "seconds": 11.04}, "step 12 of 12", 1.0, 0.0),
     ],
 )
 def test_progress_and_time_left_are_those_of_the_nearer_limit(

@@ -24,10 +24,12 @@ def _hermes_calls(text: str) -> tuple[str, list[str]]:
     """Return (text before the first call, JSON text of each call) of a reply with tags around its calls."""
     calls: list[tuple[int, str]] = []
     is_thinking, has_thought, position = False, False, 0
+    last_end = text.rfind(END_OF_THINKING)
     while mark := _MARK.search(text, position):
+        begins_here = not text[position : mark.start()].strip()
         position = mark.end()
-        if mark[0] == THINK:
-            is_thinking = True
+        if mark[0] == THINK:  # one amid text that no end follows is only spoken of
+            is_thinking = position <= last_end or begins_here
         elif mark[0] == END_OF_THINKING:
             if not (is_thinking or has_thought):
                 calls.clear()  # the reply began within thinking
@@ -40,7 +42,7 @@ def _hermes_calls(text: str) -> tuple[str, list[str]]:
                 position = text.index(END_OF_THINKING, position)  # the reply began within thinking, which ends there
                 continue
             calls.append((mark.start(), call))
-            position = end  # marks in the arguments of a call are none
+            position = end + len(_END_OF_CALL)  # marks in the arguments of a call are none
     return text[: calls[0][0]] if calls else text, [call for _, call in calls]
 
 

@@ -47,7 +47,7 @@ async def demonstrations(count: int) -> list[WholeRow]:
     episodes = await asyncio.gather(*(
         runner.run(
             partial(chain.Chain, -1 - index, mean_s=0),
-            partial(OracleSession, chain.oracle, random.Random(index), TOKENIZER, RENDERER, READER, LIMITS),
+            partial(OracleSession, chain.oracle, random.Random(index), TOKENIZER, RENDERER, READER, LIMITS, ""),
         )
         for index in range(count)
     ))  # fmt: skip

@@ -57,6 +57,8 @@ SCHEMA = {
         (f"<think>a</think>{CALL}", Parsed("<think>a</think>", (ADD,))),
         (f"<think>as {CALL} or", Parsed(f"<think>as {CALL} or")),  # the thinking was never closed
         (f"{CALL}<think>as {CALL} or", Parsed("", (ADD,))),
+        (f"<think>a</think>so <think> is closed:{CALL}", Parsed("<think>a</think>so <think> is closed:", (ADD,))),
+        (f"the mark <think> is missing:{CALL}", Parsed("the mark <think> is missing:", (ADD,))),
         (f"{CALL}<think>as {CALL}</think>{CALL}", Parsed("", (ADD, ADD))),
         (f"as {CALL} or</think>{CALL}", Parsed(f"as {CALL} or</think>", (ADD,))),  # the prompt opened the thinking
         (f"the mark <tool_call> or</think>so:{CALL}", Parsed("the mark <tool_call> or</think>so:", (ADD,))),

@@ -98,6 +98,12 @@ def test_the_settings_given_are_not_changed_and_a_config_is_taken_as_it_is(learn
     assert str(async_rl.TrainingRun(config, resume="runs/a").config.run.resume) == "runs/a"
 
 
+def test_another_preset_over_a_config_is_that_of_its_settings_with_the_preset() -> None:
+    config = async_rl.load_config(SETTINGS)
+    wanted = async_rl.load_config(SETTINGS, ["algorithm.preset=ppo"])
+    assert async_rl.TrainingRun(config, ["algorithm.preset=ppo"]).config == wanted
+
+
 def begin(run_dir: Path, version: int = 5, **settings: Any) -> dict[str, Any]:
     """Make the directory of a run that has a checkpoint, and return its settings."""
     settings = {**SETTINGS, **settings, "run": {"dir": str(run_dir.parent), "name": run_dir.name, "steps": 7}}

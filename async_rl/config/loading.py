@@ -19,13 +19,16 @@ from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_MARKS_OF_YAML = ('"', "'", "|", ">", "!", "&")
+"""A text that begins with one of these is quoted, a block, or has a tag or an anchor: YAML says what it is."""
 
 
 def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a YAML file, or of settings as such a file holds, if one of these is given.
 
-    The `overrides`, texts `key.sub=value` whose values are YAML, are set on top. Relative paths in the configuration
-    are relative to the working directory, not to the file.
+    The `overrides`, texts `key.sub=value` whose values are YAML, are set on top. An override of algorithm.preset also
+    replaces what the source has of its own preset. Relative paths in the configuration are relative to the working
+    directory, not to the file.
 
     Raises:
         ConfigError: the file or an override can't be read, or settings can't work.
@@ -74,6 +77,8 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
 
 def _override(settings: dict[str, Any], places: dict[str, str], override: str) -> None:
     """Set one key or section in `settings` by an override such as `staleness.max=2`; `task.reward=` sets a text to "".
+
+    A text without quotes is taken as it stands: YAML would end it at ` #` and join its lines.
     """
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -84,8 +89,11 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
         value, lines = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from None
-    if not text.strip() and takes_text(Config, key):
-        value = ""
+    is_plain = not text.lstrip().startswith(_MARKS_OF_YAML)
+    if (is_plain and isinstance(value, str)) or (text.strip()[:1] in ("", "#") and takes_text(Config, key)):
+        value = text.strip()
+    if key == "algorithm.preset" and places.get(key) != COMMAND_LINE:
+        _leave_preset(settings.get("algorithm"), value, places)
     node = settings
     for depth, name in enumerate(names[:-1], 1):
         if not isinstance(node.get(name), dict):
@@ -109,6 +117,35 @@ def _apply_preset(settings: dict[str, Any], places: dict[str, str]) -> None:
         if section.get("loss", AlgorithmConfig.loss) != preset.get("loss", AlgorithmConfig.loss):
             preset = {key: value for key, value in preset.items() if key != "params"}  # those are of the preset's loss
         _fill(section, preset, "algorithm", f"preset {name}", places)
+
+
+def _leave_preset(section: Any, wanted: Any, places: dict[str, str]) -> None:
+    """Remove from the section `algorithm` what it has of the preset that it names, if another one is wanted.
+
+    A resolved configuration, such as the config.yaml of a run, gives every key, and no other preset could set any.
+    Keys that earlier overrides have set stay.
+    """
+    name = section.get("preset") if isinstance(section, dict) else None
+    if not isinstance(name, str) or name not in PRESETS or name == wanted:
+        return
+    resolved: dict[str, Any] = {"algorithm": {"preset": name}}
+    _apply_preset(resolved, {})
+    _remove_equal(section, dataclasses.asdict(AlgorithmConfig(**resolved["algorithm"])), "algorithm", places)
+
+
+def _remove_equal(section: dict[str, Any], values: Mapping[str, Any], key: str, places: dict[str, str]) -> None:
+    for name, value in values.items():
+        found, below = section.get(name, ...), f"{key}.{name}"
+        if isinstance(found, dict) and isinstance(value, dict):
+            _remove_equal(found, value, below, places)
+        elif _listed(found) == _listed(value) and places.get(below) != COMMAND_LINE:
+            section.pop(name)
+            places.pop(below, None)
+
+
+def _listed(value: Any) -> Any:
+    """Return a tuple as the list that YAML has in its place, any other value as it is."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _fill(section: dict[str, Any], defaults: dict[str, Any], key: str, place: str, places: dict[str, str]) -> None:

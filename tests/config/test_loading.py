@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from async_rl.config import Config, CorrectionConfig
 from async_rl.config.keys_elsewhere import KEYS_ELSEWHERE, OF_SECTION
 from async_rl.config.loading import dump_config, load_config
+from async_rl.config.presets import PRESETS
 from async_rl.config.schema import RENAMED, _leaves
 from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.errors import ConfigError
@@ -319,3 +320,31 @@ def test_whole_numbers_are_read_as_in_yaml_1_2(text: str, value: object) -> None
     assert found == value and type(found) is type(value)
     for each in (value, text):
         assert read_yaml(write_yaml({"a": each}))[0] == {"a": each}
+
+
+@pytest.mark.parametrize(("override", "prompt"), [
+    ("End with #### number", "End with #### number"), ("#### first", "#### first"), ("one\n\n  two ", "one\n\n  two"),
+    ('"one # two"  # said in quotes', "one # two"), ("|\n  one\n  two # three\n", "one\ntwo # three\n"),
+    ("!!str 5", "5"),
+])
+def test_a_text_without_quotes_on_the_command_line_is_taken_as_it_stands(
+    tmp_path: Path, override: str, prompt: str
+) -> None:
+    assert load(tmp_path, MINIMAL, f"task.system_prompt={override}").task.system_prompt == prompt
+    assert load(tmp_path, MINIMAL, "learner.lr=1e-4 # higher").learner.lr == 1e-4  # no text
+
+
+def test_another_preset_replaces_the_old_one_in_a_resolved_configuration(tmp_path: Path) -> None:
+    for old in PRESETS:
+        resolved = dump_config(load(tmp_path, MINIMAL, f"algorithm.preset={old}"))
+        for new in PRESETS:
+            wanted = load(tmp_path, MINIMAL, f"algorithm.preset={new}")
+            assert load(tmp_path, resolved, f"algorithm.preset={new}") == wanted, (old, new)
+
+
+def test_what_was_changed_in_a_resolved_configuration_outlasts_another_preset(tmp_path: Path) -> None:
+    resolved = dump_config(load(tmp_path, MINIMAL, "algorithm.clip.low=0.1", "algorithm.epochs=2"))
+    given = "algorithm.proximal=recompute", "algorithm.preset=ppo", "algorithm.clip.high=0.28"
+    found = load(tmp_path, resolved, *given).algorithm
+    assert (found.preset, found.advantage, found.params["dual"]) == ("ppo", "gae", 0.0)
+    assert (found.clip.low, found.clip.high, found.epochs, found.proximal) == (0.1, 0.28, 2, "recompute")

@@ -26,6 +26,8 @@ FOLDER = "checkpoints"
 FORMAT = 4
 """The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
 STATE_FILE = "training_state.json"
+RESUMING = ".resuming"
+"""The file that a resume keeps until its first step; it holds the suffix of what was set aside, and the version."""
 _OLD_STATE_FILE = "cut.json"  # of format 1
 _NAME = re.compile(r"step_(\d+)")
 _PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
@@ -75,15 +77,18 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 def find_checkpoint(path: str | Path) -> Path:
     """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
 
-    The result is absolute, because `run_dir_of` takes the run directory from it.
+    The result is absolute, because `run_dir_of` takes the run directory from it. A checkpoint that a resume has set
+    aside is found by both names: that resume may have been killed before its first step, and the next one undoes it.
 
     Raises:
-        ConfigError: there is no complete checkpoint, or a file of it is missing or cut short.
+        ConfigError: there is no complete checkpoint, a file of it is missing or cut short, or it is outside of a run.
     """
     folder = Path(os.path.abspath(path))
-    if _is_complete(folder):
-        _check_whole(folder)
-        return folder
+    for named in (folder, _set_aside(folder)):
+        if _is_complete(named):
+            _check_place(named)
+            _check_whole(named)
+            return named
     found = list_checkpoints(folder)
     if not found:
         why = f"{folder / FOLDER} holds no complete checkpoint: set checkpoint.every_steps"
@@ -93,6 +98,43 @@ def find_checkpoint(path: str | Path) -> Path:
         )
     _check_whole(found[max(found)])
     return found[max(found)]
+
+
+def _set_aside(folder: Path) -> Path:
+    """Return the name that a checkpoint gets from a resume which has not come to its first step."""
+    return folder.parent / f"{folder.name}.{_suffix(folder.parent.parent)}"
+
+
+def _suffix(run_dir: Path) -> str:
+    """Return the suffix of what a resume has set aside that has not come to its first step; "" without one."""
+    try:
+        return (run_dir / RESUMING).read_text().partition(" ")[0]
+    except OSError:
+        return ""
+
+
+def check_newest(run_dir: Path) -> None:
+    """Raise ConfigError if a resume has set aside later checkpoints and has not come to its first step.
+
+    It goes on right now, and its first step discards them, or it was killed, and the next one takes them back.
+    """
+    suffix = _suffix(run_dir)
+    later = sorted(folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")) if suffix else ()
+    if later:
+        raise ConfigError(
+            f"{run_dir / RESUMING} says that a resume of the run has not come to its first step, or was killed before: "
+            f"that decides whether its newest checkpoint is {later[-1]}. Name one of those in {run_dir / FOLDER}, or "
+            f"go on with the run first: async-rl train --resume {run_dir}"
+        )
+
+
+def _check_place(folder: Path) -> None:
+    """Raise ConfigError if a checkpoint is not in a run directory: a resume would take the folder above for one."""
+    if folder.parent.name != FOLDER:
+        raise ConfigError(
+            f"run.resume must be a run directory or a checkpoint in RUN_DIR/{FOLDER}, where it was written, got "
+            f"{folder}. A run goes on in its own directory: copy all of that, and name the checkpoint in it"
+        )
 
 
 def _check_whole(folder: Path) -> None:

@@ -33,21 +33,24 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
     Raises:
         ConfigError: the directory can't be written or has too little space.
     """
-    run_dir = Path(config.run.dir).absolute()
-    for folder in (run_dir, *run_dir.parents):
+    resumed = run_dir_of(find_checkpoint(config.run.resume)) if config.run.resume else None  # it stays where it is
+    above = Path(config.run.dir).absolute()
+    for folder in () if resumed else (above, *above.parents):
         if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-            raise ConfigError(f"run.dir must be a folder or not exist yet, got {run_dir}: {folder} is no folder")
-    parent = existing_parent(config.run_dir)
+            raise ConfigError(f"run.dir must be a folder or not exist yet, got {above}: {folder} is no folder")
+    parent = resumed or existing_parent(config.run_dir)
     if not os.access(parent, os.W_OK):
-        raise ConfigError(f"run.dir {config.run.dir}: no permission to write in {parent}. Set run.dir=...")
+        place, remedy = ("run.resume", "Copy it and resume the copy") if resumed else ("run.dir", "Set run.dir=...")
+        raise ConfigError(f"{place} {resumed or config.run.dir}: no permission to write in {parent}. {remedy}")
     count, needed_bytes = _num_checkpoints(config), run_bytes(config, checkpoint_bytes)
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < needed_bytes:
         raise ConfigError(
-            f"too little disk for a run in {config.run_dir}: {_gib(free_bytes)} free in {parent}, {_gib(needed_bytes)} "
-            f"needed, {_gib(count * checkpoint_bytes)} of it for {count} checkpoints (trained weights in float32, and "
-            "what the optimizer keeps for them; while one is written, checkpoint.keep_last and keep_best others "
-            "exist). Free some, keep fewer, or set run.dir=... to another disk"
+            f"too little disk for a run in {resumed or config.run_dir}: {_gib(free_bytes)} free in {parent}, "
+            f"{_gib(needed_bytes)} needed, {_gib(count * checkpoint_bytes)} of it for {count} checkpoints (trained "
+            "weights in float32, and what the optimizer keeps for them; while one is written, checkpoint.keep_last and "
+            "keep_best others exist). Free some, keep fewer, or "
+            f"{'copy the run' if resumed else 'set run.dir=...'} to another disk"
         )
 
 

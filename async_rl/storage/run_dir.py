@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FOLDER,
+    RESUMING,
     find_checkpoint,
     lineage_of,
     list_checkpoints,
@@ -31,8 +33,6 @@ from async_rl.storage.checkpoints import (
 from async_rl.storage.whole_file import write_whole
 
 _LOCK_FILE = ".lock"
-_MARKER = ".resuming"
-"""The file that a resume keeps until its first step; it holds the suffix of what was set aside, and the version."""
 _ASKED_NAME = ".asked_name"
 """The file with the run.name that was asked for: a directory gets a number if the name is taken."""
 INTERRUPTED = "interrupted"
@@ -77,9 +77,13 @@ def _resumed(config: Config) -> Iterator[Config]:
     Raises:
         ConfigError: the checkpoint is of run.steps or later, and the run is complete.
     """
-    run_dir = run_dir_of(find_checkpoint(config.run.resume))
-    undo_resume(run_dir)  # of a resume that was killed before its first step
     checkpoint = find_checkpoint(config.run.resume)
+    run_dir = run_dir_of(checkpoint)
+    undo_resume(run_dir)  # of a resume that was killed before its first step
+    if not checkpoint.exists():  # that resume had set it aside
+        checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
+    elif Path(os.path.abspath(config.run.resume)) == run_dir:
+        checkpoint = find_checkpoint(run_dir)  # that resume may have set aside the newest
     version = read_training_state(checkpoint).version
     if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):
         raise ConfigError(
@@ -101,7 +105,7 @@ def resuming_since_s(run_dir: Path) -> float | None:
     The resume may also have been killed before that step.
     """
     try:
-        return (run_dir / _MARKER).stat().st_mtime
+        return (run_dir / RESUMING).stat().st_mtime
     except OSError:
         return None
 
@@ -109,7 +113,7 @@ def resuming_since_s(run_dir: Path) -> float | None:
 def write_config(config: Config) -> None:
     """Write the run's config.yaml. A resumed run calls this after its first step, from which on it is not undone."""
     run_dir = config.run_dir
-    (run_dir / _MARKER).unlink(missing_ok=True)
+    (run_dir / RESUMING).unlink(missing_ok=True)
     kept = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=""))
     write_whole(run_dir / "config.yaml", dump_config(kept))
 
@@ -202,9 +206,16 @@ def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the lock of a directory until the end of the block or of this process.
 
     Raises:
-        ConfigError: another process holds the lock, or the disk has no locks.
+        ConfigError: another process holds the lock, the disk has no locks, or the directory can't be written.
     """
-    with (run_dir / _LOCK_FILE).open("w") as lock:
+    try:
+        file = (run_dir / _LOCK_FILE).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir} must be a folder that this run can write, got {error.strerror}. A run goes on in its own "
+            "directory: ask for the permission to write there, or copy all of it and resume the copy"
+        ) from None
+    with file as lock:
         if not has_locked(lock):
             raise ConfigError(f"{run_dir} is locked by another run that is still going on. Stop it first (Ctrl-C)")
         yield
@@ -244,7 +255,7 @@ def _prepare_resume(config: Config, version: int) -> None:
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
-    write_whole(run_dir / _MARKER, f"{suffix} {version}")
+    write_whole(run_dir / RESUMING, f"{suffix} {version}")
     rename_later(Path(config.run.resume), version, lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
@@ -266,7 +277,7 @@ def _prepare_resume(config: Config, version: int) -> None:
 
 def undo_resume(run_dir: Path) -> None:
     """If the last resume ended before its first step, put back what it set aside and remove its journal and trace."""
-    marker = run_dir / _MARKER
+    marker = run_dir / RESUMING
     if not marker.exists():
         return
     suffix, _, version = marker.read_text().partition(" ")

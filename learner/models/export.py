@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+from async_rl.storage.checkpoints import check_newest, find_checkpoint, run_dir_of
 from async_rl.storage.hub import located
 from async_rl.storage.model_folder import writing
 from async_rl.weights.checkpoint_names import to_checkpoint
@@ -27,7 +27,8 @@ def export(source: str | Path, target: Path) -> Path:
     get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
 
     Raises:
-        ConfigError: there is no checkpoint, or `target` holds something already or can't be written.
+        ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, or `target` holds
+            something already or can't be written.
     """
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
@@ -35,6 +36,8 @@ def export(source: str | Path, target: Path) -> Path:
         checkpoint = find_checkpoint(source)
     except ConfigError as error:  # the message names run.resume, which is not set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
+    if Path(source).resolve() == run_dir_of(checkpoint).resolve():
+        check_newest(run_dir_of(checkpoint))
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
     config = located(load_config(run_dir_of(checkpoint) / "config.yaml"), ["model.path"])

@@ -12,9 +12,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 Every key with its type, its default and its meaning. A YAML file holds sections; on the command line a key is set as
-`section.key=value`, and `section.key=` clears a text. The value is YAML, but a text without quotes is taken as it stands,
-with ` #` and line breaks in it. A leading `~` in a path is the home directory. This page is made from the classes in
-`async_rl/config`: `python -m tests.kit.configuration_page`.
+`section.key=value`, and `section.key=` clears a text. The value is YAML, but a text without quotes is taken as it
+stands, with ` #` and line breaks in it. A leading `~` in a path is the home directory. This page is made from the
+classes in `async_rl/config`: `python -m tests.kit.configuration_page`.
 """
 
 

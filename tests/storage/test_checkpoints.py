@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def test_a_checkpoint_named_by_a_relative_path_is_found(
 def test_nothing_to_resume_from_is_refused(tmp_path: Path, path: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         find_checkpoint(tmp_path / path)
+
+
+def test_a_checkpoint_outside_of_a_run_directory_is_refused(tmp_path: Path) -> None:
+    """A resume would take the folder two levels up for the run's own."""
+    save(tmp_path / "run", 5)
+    copied = tmp_path / "home" / "keep" / "step_5"
+    shutil.copytree(checkpoint_folder(tmp_path / "run", 5), copied)
+    with pytest.raises(ConfigError, match=f"a checkpoint in RUN_DIR/checkpoints, where it was written, got {copied}. "):
+        find_checkpoint(copied)
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:

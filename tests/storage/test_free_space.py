@@ -110,6 +110,25 @@ def test_a_resumed_run_needs_no_space_for_existing_checkpoints(
         assert saved == there * 12 * sum(t.numel() for t in load_file(good / "model.safetensors").values())
 
 
+def test_the_disk_of_a_resume_is_that_of_the_run_wherever_it_is_started(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "far" / "run"
+    checkpoint_folder(run_dir, 10).mkdir(parents=True)
+    state = TrainingState(version=10, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    write_training_state(checkpoint_folder(run_dir, 10), state)
+    (tmp_path / "here").touch()  # run.dir is not even a folder here
+    resumed = make_config(good, run={"dir": tmp_path / "here", "resume": run_dir})
+    check(resumed)
+    free = {run_dir: 2**29}
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    with pytest.raises(ConfigError, match=rf"a run in {run_dir}: 512 MiB free in {run_dir}.* or copy the run to ano"):
+        check(resumed)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run_dir)  # root may write anywhere
+    with pytest.raises(ConfigError, match=rf"run\.resume {run_dir}: no permission .* Copy it and resume the copy"):
+        check(resumed)
+
+
 def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

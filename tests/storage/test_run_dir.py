@@ -14,7 +14,14 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
+from async_rl.storage.checkpoints import (
+    TrainingState,
+    check_newest,
+    checkpoint_folder,
+    find_checkpoint,
+    list_checkpoints,
+    write_training_state,
+)
 from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, write_config
 from async_rl.sweeps.cell_process import claimed
 from async_rl.sweeps.cells import Cell
@@ -212,6 +219,30 @@ def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(st
         assert again.run.resume == str(checkpoint_folder(tmp_path / "killed" / "run", 2))
         raise KeyboardInterrupt
     assert files(tmp_path / "killed" / "run") == before
+
+
+@pytest.mark.parametrize("name", ["step_2", "step_2.lineage_0"])
+def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
+    stopped: Config, tmp_path: Path, name: str
+) -> None:
+    killed = tmp_path / "killed" / "run"
+    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+        shutil.copytree(opened.run_dir, killed)
+        raise KeyboardInterrupt
+    assert find_checkpoint(killed / "checkpoints" / name) == killed / "checkpoints" / "step_2.lineage_0"
+    with pytest.raises(ConfigError, match=r"\.resuming says .* newest checkpoint is step_2\.lineage_0\. Name one"):
+        check_newest(killed)
+    with open_run_dir(changed(stopped, run={"resume": killed / "checkpoints" / name})) as again:
+        assert again.run.resume == str(killed / "checkpoints" / "step_2")
+    assert files(killed) == files(tmp_path / "run")
+    check_newest(killed)
+
+
+def test_a_run_directory_that_takes_no_lock_file_is_not_resumed(stopped: Config, tmp_path: Path) -> None:
+    (tmp_path / "run" / ".lock").mkdir()
+    message = "run must be a folder that this run can write, got Is a directory"
+    with pytest.raises(ConfigError, match=message), open_run_dir(stopped):
+        raise AssertionError("it has no lock")
 
 
 @pytest.mark.parametrize("marker", ["", "lineage_0"])

@@ -51,6 +51,19 @@ def test_a_target_that_cannot_be_created_is_named(tmp_path: Path) -> None:
         export(tmp_path, tmp_path / "file" / "model")
 
 
+def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp_path: Path) -> None:
+    for name in ("step_5", "step_9.lineage_0"):
+        checkpoint = tmp_path / "checkpoints" / name
+        checkpoint.mkdir(parents=True)
+        state = TrainingState(version=int(name[5]), lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+        write_training_state(checkpoint, state)
+    (tmp_path / ".resuming").write_text("lineage_0 5")
+    with pytest.raises(ConfigError, match=r"/\.resuming says .* whether its newest checkpoint is step_9\.lineage_0"):
+        export(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # a checkpoint that is named is taken
+        export(tmp_path / "checkpoints" / "step_9", tmp_path / "out")
+
+
 def test_a_disk_that_is_full_in_an_export_is_named(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

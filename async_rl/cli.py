@@ -240,29 +240,16 @@ def _config(args: argparse.Namespace) -> int:
 def _export_trajectories(args: argparse.Namespace) -> int:
     from buffer.journal.export import export_trajectories
 
-    rows = export_trajectories(args.run_dir, args.target, _add_texts(args.run_dir) if args.text else None)
+    texts = None
+    if args.text:
+        from rollout_server.tasks.trajectory_texts import TrajectoryTexts
+
+        texts = TrajectoryTexts(args.run_dir)
+    rows = export_trajectories(args.run_dir, args.target, texts.add if texts else None)
     print(f"{rows} rows written to {args.target}")
+    if texts and texts.num_without:
+        print(f"{texts.num_without} of them have no ground_truth: config.yaml has another question in their place now")
     return 0
-
-
-def _add_texts(run_dir: Path) -> Callable[[dict[str, Any]], None]:
-    """Return a function that adds prompt_text, response_text and ground_truth to a row of export_trajectories."""
-    from async_rl.config.loading import load_config
-    from async_rl.storage.hub import located
-    from async_rl.storage.model_folder import load_tokenizer
-    from rollout_server.tasks.base import open_task
-
-    config = located(load_config(run_dir / "config.yaml"), ["model.path"])
-    tokenizer = load_tokenizer(config.model.path)
-    task = open_task(config, tokenizer)
-
-    def add(row: dict[str, Any]) -> None:
-        truth = task.prompt(row["prompt_index"]).question.ground_truth
-        row["ground_truth"] = truth if isinstance(truth, str) else json.dumps(truth, default=str)
-        for text, tokens in (("prompt_text", "prompt_tokens"), ("response_text", "tokens")):
-            row[text] = tokenizer.decode(row[tokens]) if tokens in row else None
-
-    return add
 
 
 def _keys(args: argparse.Namespace) -> int:

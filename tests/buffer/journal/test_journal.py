@@ -268,18 +268,25 @@ def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
     config = dataclasses.replace(config, model=ModelConfig(path=str(tmp_path / "model")), task=task_config)
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    trained(config)
+    task = open_task(config, tokenizer)
+    prompts = {index: task.prompt(index) for index in range(200)}
+
+    def answered(slot: Slot, *_: object) -> Group:
+        prompt = prompts[slot.prompt_index]
+        return make_group(slot, prompt.tokens, data_row=prompt.data_row)
+
+    with serving(config) as server:
+        run_pipeline(server, config, steps=12, workers=1, make=answered)
     (config.run_dir / "config.yaml").write_text(dump_config(config))
     command = ["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]
     assert main([*command, "--text"]) == 0
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert {record["tokens"] is None for record in rows} == {True, False}
-    task = open_task(config, tokenizer)
     for record in rows:
         is_kept = record["tokens"] is not None
         assert record["prompt_text"] == (tokenizer.decode(record["prompt_tokens"]) if is_kept else None)
         assert record["response_text"] == (tokenizer.decode(record["tokens"]) if is_kept else None)
-        assert record["ground_truth"] == task.prompt(record["prompt_index"]).question.ground_truth
+        assert record["ground_truth"] == prompts[record["prompt_index"]].question.ground_truth
     assert main(command) == 0
     assert "response_text" not in pq.read_table(tmp_path / "out.parquet").column_names
 

@@ -1,0 +1,61 @@
+"""Adds texts and the ground truth to the rows of `async-rl export-trajectories`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.loading import load_config
+from async_rl.config.yaml_text import read_yaml
+from async_rl.storage.hub import located
+from async_rl.storage.model_folder import load_tokenizer
+from async_rl.types import Prompt
+from rollout_server.tasks.base import open_task
+
+
+class TrajectoryTexts:
+    """Fills in prompt_text, response_text and ground_truth of rows, by the configuration that the run has now.
+
+    The journal has no ground truths, and a resume may have changed the task or the order of its questions. So a row
+    gets one only if its question stands where the task has it now.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        config = located(load_config(run_dir / "config.yaml"), ["model.path"])
+        self._tokenizer = load_tokenizer(config.model.path)
+        self._task = open_task(config, self._tokenizer)
+        self._has_one_task = _num_tasks(run_dir) == 1
+        self.num_without = 0
+        """The number of rows so far that have got no ground truth."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Fill in the three columns; texts are None where the journal has no tokens any more."""
+        prompt = self._task.prompt(row["prompt_index"])
+        if self._is_of(row, prompt):
+            truth = prompt.question.ground_truth
+            row["ground_truth"] = truth if isinstance(truth, str) else json.dumps(truth, default=str)
+        else:
+            row["ground_truth"] = None
+            self.num_without += 1
+        for text, tokens in (("prompt_text", "prompt_tokens"), ("response_text", "tokens")):
+            row[text] = self._tokenizer.decode(row[tokens]) if tokens in row else None
+
+    def _is_of(self, row: dict[str, Any], prompt: Prompt) -> bool:
+        """Whether a row answers a prompt: it has its tokens or, if these are gone or those of an episode of turns, its
+        row of the data, in a run that had one task all the time.
+        """
+        if row["data_row"] not in (-1, prompt.data_row):
+            return False
+        if "prompt_tokens" in row and not row["turns"]:
+            return list(row["prompt_tokens"]) == prompt.tokens.tolist()
+        return self._has_one_task and row["data_row"] == prompt.data_row
+
+
+def _num_tasks(run_dir: Path) -> int:
+    """Return how many settings of questions and their order the run has had, before its resumes and now."""
+    found = set()
+    for file in (run_dir / "config.yaml", *run_dir.glob("config.lineage_*.yaml")):
+        settings = read_yaml(file.read_text(encoding="utf-8"))[0] or {}
+        found.add(json.dumps([settings.get("task"), settings.get("run", {}).get("seed")], default=str))
+    return len(found)

@@ -127,17 +127,35 @@ def _named(path: str, key: str) -> list[Path]:
 def _files_of_folder(folder: Path, key: str) -> list[Path]:
     """Return the Arrow files of a folder that datasets.save_to_disk has written."""
     if (folder / SPLITS).is_file():
-        splits = [str(folder / name) for name in json.loads((folder / SPLITS).read_text())["splits"]]
+        splits = [str(folder / name) for name in _saved(folder / SPLITS, "splits", key)["splits"]]
         raise ConfigError(f"{key} {folder} has several splits: name one, {' or '.join(splits)}")
     if not (folder / STATE).is_file():
         raise ConfigError(
             f"{key} {folder} is a folder that datasets.save_to_disk has not written: it has no {STATE}. "
             f"{_what_it_holds(folder)}"
         )
-    state = json.loads((folder / STATE).read_text())
+    state = _saved(folder / STATE, "_data_files", key)
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise ConfigError(f"{key} {folder} holds a selection of rows: call flatten_indices() before save_to_disk")
     return [folder / each["filename"] for each in state["_data_files"]]
+
+
+def _saved(file: Path, name: str, key: str) -> dict[str, Any]:
+    """Return what is in a file of datasets.save_to_disk, with a list under `name`.
+
+    Raises:
+        ConfigError: the file is cut short, or another program wrote it.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        content = f"no JSON ({error})"
+    if not isinstance(content, dict) or not isinstance(content.get(name), list):
+        raise ConfigError(
+            f"{key}: {file} must be as datasets.save_to_disk writes it, with a list {name}, got {str(content)[:120]}. "
+            "Save the data set again, or name its files"
+        )
+    return content
 
 
 def _what_it_holds(folder: Path) -> str:
@@ -155,7 +173,16 @@ def _jsonl_rows(path: Path) -> Rows:
     for number, line in numbered_lines(path):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+            if "\\u" in line:  # only an escape can stand for half of a character
+                json.dumps(row, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{path}, line {number}: must have whole characters, got {error.object[error.start]!a}, half of a "
+                "surrogate pair. Something has cut the text there: write it whole, or leave the row out"
+            ) from None
+        except RecursionError:
+            raise ConfigError(f"{path}, line {number}: must not be nested so deeply, got {line[:80]!r}") from None
+        except ValueError as error:
             raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number}: must be a JSON object, got {line[:80]!r}")
@@ -178,6 +205,6 @@ def _table_rows(path: Path, choose: Choose) -> Rows:
                 names = stream.schema.names
                 table = stream.read_all().select(list(choose(names)))
         return Rows(path=path, columns=tuple(names), rows=table.to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         kind = "Parquet" if is_parquet else "an Arrow stream"
         raise ConfigError(f"{path} can't be read as {kind}: {error}") from error

@@ -33,6 +33,8 @@ EXTRA = ("extra_info", "info")
 """Columns whose values are in `question.extra` themselves."""
 MEDIA = ("images", "videos", "audios")
 """Columns that models here can't read."""
+MAY_BE_MEDIA = ("image", "video", "audio")
+"""Columns that models here can't read, unless they hold text."""
 _MISSING = object()
 
 
@@ -65,6 +67,8 @@ class Columns:
     source: str
     others: tuple[str, ...]
     """The columns whose values are in `question.extra` by their names."""
+    of_parts: tuple[str, ...]
+    """The columns of the file that hold the parts."""
 
     @property
     def about(self) -> str:
@@ -79,8 +83,7 @@ class Columns:
     @property
     def wanted(self) -> tuple[str, ...]:
         """The columns of the file that are read."""
-        parts = (self.prompt, self.reference, self.solution, self.source)
-        return tuple(dict.fromkeys([part.partition(".")[0] for part in parts if part] + list(self.others)))
+        return tuple(dict.fromkeys([*self.of_parts, *self.others]))
 
 
 def find_columns(names: Sequence[str], asked: Asked, where: str) -> Columns:
@@ -92,22 +95,28 @@ def find_columns(names: Sequence[str], asked: Asked, where: str) -> Columns:
     found: dict[str, str] = {}
     for part, known in KNOWN.items():
         name = getattr(asked.columns, part)
-        if name and name.partition(".")[0] not in names:
+        if name and _holder(name, names) not in names:
             raise ConfigError(
                 f"{where} has no column {name}, as {asked.key}.{part} names it; found: {_listed(names)}. Where sources "
                 "differ, an entry of a list of them has its own: {path: ..., columns: {" + part + ": ...}}"
             )
-        present = [each for each in known if each.partition(".")[0] in names and each != found.get("prompt")]
+        present = [each for each in known if _holder(each, names) in names and each != found.get("prompt")]
         found[part] = name or (present[0] if present else "")
     if not found["prompt"]:
         raise ConfigError(
             f"{where} has no prompts: needs a column prompt or question, or one that {asked.own}.prompt names; found: "
             f"{_listed(names)}"
         )
-    taken = {each.partition(".")[0] for each in found.values() if each}
+    taken = tuple(_holder(each, names) for each in found.values() if each)
     is_of_verl = "reward_model" in names and not asked.columns.reference
     kept = [name for name in names if name in EXTRA or not (is_of_verl or name in taken or name in MEDIA)]
-    return Columns(**found, others=tuple(kept))
+    return Columns(**found, others=tuple(kept), of_parts=taken)
+
+
+def media_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return those of the columns `names` that hold images, videos or sounds, which no model here can read."""
+    texts = [name for name in MAY_BE_MEDIA if all(isinstance(row.get(name), str | None) for row in rows)]
+    return [name for name in (*MEDIA, *MAY_BE_MEDIA) if name in names and name not in texts]
 
 
 def is_of_gsm8k(names: Sequence[str], asked: ColumnsConfig, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -179,7 +188,10 @@ def _extra(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, An
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value at a column, whose dots lead into mappings; _MISSING where there is none."""
+    """Return the value at a column, whose dots lead into mappings if it is not its whole name; _MISSING: there is none.
+    """
+    if column and column in row:
+        return row[column]
     value: Any = row if column else _MISSING
     for name in column.split(".") if column else ():
         value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
@@ -201,6 +213,11 @@ def _messages(prompt: Any, column: str, where: str) -> tuple[dict[str, str], ...
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _holder(name: str, names: Sequence[str]) -> str:
+    """Return the column that holds what `name` names: of that whole name, or else of the name before the first dot."""
+    return name if name in names else name.partition(".")[0]
 
 
 def _listed(names: Sequence[str]) -> str:

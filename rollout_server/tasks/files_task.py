@@ -22,12 +22,12 @@ from rollout_server.rewards.code.checker import refuses_cheatable
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.columns import (
-    MEDIA,
     Asked,
     find_columns,
     gsm8k_question,
     is_of_gsm8k,
     make_question,
+    media_columns,
     why_not_gsm8k,
 )
 from rollout_server.tasks.gsm8k_rows import COLUMNS as OF_GSM8K
@@ -146,8 +146,8 @@ class FilesTask(Task):
     def _questions(self, file: Path, data: DataConfig, first: int, asked: Asked) -> list[Question]:
         """Return the questions of a file, whose first row is number `first` of the source."""
         found: Rows = rows_of(file, lambda names: find_columns(names, asked, str(file)).wanted)
-        if media := [name for name in MEDIA if name in found.columns]:
-            self.cautions.append(f"{file} has the column {', '.join(media)}, which is not used: models see only text.")
+        if media := media_columns(found.columns, found.rows):
+            self.cautions.append(f"{file} has the column {', '.join(media)}, which no model sees: they read only text.")
         places = [f"{data.path}, row {first + i}" for i in range(len(found.rows))]
         if not found.rows:
             return []

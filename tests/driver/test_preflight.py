@@ -156,7 +156,7 @@ def test_a_column_of_images_is_a_caution(model: ModelConfig, tmp_path: Path, suf
     else:
         pq.write_table(pa.Table.from_pylist([row]), file)
     config = dataclasses.replace(config_of(model, TaskConfig(path=str(file)), tmp_path), eval=EvalConfig(size=0))
-    assert check_inputs(config) == [f"{file} has the column images, which is not used: models see only text."]
+    assert check_inputs(config) == [f"{file} has the column images, which no model sees: they read only text."]
 
 
 def test_more_processes_than_cores_are_a_caution(

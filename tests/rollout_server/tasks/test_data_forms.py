@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from async_rl.config import ColumnsConfig, DataConfig, TaskConfig
@@ -88,6 +90,25 @@ def test_columns_that_a_source_lacks_are_refused_with_the_setting_that_names_the
     asked = r"known.* no column problem, as task\.columns\.prompt names it; .* own: {path: \.\.\., columns: {prompt:"
     with pytest.raises(ConfigError, match=asked):
         opened([known, other], columns=ColumnsConfig(prompt="problem"))
+
+
+def test_a_column_whose_own_name_has_dots_is_taken_whole(tmp_path: Path) -> None:
+    row = {"prompt": "8 * 9?", "reward_model.ground_truth": "72", "gold.value": "73", "extra_info.answer": "It is 72."}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "flat.parquet")  # as datasets.flatten() makes it
+    for path in (str(tmp_path / "flat.parquet"), written(tmp_path / "flat.jsonl", [row])):
+        question = opened(path).prompt(0).question
+        assert (question.ground_truth, question.solution) == ("72", "It is 72.")
+        named = opened(path, columns=ColumnsConfig(reference="gold.value")).prompt(0).question
+        assert named.ground_truth == "73" and named.extra == {"reward_model.ground_truth": "72"}
+        with pytest.raises(ConfigError, match=r"has no column gold\.other, as .* found: prompt, reward_model\.ground_"):
+            opened(path, columns=ColumnsConfig(reference="gold.other"))
+
+
+def test_a_column_of_images_is_told_unless_it_holds_text(tmp_path: Path) -> None:
+    row = {"prompt": "What is this?", "answer": "a cat", "image": b"\x89PNG", "video": None, "audio": "a miaow"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "seen.parquet")
+    told = [caution for caution in opened(str(tmp_path / "seen.parquet")).cautions if "no model sees" in caution]
+    assert told == [f"{tmp_path}/seen.parquet has the column image, which no model sees: they read only text."]
 
 
 def test_columns_that_were_guessed_are_told(tmp_path: Path) -> None:
@@ -175,6 +196,16 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
     with pytest.raises(ConfigError, match=r"splits has several splits: name one, .*/splits/train or .*/splits/test"):
         opened(str(tmp_path / "splits"))
+
+
+@pytest.mark.parametrize(("name", "content", "got"), [
+    ("state.json", "", r"no JSON \(Expecting value"), ("state.json", "{}", r"\{\}"),
+    ("dataset_dict.json", '["train"]', r"\['train'\]"), ("dataset_dict.json", '{"splits": 1}', r"\{'splits': 1\}"),
+])
+def test_a_folder_whose_mark_is_broken_is_named(tmp_path: Path, name: str, content: str, got: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=rf"{name} must be as datasets\.save_to_disk writes it, .*, got {got}"):
+        opened(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,9 @@ def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) ->
     [
         ("a.jsonl", "{broken\n", "line 1: not JSON"),
         ("a.jsonl", "[1]\n", "line 1: must be a JSON object"),
+        ("a.jsonl", '{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d"}\n', r"line 2: must have whole .* got '\\ud83d', half"),
+        ("a.jsonl", '{"prompt": ' + "[" * 100_000, r"line 1: must not be nested so deeply, got '\{\"prompt"),
+        ("a.jsonl", '{"prompt": "x", "answer": ' + "9" * 5000 + "}", "line 1: not JSON: Exceeds the limit"),
         ("a.jsonl", "", "must have a row that can be used, got 0 rows"),
         ("a.parquet", "no parquet", "can't be read as Parquet"),
         ("a.csv", "x", "must end in .parquet, .jsonl or .arrow"),

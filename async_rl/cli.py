@@ -77,7 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if hasattr(args, "words"):
         words = [*args.words, *rest]
-        config = next((word for word in words if "=" not in word), None)
+        config = next((word for is_config in (_has_no_value, _is_file) for word in words if is_config(word)), None)
         args.config = os.path.expanduser(config) if config else None
         args.overrides = [word for word in words if word is not config]
         if args.needs_config and not args.config and getattr(args, "resume", "") in ("", "auto"):
@@ -87,6 +87,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if isinstance(value, Path):
             setattr(args, name, value.expanduser())
     return args
+
+
+def _has_no_value(word: str) -> bool:
+    return "=" not in word
+
+
+def _is_file(word: str) -> bool:
+    """Whether a word with `=` is a path, such as runs/lr=1/config.yaml: no key of the configuration has a slash."""
+    return "/" in word.partition("=")[0] or os.path.isfile(word)
 
 
 def _description(sentence: str, example: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,6 +112,18 @@ def test_config_and_overrides_may_stand_before_and_behind_options(
     assert main(["train", "--dry-run", str(config_file), "run.steps=7", "staleness.max=3"]) == 0
     assert main(["train", "run.steps=7", "--dry-run", "staleness.max=3", str(config_file)]) == 0
     assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3)] * 3
+
+
+def test_a_path_with_an_equals_sign_is_a_config(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, *_: seen.append(config) or "")
+    folder = config_file.parent / "lr=1"
+    folder.mkdir()
+    shutil.copy(config_file, folder / "c=2.yaml")
+    assert main(["train", "run.steps=7", str(folder / "c=2.yaml"), "--dry-run"]) == 0
+    monkeypatch.chdir(folder)
+    assert main(["train", "run.steps=7", "c=2.yaml", "--dry-run"]) == 0
+    assert [config.run.steps for config in seen] == [7, 7]
 
 
 def test_the_size_of_gpus_is_for_a_dry_run(

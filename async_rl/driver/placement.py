@@ -185,6 +185,11 @@ def open_ray(config: Config) -> Iterator[None]:
 
     import ray
 
+    if ray.is_initialized():
+        raise ConfigError(
+            "a run starts Ray, or joins a cluster, with settings of its own, but this process is connected to Ray "
+            "already, by ray.init(). Call ray.shutdown() before, or train in another process"
+        )
     placement = config.placement
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = os.environ.get("RAY_ADDRESS") or ("auto" if placement.num_nodes > 1 else "")

@@ -30,6 +30,7 @@ def export(source: str | Path, target: Path) -> Path:
         ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, or `target` holds
             something already or can't be written.
     """
+    target = target.resolve()  # "." has no name, which the folder gets once it is complete
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
     try:

@@ -32,6 +32,12 @@ def test_a_ray_that_does_not_start_in_time_ends_the_run_with_a_sentence(
         pytest.fail("Ray has not started")
 
 
+def test_a_process_that_is_connected_to_ray_already_is_asked_to_end_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"by ray\.init\(\)\. Call ray\.shutdown\(\) before"), open_ray(make_config()):
+        pytest.fail("Ray is that of the program")
+
+
 def test_an_address_without_a_port_is_refused_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself refuses it, before it starts or reaches anything."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1")

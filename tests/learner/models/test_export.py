@@ -64,6 +64,18 @@ def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp
         export(tmp_path / "checkpoints" / "step_9", tmp_path / "out")
 
 
+def test_an_export_into_the_working_directory_is_a_folder_like_any(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    train_and_export(tmp_path / "model", tmp_path, rank=0)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(tmp_path / "runs" / "run", Path("."))
+    found, expected = (sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("here", "out"))
+    assert found == expected and "config.json" in found
+
+
 def test_a_disk_that_is_full_in_an_export_is_named(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,6 +236,19 @@ def test_prepare_keeps_question_solution_and_number(tmp_path: Path) -> None:
     assert TOKENIZER.decode(answer, skip_special_tokens=True) == item["answer"]
 
 
+def test_prepare_names_a_file_that_it_can_not_write(tmp_path: Path) -> None:
+    source, file = tmp_path / "in.jsonl", tmp_path / "file"
+    source.write_text('{"question": "?", "answer": "#### 42"}')
+    file.touch()
+    (tmp_path / "folder.parquet").mkdir()
+    for target in (file / "out.parquet", file / "out.jsonl", tmp_path / "folder.parquet"):
+        with pytest.raises(ConfigError, match=f"{target} can't be written: .* Name another file"):
+            prepare_gsm8k(source, target)
+    with pytest.raises(ConfigError, match="must be another one than the file to convert"):
+        prepare_gsm8k(source, tmp_path / "new" / ".." / "in.jsonl")
+    assert source.read_text() == '{"question": "?", "answer": "#### 42"}'
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -55,7 +55,7 @@ class ColumnsConfig:
     """The columns of task.path and task.eval_path. Those that are empty are found: verl's, TRL's, verifiers', GSM8K's.
     An entry of a list of files may have others.
 
-    A name with dots leads into a column of mappings: reward_model.ground_truth.
+    A name with dots is a column, or leads into one of mappings: reward_model.ground_truth.
     """
 
     prompt: str = ""

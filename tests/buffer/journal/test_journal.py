@@ -273,7 +273,7 @@ def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
 
     def answered(slot: Slot, *_: object) -> Group:
         prompt = prompts[slot.prompt_index]
-        return make_group(slot, prompt.tokens, data_row=prompt.data_row)
+        return make_group(slot, prompt.tokens.tolist(), data_row=prompt.data_row)
 
     with serving(config) as server:
         run_pipeline(server, config, steps=12, workers=1, make=answered)

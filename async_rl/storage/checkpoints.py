@@ -119,11 +119,12 @@ def check_newest(run_dir: Path) -> None:
     It goes on right now, and its first step discards them, or it was killed, and the next one takes them back.
     """
     suffix = _suffix(run_dir)
-    later = sorted(folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")) if suffix else ()
+    later = [folder.name for folder in (run_dir / FOLDER).glob(f"step_*.{suffix}")] if suffix else []
     if later:
+        newest = max(later, key=lambda name: int(name.removeprefix("step_").partition(".")[0]))
         raise ConfigError(
             f"{run_dir / RESUMING} says that a resume of the run has not come to its first step, or was killed before: "
-            f"that decides whether its newest checkpoint is {later[-1]}. Name one of those in {run_dir / FOLDER}, or "
+            f"that decides whether its newest checkpoint is {newest}. Name one of those in {run_dir / FOLDER}, or "
             f"go on with the run first: async-rl train --resume {run_dir}"
         )
 

@@ -52,13 +52,13 @@ def test_a_target_that_cannot_be_created_is_named(tmp_path: Path) -> None:
 
 
 def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp_path: Path) -> None:
-    for name in ("step_5", "step_9.lineage_0"):
+    for version, name in ((5, "step_5"), (9, "step_9.lineage_0"), (10, "step_10.lineage_0")):
         checkpoint = tmp_path / "checkpoints" / name
         checkpoint.mkdir(parents=True)
-        state = TrainingState(version=int(name[5]), lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
         write_training_state(checkpoint, state)
     (tmp_path / ".resuming").write_text("lineage_0 5")
-    with pytest.raises(ConfigError, match=r"/\.resuming says .* whether its newest checkpoint is step_9\.lineage_0"):
+    with pytest.raises(ConfigError, match=r"/\.resuming says .* whether its newest checkpoint is step_10\.lineage_0"):
         export(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # a checkpoint that is named is taken
         export(tmp_path / "checkpoints" / "step_9", tmp_path / "out")

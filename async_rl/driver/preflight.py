@@ -116,9 +116,8 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     if runs_here(config):
         checks += _checks_of_this_host(config)
     # Another host may have packages for attention that this one lacks; every model has eager attention.
-    loading = config if runs_here(config) else replace(
-        config, model=replace(config.model, attn_implementation="eager")
-    )
+    eager = replace(config.model, attn_implementation="eager")
+    loading = config if runs_here(config) else replace(config, model=eager)
     for key, path in {"model.path": model, **roles}.items():
         load = partial(_check_loading, key, path, loading)
         checks.append(PreflightCheck(f"{key} loads", path, load, (MODEL, key) if key in roles else (MODEL,)))

@@ -150,9 +150,9 @@ class WorkerClient:
         self._address = address
         self._worker = worker
         self._wire_s = timeouts.wire_s
-        self.flat_groups = 0
-        """The number of groups in a row, of all workers, in which every answer had the same reward, at the last `put`.
-        """
+        self.flat_groups = (0, 0)
+        """The numbers of groups in a row, of all workers, at the last `put`: of those in which every answer had one and
+        the same reward, and of those that had one reward each."""
         self._ids = _request_ids()
         self._pending: dict[int, asyncio.Future[BufferReply]] = {}
         self._open_admit: int | None = None
@@ -195,7 +195,8 @@ class WorkerClient:
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
-        self.flat_groups = reply.result["flat_groups"]
+        same, in_row = reply.result["flat_groups"]
+        self.flat_groups = (same, in_row)
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False, data_row: int = -1) -> None:

@@ -51,7 +51,10 @@ class Worker(EvalWorker):
         self._granted = 0
         """One more than the highest index of a prompt that this worker was given."""
         has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
-        self._flat = FlatRewards(max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer)
+        self._flat = FlatRewards(
+            max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer,
+            are_dropped=config.drops_zero_variance,
+        )
         self._group_ended = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}

@@ -213,14 +213,14 @@ class Operations:
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
         """Answer a `put`. Until the next call of `replies`, puts of one client that were all stored, or all not, share
-        one reply, with the count of flat groups after the last of them.
+        one reply, with the counts of flat groups after the last of them.
         """
         reply = self._open_acks.get((identity, stored))
         if reply is None or len(reply.ids) == MAX_ANSWERED:
             reply = self._open_acks[identity, stored] = Outgoing(identity, [], {"stored": stored})
             self._replies.append(reply)
         reply.ids.append(request_id)
-        reply.result["flat_groups"] = self.store.num_flat
+        reply.result["flat_groups"] = [self.store.flat.num_same, self.store.flat.num_in_row]
 
     def _learn_prompts(self, fields: Fields) -> None:
         sources = fields.items("sources", 1, MAX_SOURCES)

@@ -10,8 +10,8 @@ one client that have the same answer may be answered together, as those of `put`
     prompts     With task.difficulty a worker tells, before it asks for slots, how many prompts each source of task.path
                 has, and how many of them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
-                comes at once. That to a group is {stored: whether it was new, flat_groups: how many groups in a row, of
-                all workers, had one and the same reward for every answer}.
+                comes at once. That to a group is {stored: whether it was new, flat_groups: [how many groups in a row,
+                of all workers, had one and the same reward for every answer, how many had one reward each]}.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.config import AlgorithmConfig
+from async_rl.config import AlgorithmConfig, EvalConfig
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
-from buffer.store import FLAT_BATCHES, Store
+from buffer.flat_groups import FLAT_BATCHES
+from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
 from tests.kit.buffer.serving import serving
@@ -84,54 +85,23 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
 
 
 def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
-    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig())
+    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig(), eval=EvalConfig(size=0, right_above=0.5))
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
-        for _ in range(FLAT_BATCHES):
-            with_worker(server.address, put_all)
+
+        async def counts(worker: WorkerClient) -> tuple[int, int]:
+            await put_all(worker)
+            return worker.flat_groups
+
+        for number in range(1, FLAT_BATCHES + 1):
+            assert with_worker(server.address, counts) == (2 * number, 2 * number)
         with pytest.raises(NothingToLearnError, match=r"^16 groups in a row .* 0.5, .* is solved"):
             learner.take(0)
         counters = server.counters()
         assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0
         assert counters["buffer/dropped_zero_variance/reward"] == 0.5
         learner.close()
-
-
-def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> None:
-    store = Store(plain_rules(0, 1))
-    store.served(0)
-    rewards = [1.0] * (FLAT_BATCHES - 1) + [0.0] + [1.0] * (FLAT_BATCHES - 1)
-    for reward in rewards:
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=reward), drop_equal=True)
-    assert not store.end_reason
-    (slot,) = store.admit("rollout/0", 1, 0.0)
-    store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=1.0), drop_equal=True)
-    assert "task is solved" in store.end_reason and store.end_reason.endswith("Choose a harder one.")
-    (slot,) = store.admit("rollout/0", 1, 0.0)  # one more group can disprove that, before the learner has asked
-    store.finish(slot.group_id, b"", make_arrival(equal_rewards=False, reward=0.5), drop_equal=True)
-    assert not store.end_reason
-
-
-def test_flat_groups_that_are_kept_are_counted_and_end_nothing() -> None:
-    store = Store(plain_rules(0, 1, fresh_per_step=100))
-    store.served(0)
-    counts = []
-    for equal, reward in [(True, 1.0), (True, 1.0), (False, 1.0), *[(True, 0.0)] * FLAT_BATCHES]:
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal, reward=reward))
-        counts.append(store.num_flat)
-    assert counts == [1, 2, 0, *range(1, FLAT_BATCHES + 1)] and not store.end_reason
-
-
-def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
-    store = Store(plain_rules(0, 1))
-    store.served(0)
-    for _ in range(FLAT_BATCHES):
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=0.0), drop_equal=True)
-    assert "task is out of reach" in store.end_reason and store.end_reason.endswith("Choose an easier one.")
 
 
 def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:

@@ -276,16 +276,18 @@ class Operations:
     def _reply_to_learner(self, parked: Parked, now_s: float) -> None:
         result: dict[str, Any] = {}
         batch: Sequence[Frame] = ()
-        if parked.request.op == "may_push":
-            result = {"ready": True} if self.store.may_push() else {}
-        elif taken := self.store.take(parked.version, now_s):
+        is_push = parked.request.op == "may_push"
+        if is_push and self.store.may_push():
+            result = {"ready": True}
+        elif not is_push and (taken := self.store.take(parked.version, now_s)):
             waited_s = {key: waits.hand_out(parked.version, now_s) for key, waits in self._waits.items()}
             counters = self.counters() | waited_s
             batch = batch_frames(parked.version, taken, counters, self.limits)
-        elif self.store.end_reason:
+        elif self.store.end_reason and not (is_push and self.store.state.is_draining):
+            # A push that shuts admission waits for running groups alone, and so not for ever.
             result = {"end": self.store.end_reason}
         if not (result or batch):
-            if parked.request.op == "take":
+            if not is_push:
                 for key, waits in self._waits.items():
                     if key != LATE or self.store.misses_late:
                         waits.begin(now_s)

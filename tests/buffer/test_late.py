@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
             learner.take(0)
             learner.trained(1)
             hasty = LearnerClient(server.address, replace(QUICK, work_s=0.2))
-            told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* until no group runs .*: " \
+            told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* exact .* until no group runs .*: " \
                 r"1 of 2 groups finished, 1 running \(oldest 0 s, worker rollout/0\)"
             with pytest.raises(WaitTimeoutError, match=told):
                 hasty.await_push(1)
@@ -81,6 +82,59 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
 
         with_worker(server.address, run)
         assert [group.group_id for group in learner.take(1).groups] == [2, 4]
+        learner.close()
+
+
+def test_a_solved_task_ends_a_push_that_waits_in_exact_mode() -> None:
+    """Bound 1, batches of 2: after batch 0 the push waits for the groups of batch 1, which are all dropped."""
+    config = buffer_config(
+        prompts_per_step=2, staleness={"max": 1, "mode": "exact"}, weight_sync={"on_update": "drain"},
+        algorithm=AlgorithmConfig(),
+    )
+    with serving(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+
+        async def first_batch(worker: WorkerClient) -> None:
+            for slot in (await worker.admit(9))[:2]:
+                await worker.put(make_group(slot, rows=(make_row(reward=0.0), make_row(reward=1.0))))
+
+        with_worker(server.address, first_batch)
+        learner.take(0)
+        learner.trained(1)
+        server.abandon("rollout/0")
+        for _ in range(FLAT_BATCHES):
+            with_worker(server.address, put_all)
+        with pytest.raises(NothingToLearnError, match=r"^16 groups in a row had the same reward"):
+            learner.await_push(1)
+        learner.close()
+
+
+def test_a_push_that_shuts_admission_is_not_ended_by_a_solved_task() -> None:
+    config = buffer_config(
+        1, prompts_per_step=2, weight_sync={"on_update": "drain"}, algorithm=AlgorithmConfig(),
+    )
+    with serving(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+
+        async def run(worker: WorkerClient) -> None:
+            slots = await worker.admit(4)
+            for slot in slots[:2]:
+                await worker.put(make_group(slot, rows=(make_row(reward=0.0), make_row(reward=1.0))))
+            learner.take(0)
+            learner.trained(1)
+            await worker.put(make_group(slots[2]))
+            for _ in range(2 * FLAT_BATCHES):
+                (slot,) = await worker.admit(1)
+                await worker.put(make_group(slot))
+            waiting = asyncio.create_task(asyncio.to_thread(learner.await_push, 1))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            await worker.put(make_group(slots[3]))
+            await waiting
+
+        with_worker(server.address, run)
         learner.close()
 
 

@@ -74,17 +74,24 @@ class LearnerClient:
             raise NothingToLearnError(reply.result["end"])
         return [frame.buffer for frame in reply.frames] if reply else []
 
-    def await_push(self, version: int) -> None:
-        """Wait until `version`, the newest, may be pushed; raise WaitTimeoutError after timeouts.work_s.
+    def await_push(self, version: int, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Wait until `version`, the newest, may be pushed, or `interrupted`, asked every few seconds, returns True.
 
         In exact mode that is when all groups of the served version have arrived. With `weight_sync.on_update: drain` it
         is when no group runs, and no slot is granted until `served`. Otherwise it is at once.
+
+        Raises:
+            WaitTimeoutError: it may not be pushed within timeouts.work_s; the message says what is missing.
+            NothingToLearnError: in exact mode, there will be no further batch, so the groups waited for never come.
         """
         purpose = (
-            f"to push version {version}, which with weight_sync.on_update drain waits until no group runs "
-            "(with in_place, retract and abort it waits for none)"
+            f"to push version {version}, which with staleness.mode exact waits until all groups of the served version "
+            "have arrived, and with weight_sync.on_update drain until no group runs (with in_place, retract and abort "
+            "it waits for none)"
         )
-        self._poll("may_push", version, purpose, lambda: False)
+        reply = self._poll("may_push", version, purpose, interrupted)
+        if reply and "end" in reply.result:
+            raise NothingToLearnError(reply.result["end"])
 
     def trained(self, version: int) -> None:
         """Report that the batch taken last yielded `version`; the buffer accepts tokens of this version from now on."""
@@ -150,9 +157,9 @@ class WorkerClient:
         self._address = address
         self._worker = worker
         self._wire_s = timeouts.wire_s
-        self.flat_groups = 0
-        """The number of groups in a row, of all workers, in which every answer had the same reward, at the last `put`.
-        """
+        self.flat_groups = (0, 0)
+        """The numbers of groups in a row, of all workers, at the last `put`: of those in which every answer had one and
+        the same reward, and of those that had one reward each."""
         self._ids = _request_ids()
         self._pending: dict[int, asyncio.Future[BufferReply]] = {}
         self._open_admit: int | None = None
@@ -195,7 +202,8 @@ class WorkerClient:
         If this raises WireError, because the buffer refuses the group, its slot is still held: see `fail`.
         """
         reply = await self._call(next(self._ids), "put", f"group {group.group_id}", encode_group(group))
-        self.flat_groups = reply.result["flat_groups"]
+        same, in_row = reply.result["flat_groups"]
+        self.flat_groups = (same, in_row)
         return bool(reply.result["stored"])
 
     async def fail(self, group_id: int, reason: str, requeue: bool = False, data_row: int = -1) -> None:

@@ -53,7 +53,7 @@ class BufferServer:
         self._journal = journal
         state = StoreState(*((journal.record, journal.record_streak) if journal else ()))
         draw = PromptDraw(config) if config.task.difficulty.skips else None
-        self._store = Store(Rules.from_config(config), state, draw)
+        self._store = Store(Rules.from_config(config), state, draw, config.eval.is_right)
         recorders = (journal.record_group, journal.record_move) if journal else ()
         self._operations = Operations(config, self._store, *recorders)
         if found := journal.load() if journal else None:

@@ -12,11 +12,13 @@ The state is a StoredGroup for each live group and a few scalars, so that a jour
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from async_rl.config import EvalConfig
 from async_rl.errors import WireError
 from async_rl.types import Slot
+from buffer.flat_groups import FlatGroups
 from buffer.frames import Frame
 from buffer.modes import open_mode
 from buffer.prompt_draw import PromptDraw
@@ -24,19 +26,20 @@ from buffer.staleness import Rules
 from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, StoredGroup
 
-FLAT_BATCHES = 8
-"""If this many batches' worth of groups in a row have the same reward, the task has nothing left to teach."""
-
 
 class Store:
     """Applies the rules of buffer/staleness.py to the groups of one run; buffer/modes.py decides by its mode.
 
     Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
     missed the answer asks again. After each call `state` is consistent, so a journal may commit it. `draw` decides
-    which prompts are skipped; None: none is.
+    which prompts are skipped; None: none is. `is_right` says whether a reward is that of a right answer; None: as
+    eval.right_above does by default.
     """
 
-    def __init__(self, rules: Rules, state: StoreState | None = None, draw: PromptDraw | None = None) -> None:
+    def __init__(
+        self, rules: Rules, state: StoreState | None = None, draw: PromptDraw | None = None,
+        is_right: Callable[[float], bool] | None = None,
+    ) -> None:
         self.rules = rules
         self.draw = draw
         self.mode = open_mode(rules)
@@ -44,9 +47,7 @@ class Store:
         self.state.slots = rules.slots
         self.end_reason = ""
         """Why there will probably be no further batch; empty while there may be one."""
-        self.num_flat = 0
-        """The number of groups in a row that arrived with one and the same reward for every answer."""
-        self._flat_reward = 0.0
+        self.flat = FlatGroups(rules.prompts_per_step, is_right or EvalConfig().is_right)
 
     # --- for workers
 
@@ -97,12 +98,13 @@ class Store:
         row, version = self.state.running[group_id], self.state.served_version
         arrived: dict[str, Any] = {"payload": payload, "arrival": arrival, "finished_version": version}
         arrived["data_row"] = data_row
-        self._count_flat(arrival)
+        self.flat.add(arrival)
         if self.draw:
             self.draw.arrived(row.prompt_index, row.chance, arrival, self.state.prompts)
         if drop_equal and arrival.equal_rewards:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
-            self.end_reason = self._why_nothing_is_left()
+            self.flat.num_dropped += 1
+            self.end_reason = self.flat.why_nothing_is_left(self.state.version)
         else:
             self.end_reason = ""
             self.state.put(row, "finished", **arrived)
@@ -148,6 +150,7 @@ class Store:
             chosen = self.mode.choose(self.state, version)
             if chosen is None:
                 return None
+            self.flat.num_dropped = 0
             for row in chosen:
                 self.mode.check(row, self.state, version)
                 self.state.put(row, "held")
@@ -234,6 +237,11 @@ class Store:
             parts.append(late)
         served = state.served_version
         parts.append("no version served yet" if served is None else f"served version {served}")
+        if self.flat.num_dropped:
+            parts.append(
+                f"{self.flat.num_dropped} dropped as zero_variance since the last batch "
+                "(algorithm.filter_zero_variance: every answer of the group had the same reward)"
+            )
         if state.accounting.last_failure:
             failed = state.accounting.dropped["failed"]
             parts.append(f"{failed} failed so far, the last one: {state.accounting.last_failure}")
@@ -247,23 +255,6 @@ class Store:
             if row.state == "running":
                 self.state.aborts.setdefault(row.worker, []).append(row.group_id)
             self.state.drop(row, "late", requeue=True, now_s=now_s)
-
-    def _count_flat(self, arrival: Arrival) -> None:
-        """Count a group that has arrived in `num_flat`, or begin to count anew with it."""
-        if arrival.reward != self._flat_reward or not arrival.equal_rewards:
-            self.num_flat, self._flat_reward = 0, arrival.reward
-        self.num_flat += arrival.equal_rewards
-
-    def _why_nothing_is_left(self) -> str:
-        """Return why there is nothing left to learn from groups that are dropped; "" below FLAT_BATCHES batches."""
-        reward = self._flat_reward
-        if self.num_flat < FLAT_BATCHES * self.rules.prompts_per_step:
-            return ""
-        return (
-            f"{self.num_flat} groups in a row had the same reward, {reward:g}, for every answer: "
-            f"the task is {'solved' if reward > 0 else 'out of reach'} and has nothing left to teach at version "
-            f"{self.state.version}. Choose {'a harder' if reward > 0 else 'an easier'} one."
-        )
 
     def _next_prompt(self) -> tuple[int, float]:
         """Return (index, chance) of the prompt of the next group."""

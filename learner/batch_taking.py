@@ -1,4 +1,4 @@
-"""Rank 0 of the learner asks the buffer for a batch, and every rank gets the batch, or why there is none."""
+"""Rank 0 of the learner asks the buffer for a batch or for a push, and every rank gets its answer."""
 
 from __future__ import annotations
 
@@ -52,6 +52,35 @@ def ask_buffer(
     except NothingToLearnError as error:
         return NoBatch("nothing to learn", str(error))
     return frames or asked() or NoBatch("push wanted")
+
+
+def await_push(
+    client: LearnerClient | None, version: int, asked: Callable[[], NoBatch | None]
+) -> NoBatch | None:
+    """Wait on every rank until `version` may be pushed; return None, or why the run ends without that push. Collective.
+
+    Of what is `asked` for, only an end is heeded here: the rest comes after the push.
+
+    Args:
+        client: rank 0's; the other ranks have none, and do what it is told.
+
+    Raises:
+        WaitTimeoutError: it may not be pushed within timeouts.work_s.
+    """
+
+    def asked_end() -> NoBatch | None:
+        wanted = asked()
+        return wanted if wanted and wanted.why in ("stopped", "ended") else None
+
+    told: Taken | None = None
+    if client:
+        try:
+            client.await_push(version, lambda: asked_end() is not None)
+            told = asked_end() or []
+        except NothingToLearnError as error:
+            told = NoBatch("nothing to learn", str(error))
+    told = share_taken(told)
+    return told if isinstance(told, NoBatch) else None
 
 
 def share_taken(taken: Taken | None) -> Taken:

@@ -14,14 +14,18 @@ class EvalSchedule:
     def __init__(self, config: Config) -> None:
         self._eval = config.eval
         self._timeout_s = config.timeouts.work_s
+        self._push_every = config.weight_sync.every_steps
         # Version 0 is due on evaluation servers; else the driver has it evaluated before training.
         self._served = -1 if config.placement.eval.servers else 0
         self._idle = threading.Event()
         self._idle.set()
 
     def resume(self, version: int) -> None:
-        """Continue from `version`. An evaluation of this version that was due is due again: it may not have ended."""
-        self._served = version - 1
+        """Continue from `version`. An evaluation of this version that was due is due again: it may not have ended.
+
+        So the version served before it counts, which is the last multiple of weight_sync.every_steps below it.
+        """
+        self._served = (version - 1) // self._push_every * self._push_every
 
     def served(self, version: int) -> bool:
         """Record that every server serves `version`, and return whether an evaluation of this version is due.

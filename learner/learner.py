@@ -25,7 +25,7 @@ from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
 from learner.alarms import Alarms, rules_for
 from learner.batch_checks import check_staleness
-from learner.batch_taking import NoBatch, ask_buffer, share_taken
+from learner.batch_taking import NoBatch, ask_buffer, await_push, share_taken
 from learner.checkpointing import Checkpointer
 from learner.depth_moves import DepthMoves
 from learner.driver_requests import DriverRequests
@@ -75,7 +75,6 @@ class Learner:
         self.gpu_turns = GpuTurns()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = pushers["rollout"]
-        self._publisher = self._weights.publisher
         self.evaluations = Evaluations(config, rank, self._timeline, pushers.get("eval"))
         self._alarms = Alarms(rules_for(self._updater.dtype))
         self.requests = DriverRequests()
@@ -86,6 +85,7 @@ class Learner:
         self._saved_version = 0
         self._served_version = 0
         """The version that every live server serves."""
+        self._no_push: NoBatch | None = None  # why the run ends in place of a push that had to wait, on every rank
         state = self._checkpointer.load(Path(config.run.resume)) if config.run.resume else None
         if state:
             self.version = self._saved_version = state.version
@@ -123,15 +123,14 @@ class Learner:
             if isinstance(taken, NoBatch):
                 if taken.why == "push wanted":
                     yield from self._publish(None, is_last=False)
-                    continue
-                if taken.why == "checkpoint wanted":
+                elif taken.why == "checkpoint wanted":
                     self._checkpoint_on_request()
-                    continue
-                if taken.why == "paused":
+                elif taken.why == "paused":
                     self._pause()
-                    continue
-                yield from self._end_early(taken)
-                break
+                else:
+                    yield from self._end_early(taken)
+                    break
+                continue
             if self.config.shares_gpus:
                 self._release_server_memory()
             metrics = self._train_step(taken)
@@ -164,11 +163,13 @@ class Learner:
         `stop` ends the wait, and so does a server that came back: it needs a push first, as the batch may be waiting
         for its groups. After timeouts.work_s rank 0 raises WaitTimeoutError.
         """
+        if self._no_push:
+            return self._no_push
         taken = None
         with self._timeline.span("wait_data", "batch"):
             if self._client:
-                someone_waits = self.servers["rollout"].someone_waits
-                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, someone_waits)
+                is_push_wanted = self._weights.membership.someone_waits
+                taken = ask_buffer(self._client, self.version, self.requests.why_no_batch, is_push_wanted)
             taken = share_taken(taken)
         return taken if isinstance(taken, NoBatch) else decode_batch(taken)
 
@@ -180,7 +181,7 @@ class Learner:
                 self.gpu_turns.begin_step(self.config.timeouts.limit("work_s"))
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:
-                self._publisher.release_server_memory()
+                self._weights.publisher.release_server_memory()
             dist.barrier()
 
     def _train_step(self, batch: Batch) -> list[Metric]:
@@ -199,8 +200,8 @@ class Learner:
     def _publish(self, batch: Batch | None, is_last: bool) -> list[LearnerReport]:
         """Push the current version to every server, then open admission for it if it is new.
 
-        A new version first waits for an evaluation that holds pushes, then with on_update drain until the buffer lets
-        it be pushed. Returns the reports for the driver: the servers that were lost, and an evaluation that is due.
+        A new version first waits for an evaluation that holds pushes, then with on_update drain for the buffer; if the
+        run ends in that wait, `_take` says so. Returns the reports for the driver: servers lost, and an evaluation due.
 
         Args:
             batch: the step's batch. None: an extra push for a server that came back; the other servers get it too.
@@ -211,9 +212,9 @@ class Learner:
             self.evaluations.await_end()
         if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
             with self._timeline.span("wait_data", "drain"):  # no group may start, until none runs any more
-                if self._client:
-                    self._client.await_push(self.version)
-                dist.barrier()
+                self._no_push = await_push(self._client, self.version, self.requests.why_no_batch)
+            if self._no_push:
+                return []
         events: list[LearnerReport] = self._push(batch, is_last=is_last)
         if is_new and not is_last:  # after the last step no group may start
             events += self._release()
@@ -235,7 +236,7 @@ class Learner:
             Metric("push/bytes", float(report.num_bytes), "sum"),
             Metric("push/pause_s", report.pause_s),
             *([Metric("push/changed_share", report.changed_share)] if self.config.weight_sync.delta else []),
-            *(Metric(f"version/{name}", float(self.version), "last") for name in self._publisher.servers),
+            *(Metric(f"version/{name}", float(self.version), "last") for name in self._weights.servers),
             *([Metric("push/lost_servers", float(len(lost)), "sum")] if lost else []),
         ]
         return [*lost]
@@ -343,7 +344,7 @@ class Learner:
                 self._log_ratios.close()
         if self._client:
             self._client.close()
-        self._publisher.close()
+        self._weights.publisher.close()
         self.evaluations.close()
         self._gpus.close()
         dist.destroy_process_group()

@@ -85,7 +85,7 @@ class Pusher:
         while True:
             report = self._try(lambda: self.publisher.push(self._weights(), version, erases=erases), lost)
             if not report.has_failed:
-                self.membership.pushed(self.publisher.servers, ())
+                self.membership.pushed(self.publisher.servers, {})
             failed = torch.tensor(report.has_failed)
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
@@ -97,9 +97,9 @@ class Pusher:
         urls = dict(self.publisher.servers)
         report = attempt()
         if report.lost:
-            self.membership.pushed({}, report.lost)
-            died = tuple((name, urls[name]) for name in report.lost)
-            lost.append(ServersLost(servers=died, cause=report.cause))
+            died = {name: urls[name] for name in report.lost}
+            self.membership.pushed({}, died)
+            lost.append(ServersLost(servers=tuple(died.items()), cause=report.cause))
         return report
 
     def fill(self, version: int) -> None:

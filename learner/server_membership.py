@@ -62,11 +62,15 @@ class ServerMembership:
             self._urls = {name: url for name, url in self._urls.items() if url}
         return changed
 
-    def pushed(self, servers: dict[str, str], lost: tuple[str, ...]) -> None:
-        """End the wait in `join` of each server that a push to `servers` reached; for those `lost`, with an error."""
+    def pushed(self, servers: dict[str, str], lost: dict[str, str]) -> None:
+        """End the wait in `join` of each server that a push to `servers` reached; for those `lost`, with an error.
+
+        Both are {name: URL pushed to}: a server that has taken the place of a lost one meanwhile still waits.
+        """
         with self._lock:
-            for name in lost:
-                self._fail(name)
+            for name, url in lost.items():
+                if self._urls.get(name) == url:
+                    self._fail(name)
             for name in [name for name, url in self._urls.items() if servers.get(name) == url]:
                 self._joining.pop(self._urls.pop(name)).set_result(None)
 

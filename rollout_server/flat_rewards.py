@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,8 @@ from async_rl.types import Prompt
 from rollout_server.episodes.episode import End, Episode
 
 SHOWN_CHARACTERS = 300
+MIXED_WARNING_GROUPS = 256
+"""The fewest groups in a row with one reward each that are worth a warning, if these rewards differ between groups."""
 _KEPT_GROUPS = 16
 """The number of newest groups of which the warning describes the answers."""
 _TROUBLES: dict[End, str] = {"timeout": "ran out of time", "error": "ended with an error of the agent"}
@@ -23,24 +26,33 @@ class FlatRewards:
     Args:
         limit: the number of groups in a row with the same reward after which `add` returns the warning.
         has_answer: whether the reward can read an answer from a response, or None if that is not known.
+        are_dropped: whether the buffer drops such groups. If so `add` also warns of many that have one reward each, for
+            which the learner waits in vain.
     """
 
-    def __init__(self, limit: int, has_answer: Callable[[Prompt, str], bool | None]) -> None:
+    def __init__(
+        self, limit: int, has_answer: Callable[[Prompt, str], bool | None], *, are_dropped: bool = False
+    ) -> None:
         self._limit = limit
+        self._mixed_limit = max(MIXED_WARNING_GROUPS, limit) if are_dropped else math.inf
+        """The number of groups in a row with one reward each after which the next warning comes. It doubles with each
+        warning, so that a task in which few prompts have a difference does not repeat it."""
         self._has_answer = has_answer
         self._count = 0
-        """The buffer's count after the last group with one reward."""
+        """The buffer's count of groups with the same reward after the last group with one reward."""
         self._groups: deque[tuple[Prompt, Sequence[Episode]]] = deque(maxlen=_KEPT_GROUPS)
         self.has_only_errors = True
         """Whether all episodes so far have ended with an error of the agent: the code is more likely wrong than the
         model."""
 
-    def add(self, prompt: Prompt, episodes: Sequence[Episode], count: int) -> str:
-        """Keep a group that was delivered; return the warning if with it the buffer's count reaches `limit`, else "".
+    def add(self, prompt: Prompt, episodes: Sequence[Episode], counts: tuple[int, int]) -> str:
+        """Keep a group that was delivered; return the warning if with it the buffer's count reaches a limit, else "".
 
         Args:
-            count: the number of groups in a row, of all workers, in which every answer had the same reward.
+            counts: the numbers of groups in a row, of all workers: of those in which every answer had one and the same
+                reward, and of those that had one reward each.
         """
+        count, in_row = counts
         episodes = [episode for episode in episodes if episode.rows]
         self.has_only_errors &= all(episode.end == "error" for episode in episodes)
         self._groups.append((prompt, episodes))
@@ -48,7 +60,22 @@ class FlatRewards:
             return ""
         has_reached = self._count < self._limit <= count
         self._count = count
-        return self._warning(episodes[0].reward) if has_reached else ""
+        if has_reached:
+            return self._warning(episodes[0].reward)
+        if count < in_row >= self._mixed_limit:
+            self._mixed_limit = 2 * in_row
+            return self._mixed_warning(in_row)
+        return ""
+
+    def _mixed_warning(self, in_row: int) -> str:
+        flat = [{episode.reward for episode in episodes} for _, episodes in self._groups]
+        newest = ", ".join(f"{reward:g}" for rewards in flat if len(rewards) == 1 for reward in rewards)
+        return (
+            f"{in_row} groups in a row had one reward for all of their answers, though not each the same, and were "
+            f"dropped (algorithm.filter_zero_variance). The newest had {newest}. The learner waits for groups whose "
+            "answers differ in reward: more do with a larger rollout.group_size, a higher rollout.temperature or "
+            "another data set"
+        )
 
     def _warning(self, reward: float) -> str:
         groups = [group for group in self._groups if all(episode.reward == reward for episode in group[1])]

@@ -51,10 +51,17 @@ class Worker(EvalWorker):
         self._granted = 0
         """One more than the highest index of a prompt that this worker was given."""
         has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
-        self._flat = FlatRewards(max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer)
+        self._flat = FlatRewards(
+            max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer,
+            are_dropped=config.drops_zero_variance,
+        )
         self._group_ended = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
+        self._next_id = 0
+        """One more than the highest id of a group that was started; those of later grants are higher."""
+        self._dropped_early: set[int] = set()
+        """The ids of groups that the buffer has dropped before they were started, from `_next_id` on."""
 
     async def run(self) -> AsyncGenerator[WorkerReport]:
         """Make groups until `stop` is called, and yield a report of them twice a second.
@@ -105,10 +112,15 @@ class Worker(EvalWorker):
                     prompts = await asyncio.to_thread(list, map(make_prompt, indices))
                     self._granted = max([self._granted, *(index + 1 for index in indices)])
                     for slot, prompt in zip(slots, prompts, strict=True):
+                        self._next_id = slot.group_id + 1
+                        if slot.group_id in self._dropped_early:
+                            self._counts["aborted"] += 1
+                            continue
                         self._stats.begin_group(slot.group_id)
                         group = tasks.create_task(self._run_group(slot, prompt, granted_s))
                         self._groups[slot.group_id] = group
                         group.add_done_callback(partial(self._on_group_end, slot.group_id))
+                    self._dropped_early = {group_id for group_id in self._dropped_early if group_id >= self._next_id}
         except BaseExceptionGroup as group:
             raise first_error(group) from None
 
@@ -119,7 +131,10 @@ class Worker(EvalWorker):
         self._group_ended.set()
 
     async def _abort_dropped(self) -> None:
-        """Keep asking the buffer which groups it has dropped; cancel those, with their requests to the engine."""
+        """Keep asking the buffer which groups it has dropped; cancel those, with their requests to the engine.
+
+        One that waits for its prompt is not started.
+        """
         dropped: list[int] = []
         while True:
             dropped = await self._client.aborts(dropped)
@@ -127,6 +142,8 @@ class Worker(EvalWorker):
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
                     self._stats.aborted(group_id)
+                elif group_id >= self._next_id:
+                    self._dropped_early.add(group_id)
 
     async def _run_group(self, slot: Slot, prompt: Prompt, granted_s: float) -> None:
         """Make the group of one slot: have its prompt answered and scored, and send the group to the buffer."""

@@ -179,7 +179,8 @@ class AlgorithmConfig:
     filter_zero_variance: bool = True
     """Groups whose rewards are all equal are dropped and counted if advantages compare the episodes of a group, because
     their advantages would be zero. Many such groups in a row with the same reward (a solved task, or a hopeless one)
-    end the run. Other advantages (remax, reinforce_pp, gae, vtrace) keep every group."""
+    end the run, and so do thousands with one reward each (every prompt is always right, or always wrong). Other
+    advantages (remax, reinforce_pp, gae, vtrace) keep every group."""
 
     def __post_init__(self) -> None:
         settings = self.settings.values()

@@ -213,14 +213,14 @@ class Operations:
 
     def _acknowledge(self, identity: bytes, request_id: int, stored: bool) -> None:
         """Answer a `put`. Until the next call of `replies`, puts of one client that were all stored, or all not, share
-        one reply, with the count of flat groups after the last of them.
+        one reply, with the counts of flat groups after the last of them.
         """
         reply = self._open_acks.get((identity, stored))
         if reply is None or len(reply.ids) == MAX_ANSWERED:
             reply = self._open_acks[identity, stored] = Outgoing(identity, [], {"stored": stored})
             self._replies.append(reply)
         reply.ids.append(request_id)
-        reply.result["flat_groups"] = self.store.num_flat
+        reply.result["flat_groups"] = [self.store.flat.num_same, self.store.flat.num_in_row]
 
     def _learn_prompts(self, fields: Fields) -> None:
         sources = fields.items("sources", 1, MAX_SOURCES)
@@ -276,16 +276,18 @@ class Operations:
     def _reply_to_learner(self, parked: Parked, now_s: float) -> None:
         result: dict[str, Any] = {}
         batch: Sequence[Frame] = ()
-        if parked.request.op == "may_push":
-            result = {"ready": True} if self.store.may_push() else {}
-        elif taken := self.store.take(parked.version, now_s):
+        is_push = parked.request.op == "may_push"
+        if is_push and self.store.may_push():
+            result = {"ready": True}
+        elif not is_push and (taken := self.store.take(parked.version, now_s)):
             waited_s = {key: waits.hand_out(parked.version, now_s) for key, waits in self._waits.items()}
             counters = self.counters() | waited_s
             batch = batch_frames(parked.version, taken, counters, self.limits)
-        elif self.store.end_reason:
+        elif self.store.end_reason and not (is_push and self.store.state.is_draining):
+            # A push that shuts admission waits for running groups alone, and so not for ever.
             result = {"end": self.store.end_reason}
         if not (result or batch):
-            if parked.request.op == "take":
+            if not is_push:
                 for key, waits in self._waits.items():
                     if key != LATE or self.store.misses_late:
                         waits.begin(now_s)

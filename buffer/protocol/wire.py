@@ -10,15 +10,16 @@ one client that have the same answer may be answered together, as those of `put`
     prompts     With task.difficulty a worker tells, before it asks for slots, how many prompts each source of task.path
                 has, and how many of them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
-                comes at once. That to a group is {stored: whether it was new, flat_groups: how many groups in a row, of
-                all workers, had one and the same reward for every answer}.
+                comes at once. That to a group is {stored: whether it was new, flat_groups: [how many groups in a row,
+                of all workers, had one and the same reward for every answer, how many had one reward each]}.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
     take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after
                 wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
-                {state: what it waits for} after wait_s. It has to wait only in exact mode or with on_update: drain.
+                {state: what it waits for} after wait_s. It has to wait only in exact mode or with on_update: drain. In
+                exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
     trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
                 answer comes at once. With `served` it may move the number of slots, and says why: the move is in the
                 journal before the answer is sent. -1 slots: their number stays.

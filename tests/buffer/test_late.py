@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
-from async_rl.config import AlgorithmConfig
+from async_rl.config import AlgorithmConfig, EvalConfig
 from async_rl.errors import NothingToLearnError, WaitTimeoutError
 from buffer.client import LearnerClient, WorkerClient
-from buffer.store import FLAT_BATCHES, Store
+from buffer.flat_groups import FLAT_BATCHES
+from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
 from tests.kit.buffer.serving import serving
@@ -66,7 +68,7 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
             learner.take(0)
             learner.trained(1)
             hasty = LearnerClient(server.address, replace(QUICK, work_s=0.2))
-            told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* until no group runs .*: " \
+            told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* exact .* until no group runs .*: " \
                 r"1 of 2 groups finished, 1 running \(oldest 0 s, worker rollout/0\)"
             with pytest.raises(WaitTimeoutError, match=told):
                 hasty.await_push(1)
@@ -83,55 +85,77 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
         learner.close()
 
 
-def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
-    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig())
+def test_a_solved_task_ends_a_push_that_waits_in_exact_mode() -> None:
+    """Bound 1, batches of 2: after batch 0 the push waits for the groups of batch 1, which are all dropped."""
+    config = buffer_config(
+        prompts_per_step=2, staleness={"max": 1, "mode": "exact"}, weight_sync={"on_update": "drain"},
+        algorithm=AlgorithmConfig(),
+    )
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
+
+        async def first_batch(worker: WorkerClient) -> None:
+            for slot in (await worker.admit(9))[:2]:
+                await worker.put(make_group(slot, rows=(make_row(reward=0.0), make_row(reward=1.0))))
+
+        with_worker(server.address, first_batch)
+        learner.take(0)
+        learner.trained(1)
+        server.abandon("rollout/0")
         for _ in range(FLAT_BATCHES):
             with_worker(server.address, put_all)
+        with pytest.raises(NothingToLearnError, match=r"^16 groups in a row had the same reward"):
+            learner.await_push(1)
+        learner.close()
+
+
+def test_a_push_that_shuts_admission_is_not_ended_by_a_solved_task() -> None:
+    config = buffer_config(
+        1, prompts_per_step=2, weight_sync={"on_update": "drain"}, algorithm=AlgorithmConfig(),
+    )
+    with serving(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+
+        async def run(worker: WorkerClient) -> None:
+            slots = await worker.admit(4)
+            for slot in slots[:2]:
+                await worker.put(make_group(slot, rows=(make_row(reward=0.0), make_row(reward=1.0))))
+            learner.take(0)
+            learner.trained(1)
+            await worker.put(make_group(slots[2]))
+            for _ in range(2 * FLAT_BATCHES):
+                (slot,) = await worker.admit(1)
+                await worker.put(make_group(slot))
+            waiting = asyncio.create_task(asyncio.to_thread(learner.await_push, 1))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            await worker.put(make_group(slots[3]))
+            await waiting
+
+        with_worker(server.address, run)
+        learner.close()
+
+
+def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
+    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig(), eval=EvalConfig(size=0, right_above=0.5))
+    with serving(config) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+
+        async def counts(worker: WorkerClient) -> tuple[int, int]:
+            await put_all(worker)
+            return worker.flat_groups
+
+        for number in range(1, FLAT_BATCHES + 1):
+            assert with_worker(server.address, counts) == (2 * number, 2 * number)
         with pytest.raises(NothingToLearnError, match=r"^16 groups in a row .* 0.5, .* is solved"):
             learner.take(0)
         counters = server.counters()
         assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0
         assert counters["buffer/dropped_zero_variance/reward"] == 0.5
         learner.close()
-
-
-def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> None:
-    store = Store(plain_rules(0, 1))
-    store.served(0)
-    rewards = [1.0] * (FLAT_BATCHES - 1) + [0.0] + [1.0] * (FLAT_BATCHES - 1)
-    for reward in rewards:
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=reward), drop_equal=True)
-    assert not store.end_reason
-    (slot,) = store.admit("rollout/0", 1, 0.0)
-    store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=1.0), drop_equal=True)
-    assert "task is solved" in store.end_reason and store.end_reason.endswith("Choose a harder one.")
-    (slot,) = store.admit("rollout/0", 1, 0.0)  # one more group can disprove that, before the learner has asked
-    store.finish(slot.group_id, b"", make_arrival(equal_rewards=False, reward=0.5), drop_equal=True)
-    assert not store.end_reason
-
-
-def test_flat_groups_that_are_kept_are_counted_and_end_nothing() -> None:
-    store = Store(plain_rules(0, 1, fresh_per_step=100))
-    store.served(0)
-    counts = []
-    for equal, reward in [(True, 1.0), (True, 1.0), (False, 1.0), *[(True, 0.0)] * FLAT_BATCHES]:
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal, reward=reward))
-        counts.append(store.num_flat)
-    assert counts == [1, 2, 0, *range(1, FLAT_BATCHES + 1)] and not store.end_reason
-
-
-def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
-    store = Store(plain_rules(0, 1))
-    store.served(0)
-    for _ in range(FLAT_BATCHES):
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=0.0), drop_equal=True)
-    assert "task is out of reach" in store.end_reason and store.end_reason.endswith("Choose an easier one.")
 
 
 def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import NothingToLearnError
-from learner.batch_taking import NoBatch, Taken, ask_buffer, share_taken
+from learner.batch_taking import NoBatch, Taken, ask_buffer, await_push, share_taken
 
 
 @pytest.mark.parametrize("taken", [
@@ -44,3 +44,27 @@ def test_a_paused_learner_does_not_ask_for_a_batch() -> None:
 def test_a_server_that_comes_back_in_a_pause_gets_its_push() -> None:
     client: Any = None
     assert ask_buffer(client, 3, lambda: NoBatch("paused"), lambda: True) == NoBatch("push wanted")
+
+
+@pytest.mark.parametrize(("asked", "ended"), [
+    (None, None), (NoBatch("paused"), None), (NoBatch("checkpoint wanted"), None),
+    (NoBatch("stopped"), NoBatch("stopped")), (NoBatch("ended", "good enough"), NoBatch("ended", "good enough")),
+])
+def test_a_wait_for_a_push_heeds_nothing_but_an_end(
+    asked: NoBatch | None, ended: NoBatch | None, one_rank: None
+) -> None:
+    class Client:
+        def await_push(self, version: int, interrupted: Callable[[], bool]) -> None:
+            assert version == 3 and interrupted() == (ended is not None)
+
+    client: Any = Client()
+    assert await_push(client, 3, lambda: asked) == ended
+
+
+def test_a_push_that_waits_in_vain_is_not_made(one_rank: None) -> None:
+    class Client:
+        def await_push(self, version: int, interrupted: Callable[[], bool]) -> None:
+            raise NothingToLearnError("the task is solved")
+
+    client: Any = Client()
+    assert await_push(client, 3, lambda: None) == NoBatch("nothing to learn", "the task is solved")

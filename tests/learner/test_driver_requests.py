@@ -1,15 +1,19 @@
-"""The requests of the driver to the learner: an early end, and a checkpoint."""
+"""The requests of the driver to the learner: an early end, also in the wait for a push, and a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from async_rl.config import CheckpointConfig, RunConfig, WeightSyncConfig
+import pytest
+
+from async_rl.config import CheckpointConfig, RunConfig, StalenessConfig, WeightSyncConfig
+from async_rl.errors import NothingToLearnError
 from async_rl.messages.reports import StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
 from learner.batch_taking import NoBatch
 from learner.driver_requests import DriverRequests
-from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner
 
 
 def test_the_most_urgent_request_comes_first_and_the_first_reason_stays() -> None:
@@ -38,6 +42,40 @@ def test_an_early_end_pushes_and_saves_the_model_as_the_last_step_does(
     assert (reports[-1].version, reports[-1].reason) == (2, "the reward is above 0.9")
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("end", "reason", "pushes"), [
+    ("buffer", "the task is solved", [("push", 1), ("push", 2)]),
+    ("program", "the reward is above 0.9", [("push", 1), ("push", 2)]),
+    ("user", "stopped at version 2, checkpoint ", [("push", 1)]),
+])
+def test_a_run_that_ends_while_a_push_waits_reports_its_step_and_saves(
+    end: str, reason: str, pushes: list[tuple[str, int]], tiny_model_path: Path, tmp_path: Path,
+    publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=50, dir=str(tmp_path)), checkpoint=CheckpointConfig(every_steps=10),
+        staleness=StalenessConfig(max=1, mode="exact"), weight_sync=WeightSyncConfig(on_update="drain"),
+    )
+
+    def await_push(client: FakeClient, version: int, interrupted: Callable[[], bool]) -> None:
+        assert not interrupted()
+        if version < 2:
+            return
+        if end == "buffer":
+            raise NothingToLearnError(reason)
+        if end == "program":
+            learner.requests.end(reason)
+        else:
+            learner.stop()
+        assert interrupted()
+
+    monkeypatch.setattr(FakeClient, "await_push", await_push)
+    *steps, ended = learner.run()
+    assert [(type(report), report.version) for report in steps] == [(StepDone, 1), (StepDone, 2)]
+    assert isinstance(ended, TrainingEnded) and ended.version == 2 and ended.reason.startswith(reason)
+    assert [call for call in publisher.calls if call[0] == "push"] == pushes
+    assert list(list_checkpoints(tmp_path / "run")) == [2]
 
 
 def test_a_checkpoint_that_is_asked_for_is_written_once_and_training_goes_on(

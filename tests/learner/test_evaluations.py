@@ -20,6 +20,8 @@ from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerR
 from async_rl.storage.checkpoints import checkpoint_folder
 from learner import learner as learner_module
 from learner import pusher as pusher_module
+from learner.eval_schedule import EvalSchedule
+from tests.kit.configs import learner_config
 from tests.kit.learner.fakes import FakePublisher, open_learner
 
 
@@ -137,6 +139,19 @@ def test_a_resumed_learner_first_has_the_version_of_its_checkpoint_evaluated(
     assert [report.version for report in reports] == [2, 4], "not that of version 0"
     assert [version for name, version in of_eval.calls if name == "push"] == [2, 4]
     assert len(of_eval.verified) == 1, "of the first push after a batch"
+
+
+@pytest.mark.parametrize(("version", "is_due"), [
+    (3, False), (4, False), (5, True), (6, True), (7, False), (10, True), (11, True), (12, True), (13, False),
+])
+def test_a_resume_evaluates_a_version_that_is_no_multiple_of_eval_every_steps(version: int, is_due: bool) -> None:
+    """Every third version was pushed. A resume pushes that of its checkpoint, which is due if none was since 5 or 10.
+    """
+    schedule = EvalSchedule(
+        learner_config(eval=EvalConfig(every_steps=5), weight_sync=WeightSyncConfig(every_steps=3))
+    )
+    schedule.resume(version)
+    assert schedule.served(version) == is_due
 
 
 def test_the_status_of_a_push_names_the_servers_that_get_it(

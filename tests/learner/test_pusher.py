@@ -84,7 +84,7 @@ def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
     learner = open_learner(
         tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
     )
-    reached: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    reached: list[tuple[tuple[str, ...], dict[str, str]]] = []
     membership, pushed = learner.servers["rollout"], learner.servers["rollout"].pushed
     monkeypatch.setattr(
         membership, "pushed", lambda servers, lost: (reached.append((tuple(servers), lost)), pushed(servers, lost))
@@ -93,7 +93,7 @@ def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
     publisher.dies_next = "rollout/0"
     list(learner.run())
     back.join()
-    assert reached[:2] == [((), ("rollout/0",)), (("rollout/1",), ())]
+    assert reached[:2] == [((), {"rollout/0": "http://x"}), (("rollout/1",), {})]
 
 
 def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(

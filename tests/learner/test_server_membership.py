@@ -30,7 +30,7 @@ def test_a_server_has_joined_when_a_push_has_reached_it() -> None:
     servers.apply(live)
     assert live == {"rollout/0": "http://a", "rollout/1": "http://new"}
     assert not results
-    servers.pushed(live, ())
+    servers.pushed(live, {})
     thread.join()
     assert results == ["current"]
     assert not servers.someone_waits()
@@ -41,20 +41,35 @@ def test_a_server_that_dies_in_its_first_push_fails_to_join() -> None:
     thread = joining(servers, results)
     servers.apply(live)
     del live["rollout/1"]
-    servers.pushed(live, ("rollout/1",))
+    servers.pushed(live, {"rollout/1": "http://new"})
     thread.join()
     assert results == ["rollout/1 died before it had the learner's current weights"]
+
+
+def test_a_push_that_lost_a_server_does_not_fail_its_replacement() -> None:
+    """The driver learns of the death first, and the replacement waits before the push that hung has ended."""
+    servers, results, live = ServerMembership(), list[object](), {"rollout/0": "http://a", "rollout/1": "http://old"}
+    servers.apply(live)
+    servers.leave("rollout/1")
+    thread = joining(servers, results)
+    servers.pushed({}, {"rollout/1": "http://old"})
+    assert servers.someone_waits() and not results
+    servers.apply(live)
+    assert live == {"rollout/0": "http://a", "rollout/1": "http://new"}
+    servers.pushed(live, {})
+    thread.join()
+    assert results == ["current"]
 
 
 def test_a_server_that_joins_during_a_push_waits_for_the_next() -> None:
     servers, results, live = ServerMembership(), list[object](), {"rollout/1": "http://old"}
     servers.apply(live)
     thread = joining(servers, results)
-    servers.pushed(live, ())
+    servers.pushed(live, {})
     assert not results
     assert servers.someone_waits()
     servers.apply(live)
-    servers.pushed(live, ())
+    servers.pushed(live, {})
     thread.join()
 
 
@@ -72,7 +87,7 @@ def test_a_server_that_dies_while_waiting_is_told_apart_from_its_replacement() -
     first.join()
     second = joining(servers, results)
     servers.apply(live)
-    servers.pushed(live, ())
+    servers.pushed(live, {})
     second.join()
     assert results == ["rollout/1 died before it had the learner's current weights", "current"]
 

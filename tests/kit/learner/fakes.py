@@ -37,7 +37,7 @@ class FakeClient:
     def trained(self, version: int) -> None:
         self.calls.append(("trained", version))
 
-    def await_push(self, version: int) -> None:
+    def await_push(self, version: int, interrupted: Callable[[], bool]) -> None:
         self.calls.append(("await_push", version))
 
     def served(self, version: int, *move: object) -> None:

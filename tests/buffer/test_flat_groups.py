@@ -1,0 +1,104 @@
+"""Groups in which every answer has one reward: how the store counts them, and with which sentence they end a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from buffer.flat_groups import FLAT_BATCHES, MIXED_FLAT_GROUPS, FlatGroups
+from buffer.store import Store
+from tests.kit.buffer.arrivals import make_arrival, plain_rules
+
+
+def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> None:
+    store = Store(plain_rules(0, 1))
+    store.served(0)
+    rewards = [1.0] * (FLAT_BATCHES - 1) + [0.0] + [1.0] * (FLAT_BATCHES - 1)
+    for reward in rewards:
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=reward), drop_equal=True)
+    assert not store.end_reason
+    (slot,) = store.admit("rollout/0", 1, 0.0)
+    store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=1.0), drop_equal=True)
+    assert "task is solved" in store.end_reason and store.end_reason.endswith("Choose a harder one.")
+    (slot,) = store.admit("rollout/0", 1, 0.0)  # one more group can disprove that, before the learner has asked
+    store.finish(slot.group_id, b"", make_arrival(equal_rewards=False, reward=0.5), drop_equal=True)
+    assert not store.end_reason
+
+
+def test_flat_groups_that_are_kept_are_counted_and_end_nothing() -> None:
+    store = Store(plain_rules(0, 1, fresh_per_step=100))
+    store.served(0)
+    counts = []
+    for equal, reward in [(True, 1.0), (True, 1.0), (False, 1.0), *[(True, 0.0)] * FLAT_BATCHES]:
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal, reward=reward))
+        counts.append(store.flat.num_same)
+    assert counts == [1, 2, 0, *range(1, FLAT_BATCHES + 1)] and not store.end_reason
+
+
+def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
+    store = Store(plain_rules(0, 1))
+    store.served(0)
+    for _ in range(FLAT_BATCHES):
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=0.0), drop_equal=True)
+    assert "task is out of reach" in store.end_reason and store.end_reason.endswith("Choose an easier one.")
+
+
+def added(flat: FlatGroups, *rewards: float, equal: bool = True) -> str:
+    for reward in rewards:
+        flat.add(make_arrival(equal_rewards=equal, reward=reward))
+    return flat.why_nothing_is_left(7)
+
+
+def test_groups_that_are_flat_at_different_rewards_end_the_run_in_order() -> None:
+    store = Store(plain_rules(0, 1))
+    store.served(0)
+    for number in range(MIXED_FLAT_GROUPS):
+        assert not store.end_reason
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        arrival = make_arrival(equal_rewards=True, reward=float(number % 2))
+        store.finish(slot.group_id, b"", arrival, drop_equal=True)
+    assert store.end_reason.startswith("4096 groups in a row had one reward for all of their answers, though not each")
+    assert "each prompt is always right or always wrong" in store.end_reason
+    assert "4096 dropped as zero_variance since the last batch" in store.describe(0.0)
+
+
+def test_one_group_with_a_difference_keeps_a_run_of_flat_groups_alive() -> None:
+    flat = FlatGroups(1, lambda reward: reward >= 1)
+    almost = [float(number % 2) for number in range(MIXED_FLAT_GROUPS - 1)]
+    assert not added(flat, *almost)
+    assert not added(flat, 0.5, equal=False)
+    assert not added(flat, *almost)
+    assert added(flat, 1.0).startswith("4096 groups in a row")
+
+
+def test_a_large_batch_raises_the_number_of_flat_groups_that_end_a_run() -> None:
+    flat = FlatGroups(1000, lambda reward: reward >= 1)
+    assert not added(flat, *[0.0, 1.0] * (FLAT_BATCHES * 500 - 1))
+    assert added(flat, 0.0, 1.0).startswith("8000 groups in a row")
+
+
+@pytest.mark.parametrize(("reward", "right_above", "told"), [
+    (1.0, 1.0, "the task is solved"), (0.5, 0.5, "the task is solved"), (-0.2, -0.5, "the task is solved"),
+    (0.0, 1.0, "the task is out of reach"), (-1.0, 1.0, "the task is out of reach"),
+    (0.1, 1.0, "the task has nothing left to teach at version 7. This reward is neither that of a right answer"),
+])
+def test_the_end_tells_a_solved_task_by_the_reward_of_a_right_answer(
+    reward: float, right_above: float, told: str
+) -> None:
+    flat = FlatGroups(1, lambda value: value >= right_above)
+    assert f"the same reward, {reward:g}, for every answer: {told}" in added(flat, *[reward] * FLAT_BATCHES)
+
+
+def test_the_groups_dropped_for_equal_rewards_are_told_since_the_last_batch() -> None:
+    store = Store(plain_rules(1, 1))
+    store.served(0)
+    for equal in (True, False, True, True):
+        (slot,) = store.admit("rollout/0", 1, 0.0)
+        store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal), drop_equal=True)
+        if not equal:
+            assert "1 dropped as zero_variance" in store.describe(0.0)
+            assert store.take(0)
+            assert "zero_variance" not in store.describe(0.0)
+    assert "2 dropped as zero_variance since the last batch (algorithm.filter_zero_variance" in store.describe(0.0)

@@ -42,7 +42,7 @@ METRICS = {
     "offpolicy/chi2_sequence", "offpolicy/masked_fraction", "offpolicy/kl_proximal_learner",
     "offpolicy/kl_proximal_learner_k3", "offpolicy/truncated_fraction", "offpolicy/kl_behaviour_proximal",
     "offpolicy/kl_behaviour_proximal_k3", "offpolicy/clip_fraction_positive", "offpolicy/clip_fraction_negative",
-    "mismatch/mean_abs", "policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "policy/skipped_steps",
+    "loss/dual_clip_fraction", "mismatch/mean_abs", "policy/loss", "policy/entropy", "policy/grad_norm", "policy/lr", "policy/skipped_steps",
     "policy/weight_change",
     "response/length_mean", "response/length_max", "response/truncated_fraction", "time/step_s",
     "response/distinct_fraction", "response/repeated_fraction", "time/wait_data_s", "time/train_s", "time/sync_s",

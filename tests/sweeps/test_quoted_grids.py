@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from scipy import stats
 
 from async_rl.sweeps.report import LEARNING, TAILS, TRADE_OFF
@@ -26,9 +27,15 @@ def over_bounds(rows: dict[str, Setting], depth: str, key: str) -> list[float]:
     return [float(np.mean(each)) - bound for each, bound in zip(below, rows[depth].values[key], strict=True)]
 
 
-def test_the_grid_of_depths_and_bounds_is_quoted_as_it_was_measured() -> None:
-    rows, page = by_staleness("sweep_agent_grid"), (ROOT / "docs" / "depth.md").read_text()
-    assert set(rows) == {"0", "1", "2", "4", "8", *GRID} and {len(row.runs) for row in rows.values()} == {5}
+@pytest.mark.parametrize(
+    ("sweep", "seeds", "others"), [("sweep_agent_grid", 5, []), ("sweep_agent_sglang", 4, ["auto/8"])]
+)
+def test_the_grids_of_depths_and_bounds_are_quoted_as_they_were_measured(
+    sweep: str, seeds: int, others: list[str]
+) -> None:
+    rows, page = by_staleness(sweep), (ROOT / "docs" / "depth.md").read_text()
+    assert set(rows) == {"0", "1", "2", "4", "8", *GRID, *others}
+    assert {len(row.runs) for row in rows.values()} == {seeds}
     formats = TRADE_OFF | LEARNING | TAILS | SPEEDS
     keys = (
         "steps_per_minute", "staleness_mean", "waited_for_late", "kl_p95", "is_variance_p95", "policy_reward",

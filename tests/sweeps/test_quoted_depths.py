@@ -30,7 +30,9 @@ def test_the_table_at_the_head_shows_auto_beside_the_best_bound_of_each_sweep() 
     late, grid = rewards("sweep_agent_drift_120", "policy_reward"), rewards("sweep_agent_grid", "policy_reward")
     assert f"| 8: {grid['8']} | 1.5 and 2: {grid['1.5/8']}, {grid['2/8']} | - |" in page
     assert f"| 4: {late['4']} | - | {late['auto/8']} (1.25) |" in page
-    for each, best in ((two, "8"), (three, "8"), (rough, "4"), (late, "4"), (short, "1")):
+    sglang = rewards("sweep_agent_sglang", "policy_reward")
+    assert f"| 4: {sglang['4']} | 2: {sglang['2/8']} | {sglang['auto/8']} (1.25) |" in page
+    for each, best in ((two, "8"), (three, "8"), (rough, "4"), (late, "4"), (short, "1"), (sglang, "4")):
         assert max((name for name in each if "/" not in name), key=each.__getitem__) == best
     pairs = [
         (auto, bound) for sweep in ("sweep_agent_auto", "sweep_agent_auto_3") for auto, bound in zip(

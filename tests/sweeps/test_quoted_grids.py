@@ -48,6 +48,18 @@ def test_the_grids_of_depths_and_bounds_are_quoted_as_they_were_measured(
         assert row.estimate("staleness_max").mean <= row.staleness.max, name
 
 
+def assert_tails_are_quoted(rows: dict[str, Setting], page: str, weight: str) -> None:
+    """The page has the differences of the tails at depths 1 and 2; none is beyond 2.3 of its errors."""
+    for key, form, text in (
+        ("kl_p95", "{:.3f}", "differs by {} and {}, the largest"),
+        ("kl_largest", "{:.3f}", "the largest KL by {} and {}"),
+        ("is_variance_p95", "{:.3f}", "weights' variance by {} and {}"), ("is_weight_largest", "{:.0f}", weight),
+    ):  # fmt: skip
+        found = [estimate(over_bounds(rows, depth, key)) for depth in ("1", "2")]
+        assert text.format(*(each.text(form) for each in found)) in page
+        assert all(each.mean < 2.3 * each.error for each in found)
+
+
 def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
     rows, page, readme = by_staleness("sweep_agent_grid"), text_of("docs/depth.md"), text_of("README.md")
     speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
@@ -65,14 +77,7 @@ def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
         assert all(depth > full for depth, full in pairs)
     ends = [estimate(over_bounds(rows, depth, "accuracy_end")).text("{:.3f}") for depth in ("1", "2")]
     assert f"the accuracy at the end by {ends[0]}." in page and f"the accuracy by {ends[1]}." in page
-    for key, form, text in (
-        ("kl_p95", "{:.3f}", "of the KL differs by {} and {}"), ("kl_largest", "{:.3f}", "the largest KL by {} and {}"),
-        ("is_variance_p95", "{:.3f}", "of the weights' variance by {} and {}"),
-        ("is_weight_largest", "{:.0f}", "the largest weight by {} and {}."),
-    ):  # fmt: skip
-        found = [estimate(over_bounds(rows, depth, key)) for depth in ("1", "2")]
-        assert text.format(*(each.text(form) for each in found)) in page
-        assert all(each.mean < 2.3 * each.error for each in found)
+    assert_tails_are_quoted(rows, page, "the largest weight by {} and {}.")
     for key, form, text in (
         ("steps_per_minute", "{:.1f}", "bound 8 makes {} more steps a minute than bound 3"),
         ("policy_reward", "{:.3f}", "has {} more reward, each in 5 of 5 seeds"),
@@ -90,3 +95,54 @@ def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
     assert f"`1.5/8` has {reward[1]} (p = {p_reward:.2f}) and ends at {end[1]} (p = {p_end:.2f})." in page
     assert max(rows, key=lambda name: rows[name].estimate("policy_reward").mean) == "8"
     assert max(rows, key=lambda name: rows[name].estimate("effective_steps_sampled").mean) == "2/8"
+
+
+def test_what_the_grid_with_sglang_says_is_what_is_written() -> None:
+    rows, page, readme = by_staleness("sweep_agent_sglang"), text_of("docs/depth.md"), text_of("README.md")
+    speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
+    times = {depth: [speed[f"{depth}/{bound}"] / speed[depth] for bound in (3, 4, 8)] for depth in ("1", "2")}
+    assert "makes {:.2f}, {:.2f} and {:.2f} times as many steps as bound 1;".format(*times["1"]) in page
+    assert "makes {:.2f}, {:.2f} and {:.2f} times as many as bound 2;".format(*times["2"]) in page
+    more = {depth: over_bounds(rows, depth, "policy_reward") for depth in ("1", "2")}
+    one, two = (estimate(more[depth]).text("{:.3f}") for depth in ("1", "2"))
+    p_one, p_two = (float(stats.ttest_1samp(more[depth], 0.0).pvalue) for depth in ("1", "2"))
+    assert f"is higher by {one} (p = {p_one:.4f}), for each in" in page and f"higher by {two} (p = {p_two:.2f})" in page
+    for bound in (3, 4, 8):
+        pairs = zip(rows[f"1/{bound}"].values["policy_reward"], rows["1"].values["policy_reward"], strict=True)
+        assert all(depth > full for depth, full in pairs)
+    ends = [estimate(over_bounds(rows, depth, "accuracy_end")).text("{:.3f}") for depth in ("1", "2")]
+    assert f"the accuracy at the end by {ends[0]}." in page and f"the accuracy by {ends[1]}." in page
+    assert f"With SGLang, 45 s and four seeds, it is by {one} and {two}." in readme
+    largest = max(rows["2/8"].values["is_weight_largest"])
+    step = f"one run of `2/8` has a step with a weight of {largest:,.0f}."
+    assert_tails_are_quoted(rows, page, f"the largest weight by {{}} and {{}}: {step}")
+    faster, better = (
+        estimate([a - b for a, b in zip(over_depths(rows, 8, key), over_depths(rows, 3, key), strict=True)])
+        for key in ("steps_per_minute", "policy_reward")
+    )
+    assert f"bound 8 makes {faster.text('{:.1f}')} more steps a minute than bound 3, and" in page
+    assert f"has {better.text('{:.3f}')} more reward. -" in page
+    assert all(row.estimate("rollout").mean > 0.92 for name, row in rows.items() if name != "0")
+
+
+def test_what_auto_does_with_sglang_is_what_is_written() -> None:
+    rows, page = by_staleness("sweep_agent_sglang"), text_of("docs/depth.md")
+    reward = {name: row.values["policy_reward"] for name, row in rows.items()}
+    means = {name: estimate(values) for name, values in reward.items()}
+    four, near, auto = (means[name].text("{:.3f}") for name in ("4", "2/4", "auto/8"))
+    assert max("01248", key=lambda name: means[name].mean) == "4" and f"has the highest reward**, {four}: above" in page
+    assert all(p_value(reward["4"], reward[name]) < 0.001 for name in "01")
+    two, eight = (p_value(reward["4"], reward[name]) for name in "28")
+    assert f"and 2 (p = {two:.2f}), and with that of 8 within the errors (p = {eight:.2f})." in page
+    assert f"as much at half of its staleness, {near}." in page
+    staleness = rows["auto/8"].estimate("staleness_mean").mean
+    above = p_value(reward["auto/8"], reward["1"])
+    assert f"has {auto} at a mean staleness of {staleness:.2f}: above bound 1 (p = {above:.4f})" in page
+    others = [p_value(reward["auto/8"], reward[name]) for name in "248"]
+    said = "the bounds 2, 4 and 8 (p = {:.2f}, {:.2f} and {:.2f}) and of the depths 1.25 to 2 below"
+    assert said.format(*others) in page
+    assert all(p_value(reward["auto/8"], reward[f"{depth}/8"]) > 0.05 for depth in ("1.25", "1.5", "2"))
+    pairs = zip(rows["auto/8"].values["steps_per_minute"], rows["8"].values["steps_per_minute"], strict=True)
+    times, waits = estimate([a / b for a, b in pairs]), rows["auto/8"].estimate("waited_for_late").mean
+    assert f"It makes {times.text('{:.2f}')} times as many steps as bound 8, and waits for" in page
+    assert f"waits for late groups {100 * waits:.1f} % of the time." in page

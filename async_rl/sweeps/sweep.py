@@ -13,6 +13,7 @@ import shutil
 import statistics
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from async_rl.storage.free_space import existing_parent, run_bytes
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
 from async_rl.storage.run_dir import is_complete, is_locked
-from async_rl.storage.whole_file import write_whole
 from async_rl.sweeps.cell_process import CellProcesses, claimed
 from async_rl.sweeps.cells import (
     SEED,
@@ -344,4 +344,6 @@ def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
         "overrides": sweep.overrides, "seconds": sweep.seconds,
         "axes": {axis.name: list(axis.levels) for axis in sweep.axes}, "machine": machine,
     }  # fmt: skip
-    write_whole(sweep.folder / "sweep.json", json.dumps(plan, indent=2) + "\n")
+    own = sweep.folder / f"sweep.json.{uuid.uuid4().hex}"  # another process may write the same plan now
+    own.write_text(json.dumps(plan, indent=2) + "\n")
+    own.replace(sweep.folder / "sweep.json")

@@ -91,7 +91,7 @@ def test_another_host_than_the_drivers_gets_only_the_common_checks(tmp_path: Pat
     )
     assert here - there == {
         "network.host", "placement", "weight_sync.transport", "model.attn_implementation", "model.path loads",
-        "memory of the run", "how the learner updates servers",
+        "memory of the run", "how the learner updates servers", "settings without effect",
     }
 
 

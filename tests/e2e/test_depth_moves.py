@@ -45,10 +45,10 @@ def read(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
         return database.execute(query).fetchall()
 
 
-def check_slots(run_dir: Path, start: int = START) -> None:
+def check_slots(run_dir: Path, start: int = START, least: int = 3) -> None:
     """Batch number v was handed out with the slots of the last move up to the version that was served by then: v."""
     moves = dict(read(run_dir, "SELECT version, slots FROM moves"))
-    assert len(set(moves.values())) > 2
+    assert len(set(moves.values())) >= least
     for record in logged(run_dir):
         if "buffer/slots" in record:
             past = [version for version in moves if version <= record["step"] - 1]
@@ -123,7 +123,8 @@ def test_no_move_is_half_made_where_learner_or_driver_die_while_one_is_pending(
     assert counters["buffer/trained"] == SIZE * STEPS and counters["buffer/unaccounted"] == 0
     assert counters["buffer/admitted"] == counters["buffer/trained"] + dropped
     assert read(run_dir, "SELECT MAX(staleness) FROM trained")[0][0] <= BOUND
-    check_slots(run_dir)
+    # Without its driver the learner may have trained some more steps, or all, before Ray ended it.
+    check_slots(run_dir, least=3 if checkpoint <= version else 1)
 
 
 @pytest.mark.nightly

@@ -48,6 +48,28 @@ def test_the_grids_of_depths_and_bounds_are_quoted_as_they_were_measured(
         assert row.estimate("staleness_max").mean <= row.staleness.max, name
 
 
+def assert_gains_are_quoted(rows: dict[str, Setting], page: str) -> tuple[list[float], str, str]:
+    """The page has what depths 1 and 2 gain over these bounds.
+
+    Returns how many times the steps of bound 1 depth 1 makes, below each larger bound, and the texts of both gains in
+    reward.
+    """
+    speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
+    times = {depth: [speed[f"{depth}/{bound}"] / speed[depth] for bound in (3, 4, 8)] for depth in ("1", "2")}
+    assert "makes {:.2f}, {:.2f} and {:.2f} times as many steps as bound 1;".format(*times["1"]) in page
+    assert "makes {:.2f}, {:.2f} and {:.2f} times as many as bound 2;".format(*times["2"]) in page
+    more = {depth: over_bounds(rows, depth, "policy_reward") for depth in ("1", "2")}
+    one, two = (estimate(more[depth]).text("{:.3f}") for depth in ("1", "2"))
+    p_one, p_two = (float(stats.ttest_1samp(more[depth], 0.0).pvalue) for depth in ("1", "2"))
+    assert f"is higher by {one} (p = {p_one:.4f}), for each in" in page and f"higher by {two} (p = {p_two:.2f})" in page
+    for bound in (3, 4, 8):
+        pairs = zip(rows[f"1/{bound}"].values["policy_reward"], rows["1"].values["policy_reward"], strict=True)
+        assert all(depth > full for depth, full in pairs)
+    ends = [estimate(over_bounds(rows, depth, "accuracy_end")).text("{:.3f}") for depth in ("1", "2")]
+    assert f"the accuracy at the end by {ends[0]}." in page and f"the accuracy by {ends[1]}." in page
+    return times["1"], one, two
+
+
 def assert_tails_are_quoted(rows: dict[str, Setting], page: str, weight: str) -> None:
     """The page has the differences of the tails at depths 1 and 2; none is beyond 2.3 of its errors."""
     for key, form, text in (
@@ -62,21 +84,9 @@ def assert_tails_are_quoted(rows: dict[str, Setting], page: str, weight: str) ->
 
 def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
     rows, page, readme = by_staleness("sweep_agent_grid"), text_of("docs/depth.md"), text_of("README.md")
-    speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
-    times = {depth: [speed[f"{depth}/{bound}"] / speed[depth] for bound in (3, 4, 8)] for depth in ("1", "2")}
-    assert "makes {:.2f}, {:.2f} and {:.2f} times as many steps as bound 1;".format(*times["1"]) in page
-    assert "makes {:.2f}, {:.2f} and {:.2f} times as many as bound 2;".format(*times["2"]) in page
-    assert "makes {:.2f} to {:.2f} times as many steps".format(min(times["1"]), max(times["1"])) in readme
-    more = {depth: over_bounds(rows, depth, "policy_reward") for depth in ("1", "2")}
-    one, two = (estimate(more[depth]).text("{:.3f}") for depth in ("1", "2"))
-    p_one, p_two = (float(stats.ttest_1samp(more[depth], 0.0).pvalue) for depth in ("1", "2"))
-    assert f"is higher by {one} (p = {p_one:.4f}), for each in" in page and f"higher by {two} (p = {p_two:.2f})" in page
+    times, one, two = assert_gains_are_quoted(rows, page)
+    assert f"makes {min(times):.2f} to {max(times):.2f} times as many steps" in readme
     assert f"is higher by {one}; at that of bound 2 by {two}." in readme
-    for bound in (3, 4, 8):
-        pairs = zip(rows[f"1/{bound}"].values["policy_reward"], rows["1"].values["policy_reward"], strict=True)
-        assert all(depth > full for depth, full in pairs)
-    ends = [estimate(over_bounds(rows, depth, "accuracy_end")).text("{:.3f}") for depth in ("1", "2")]
-    assert f"the accuracy at the end by {ends[0]}." in page and f"the accuracy by {ends[1]}." in page
     assert_tails_are_quoted(rows, page, "the largest weight by {} and {}.")
     for key, form, text in (
         ("steps_per_minute", "{:.1f}", "bound 8 makes {} more steps a minute than bound 3"),
@@ -99,19 +109,7 @@ def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
 
 def test_what_the_grid_with_sglang_says_is_what_is_written() -> None:
     rows, page, readme = by_staleness("sweep_agent_sglang"), text_of("docs/depth.md"), text_of("README.md")
-    speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
-    times = {depth: [speed[f"{depth}/{bound}"] / speed[depth] for bound in (3, 4, 8)] for depth in ("1", "2")}
-    assert "makes {:.2f}, {:.2f} and {:.2f} times as many steps as bound 1;".format(*times["1"]) in page
-    assert "makes {:.2f}, {:.2f} and {:.2f} times as many as bound 2;".format(*times["2"]) in page
-    more = {depth: over_bounds(rows, depth, "policy_reward") for depth in ("1", "2")}
-    one, two = (estimate(more[depth]).text("{:.3f}") for depth in ("1", "2"))
-    p_one, p_two = (float(stats.ttest_1samp(more[depth], 0.0).pvalue) for depth in ("1", "2"))
-    assert f"is higher by {one} (p = {p_one:.4f}), for each in" in page and f"higher by {two} (p = {p_two:.2f})" in page
-    for bound in (3, 4, 8):
-        pairs = zip(rows[f"1/{bound}"].values["policy_reward"], rows["1"].values["policy_reward"], strict=True)
-        assert all(depth > full for depth, full in pairs)
-    ends = [estimate(over_bounds(rows, depth, "accuracy_end")).text("{:.3f}") for depth in ("1", "2")]
-    assert f"the accuracy at the end by {ends[0]}." in page and f"the accuracy by {ends[1]}." in page
+    _, one, two = assert_gains_are_quoted(rows, page)
     assert f"With SGLang, 45 s and four seeds, it is by {one} and {two}." in readme
     largest = max(rows["2/8"].values["is_weight_largest"])
     step = f"one run of `2/8` has a step with a weight of {largest:,.0f}."

@@ -72,7 +72,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier(self._group)
-        copied = self._stager.stage(self._tensors(dist.get_rank()))
+        copied = self._stager.stage({**self._tensors(), f"random.{dist.get_rank()}": self._random_state()})
         self._running, self._target = (
             self._writer.submit(self._write, copied, partial, target, state, step_metrics, start_s), target
         )
@@ -109,8 +109,8 @@ class Checkpointer:
     def load(self, folder: Path) -> TrainingState:
         """Restore networks, optimizers and random state from the checkpoint `folder`, and return its `TrainingState`.
 
-        A rank that the saved run did not have keeps its random state. If the saved run had no average of its weights,
-        one begins with the weights of the checkpoint.
+        A rank that the saved run did not have keeps its random state, and so does a GPU if the saved run had none. If
+        the saved run had no average of its weights, one begins with the weights of the checkpoint.
 
         Raises:
             ConfigError: the checkpoint holds other networks, or can't be loaded into these.
@@ -124,8 +124,9 @@ class Checkpointer:
         for name, optimizer in self._optimizers.items():
             if state.networks[name]["steps"]:
                 optimizer.make_state()
-        rank = dist.get_rank()
-        tensors = self._tensors(rank if rank < state.ranks else None)
+        tensors, rank = self._tensors(), dist.get_rank()
+        if rank < state.ranks:
+            tensors[f"random.{rank}"] = torch.empty(_held(folder)[f"random.{rank}"].size, dtype=torch.uint8)
         averages = {key for key in tensors if key.endswith(AVERAGE)}
         if starts_average := bool(averages) and not has_average(folder):
             tensors = {key: tensor for key, tensor in tensors.items() if key not in averages}
@@ -147,11 +148,10 @@ class Checkpointer:
                     own = {key.removeprefix(head): value for key, value in tensors.items() if key.startswith(head)}
                     optimizer.set_numbers(parameter, own)
         if rank < state.ranks:
-            on_cpu = len(torch.get_rng_state())
-            on_gpu = tensors[f"random.{rank}"][on_cpu:]
-            torch.set_rng_state(tensors[f"random.{rank}"][:on_cpu])
-            if len(on_gpu):
-                torch.cuda.set_rng_state(on_gpu)
+            on_cpu, on_gpu = tensors[f"random.{rank}"].tensor_split([len(torch.get_rng_state())])
+            torch.set_rng_state(on_cpu)
+            if len(on_gpu) and self._device.type == "cuda":
+                torch.cuda.set_rng_state(on_gpu, self._device)
         return state
 
     def counts(self) -> dict[str, dict[str, float]]:
@@ -174,8 +174,8 @@ class Checkpointer:
             partial.rename(target)
         self.write_s = time.monotonic() - start_s
 
-    def _tensors(self, random_of: int | None) -> dict[str, Tensor]:
-        """Return the live tensors that are saved, with the random state of rank `random_of` unless it is None."""
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors of the networks and their optimizers."""
         tensors: dict[str, Tensor] = {}
         for name, optimizer in self._optimizers.items():
             assert isinstance(optimizer.module, FSDPModule)
@@ -187,18 +187,24 @@ class Checkpointer:
                         tensors[f"{name}.{parameter_name}{AVERAGE}"] = optimizer.average.of(parameter)
                     for key, value in optimizer.state_of(parameter).items():
                         tensors[f"{name}.{parameter_name}.{key}"] = value
-        if random_of is not None:
-            states = [torch.get_rng_state()]
-            if self._device.type == "cuda":
-                states.append(torch.cuda.get_rng_state(self._device))
-            tensors[f"random.{random_of}"] = torch.cat(states)
         return tensors
+
+    def _random_state(self) -> Tensor:
+        """Return the random state of this rank: that of the CPU, and after it that of its GPU if it has one."""
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return torch.cat(states)
 
 
 def has_average(folder: Path) -> bool:
     """Return whether a checkpoint holds the moving average of the policy's weights."""
-    held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return any(name.startswith("policy.") and name.endswith(AVERAGE) for name in held)
+    return any(name.startswith("policy.") and name.endswith(AVERAGE) for name in _held(folder))
+
+
+def _held(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of each of its tensors, such as its `size`, by name."""
+    return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
 
 
 def _first_reason(error: BaseException) -> str:

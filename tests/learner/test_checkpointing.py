@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 def whole(updater: Updater) -> dict[str, torch.Tensor]:
     """Return every trained weight and optimizer moment, gathered."""
-    tensors = Checkpointer(updater.config, updater.optimizers, CPU)._tensors(None)
+    tensors = Checkpointer(updater.config, updater.optimizers, CPU)._tensors()
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
 
 
@@ -104,6 +104,32 @@ def test_a_checkpoint_holds_the_state_at_the_call_although_training_goes_on(
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole(again).items())
     assert list(list_checkpoints(tmp_path)) == [0]
     assert not (tmp_path / "checkpoints" / "step_0.partial").exists()
+
+
+GPU_STATE = torch.arange(16, dtype=torch.uint8)
+"""The random state of a GPU, as torch.cuda.get_rng_state returns it."""
+
+
+def test_a_checkpoint_of_a_gpu_is_resumed_on_a_cpu_and_the_other_way_round(
+    tiny_model_path: Path, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = Updater(learner_config(tiny_model_path), CPU)
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: GPU_STATE)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append(state.clone()))
+    on = {kind: Checkpointer(updater.config, updater.optimizers, CPU) for kind in ("cpu", "cuda")}
+    on["cuda"]._device = torch.device("cuda")
+    drawn = {}
+    for kind, checkpointer in on.items():
+        torch.manual_seed(99)
+        checkpointer.save(tmp_path / kind / "step_0", state_at(checkpointer, 0))
+        checkpointer.close()
+        drawn[kind] = torch.rand(3)
+    for saved, loaded in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")):
+        torch.manual_seed(0)
+        on[loaded].load(tmp_path / saved / "step_0")
+        assert torch.equal(torch.rand(3), drawn[saved])
+    assert [state.tolist() for state in kept] == [GPU_STATE.tolist()], "only from one GPU to another"
 
 
 def test_a_checkpoint_of_other_networks_is_refused(tiny_model_path: Path, tmp_path: Path, one_rank: None) -> None:

@@ -52,7 +52,6 @@ class RunGuard:
 
     def begin(self) -> None:
         """Pause again if the run was paused when it ended, which this one resumes."""
-        take_answer(self._run_dir)  # an old one is not for this run
         if self._config.run.resume and (event := open_pause(self._run_dir)):
             self._stand(event)
         events = read_guard_events(self._run_dir)

@@ -1,7 +1,7 @@
 """The file in which a run keeps what its guard did, and the file by which the user answers a guard that has paused.
 
-run_dir/guard_events.jsonl          one line for each pause, answer, rollback and stop; also a resumed run adds to it
-run_dir/guard_answer         go_on, rollback or stop: written by `async-rl guard`, removed by the run
+run_dir/guard_events.jsonl   one line for each pause, answer, rollback and stop; also a resumed run adds to it
+run_dir/guard_answer         go_on, rollback or stop: written by `async-rl guard`, removed by the run and by its resume
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Literal, get_args
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import checkpoint_folder, find_checkpoint, list_checkpoints, run_dir_of
-from async_rl.storage.run_dir import is_locked
+from async_rl.storage.run_dir import GUARD_ANSWER, is_locked
 from async_rl.storage.whole_file import write_whole
 
-_FILE, _ANSWER = "guard_events.jsonl", "guard_answer"
+_FILE = "guard_events.jsonl"
 Answer = Literal["go_on", "rollback", "stop"]
 
 
@@ -115,12 +115,12 @@ def answer_pause(run_dir: Path, answer: Answer) -> None:
         raise ConfigError(f"{run_dir} has no checkpoint to go back to. Let it go on, or end it by Ctrl-C")
     if not is_locked(run_dir):
         raise ConfigError(f"{run_dir} does not run. Resume it, it will pause again: async-rl train --resume {run_dir}")
-    write_whole(run_dir / _ANSWER, answer)
+    write_whole(run_dir / GUARD_ANSWER, answer)
 
 
 def take_answer(run_dir: Path) -> Answer | None:
     """Return the user's answer, once, if there is one."""
-    file = run_dir / _ANSWER
+    file = run_dir / GUARD_ANSWER
     if not file.is_file():
         return None
     text = file.read_text()

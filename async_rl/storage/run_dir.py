@@ -35,6 +35,8 @@ from async_rl.storage.whole_file import write_whole
 _LOCK_FILE = ".lock"
 _ASKED_NAME = ".asked_name"
 """The file with the run.name that was asked for: a directory gets a number if the name is taken."""
+GUARD_ANSWER = "guard_answer"
+"""The file with the user's answer to a pause, see guard_events.py."""
 INTERRUPTED = "interrupted"
 """The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
@@ -79,6 +81,7 @@ def _resumed(config: Config) -> Iterator[Config]:
     """
     checkpoint = find_checkpoint(config.run.resume)
     run_dir = run_dir_of(checkpoint)
+    (run_dir / GUARD_ANSWER).unlink(missing_ok=True)  # to the run before; one that comes while this run starts stays
     undo_resume(run_dir)  # of a resume that was killed before its first step
     if not checkpoint.exists():  # that resume had set it aside
         checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])

@@ -12,10 +12,11 @@ from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
 from async_rl.messages.reports import EvaluationDone, StepDone, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.guard_events import pending_rollback, read_guard_events
+from async_rl.storage.guard_events import answer_pause, pending_rollback, read_guard_events
+from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Span
-from tests.kit.configs import make_config
+from tests.kit.configs import changed, make_config
 from tests.kit.runs import logged
 
 
@@ -129,12 +130,25 @@ def test_a_resumed_run_pauses_again_until_it_is_answered(tmp_path: Path) -> None
     first = Run(tmp_path, action="pause")
     first.step(1, is_bad=True)
     first.log.close()
-    (first.run_dir / "guard_answer").write_text("go_on")
-    again = Run(tmp_path, str(checkpoint_folder(first.run_dir, 1)), action="pause")
-    again.guard.begin()
-    again.guard.look()
-    assert again.learner.made == ["pause"], "an answer to the run before is not for this one"
-    assert again.watchdog.note.startswith("paused by the guard since step 1")
+    (first.run_dir / "guard_answer").write_text("stop")
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
+        again = Run(tmp_path, config.run.resume, action="pause")
+        again.guard.begin()
+        again.guard.look()
+        assert again.learner.made == ["pause"], "an answer to the run before is not for this one"
+        assert again.watchdog.note.startswith("paused by the guard since step 1")
+
+
+def test_a_paused_run_may_be_answered_while_its_resume_starts(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    first.step(1, is_bad=True)
+    first.log.close()
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
+        answer_pause(first.run_dir, "go_on")
+        again = Run(tmp_path, config.run.resume, action="pause")
+        again.guard.begin()
+        again.guard.look()
+        assert again.learner.made == ["pause", "go_on"] and again.kinds() == ["pause", "go_on"]
 
 
 def test_gold_rewards_of_evaluations_decide_where_there_are_some(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from async_rl.storage.guard_events import (
     GuardEvent,
     add_guard_event,
     checkpoint_before,
-    open_pause,
     read_guard_events,
     take_answer,
 )
@@ -41,8 +40,8 @@ class RunGuard:
         self._log = log
         self._guard = guard
         self._watchdog = watchdog
-        self._rolled_back: GuardEvent | None = None
-        """The rollback with which this run goes on, until its first step."""
+        self._gone_back: GuardEvent | None = None
+        """The rollback with which this run goes on, or the pause before which it begins, until its first step."""
         self._pause: GuardEvent | None = None
         self._paused_s = 0.0
         """time.monotonic() at which the learner was paused."""
@@ -51,19 +50,20 @@ class RunGuard:
         self._ends = False
 
     def begin(self) -> None:
-        """Pause again if the run was paused when it ended, which this one resumes."""
-        if self._config.run.resume and (event := open_pause(self._run_dir)):
+        """Pause again if the run was paused when it ended, unless this one resumes it from before that trouble."""
+        event = next(reversed(read_guard_events(self._run_dir)), None)
+        if event and event.kind == "pause" and event.version <= self._log.version:
             self._stand(event)
-        events = read_guard_events(self._run_dir)
-        self._rolled_back = events[-1] if events and events[-1].kind == "rollback" else None
+        elif event and event.kind in ("pause", "rollback"):
+            self._gone_back = event
 
     def act(self) -> None:
         """Act on the newest finding of the log, if it is trouble."""
         if not self._log.timeline.step_ends_s:  # until its first step a resumed run may be undone
             return
-        if self._rolled_back:
-            self._record(self._rolled_back, "resumed")
-            self._rolled_back = None
+        if self._gone_back:
+            self._record(self._gone_back, "resumed")
+            self._gone_back = None
         finding = self._log.take_trouble()
         if finding is None or self._ends or self._pause or self._log.end_reason:
             return
@@ -74,6 +74,7 @@ class RunGuard:
             action = "stop_at_best"
         event = self._event(finding)
         if action == "pause":
+            take_answer(self._run_dir)  # one that came before the first step, to the pause before which the run began
             add_guard_event(self._run_dir, event)
             self._stand(event)
         elif action == "rollback":

@@ -28,7 +28,7 @@ class GuardEvent:
     """An act of the guard, or the user's answer to a pause."""
 
     kind: Literal["pause", "go_on", "rollback", "resumed", "stop"]
-    """resumed: after a rollback the run has made its first step from there."""
+    """resumed: after a rollback, or from before a pause, the run has made its first step."""
     version: int
     """The version at which the trouble was found."""
     back_to: int
@@ -61,7 +61,7 @@ def _whole_lines(file: Path) -> list[str]:
 
 
 def open_pause(run_dir: Path) -> GuardEvent | None:
-    """Return the pause of a run to which there is no answer yet; it also holds in a resumed run."""
+    """Return the pause of a run to which there is no answer yet; it holds in a resumed run that begins after it."""
     events = read_guard_events(run_dir)
     return events[-1] if events and events[-1].kind == "pause" else None
 

@@ -151,6 +151,23 @@ def test_a_paused_run_may_be_answered_while_its_resume_starts(tmp_path: Path) ->
         assert again.learner.made == ["pause", "go_on"] and again.kinds() == ["pause", "go_on"]
 
 
+def test_a_run_resumed_from_before_its_pause_pauses_only_at_the_next_trouble(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    for version in range(1, 4):
+        first.step(version, is_bad=version > 2)
+    first.log.close()
+    again = Run(tmp_path, str(checkpoint_folder(first.run_dir, 2)), action="pause")
+    again.guard.begin()
+    (first.run_dir / "guard_answer").write_text("go_on")  # to the pause that holds no more, given before the first step
+    again.guard.look()
+    assert again.learner.made == [] and again.kinds() == ["pause"], "before its first step the resume may be undone"
+    for version in range(3, 6):
+        again.step(version, is_bad=version > 4)
+        again.guard.look()
+    assert again.kinds() == ["pause", "resumed", "pause"] and again.learner.made == ["pause"]
+    assert again.watchdog.note.startswith("paused by the guard since step 5")
+
+
 def test_gold_rewards_of_evaluations_decide_where_there_are_some(tmp_path: Path) -> None:
     run = Run(tmp_path, action="stop_at_best")
     for version, gold in enumerate((0.0, 1.0, 2.0, 1.0, 0.0, -2.0), 1):

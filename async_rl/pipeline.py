@@ -155,6 +155,8 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
             servers = supervisor.end_restarts()
             if not signals.requested and not log.end_reason:
                 _evaluate_trained(config, processes, log, servers)
+                if supervisor.guard:
+                    supervisor.guard.act(at_end=True)
             counters = _close_buffer(config, processes, log, revive_buffer)
             supervisor.watchdog.write_status(NORMAL_END)
         except BaseException as error:
@@ -168,7 +170,8 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         if supervisor.guard:
             supervisor.guard.complete(summary)
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        upload_model(config, run_dir / "model", log.logger.note)
+        if "rolled_back" not in summary:
+            upload_model(config, run_dir / "model", log.logger.note)
     plot_learning_curve(run_dir)
     return summary
 

@@ -20,6 +20,7 @@ from async_rl.driver.early_end import end_early, write_model_of
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
 from async_rl.guard.decision import Finding, Guard
+from async_rl.storage.checkpoints import checkpoint_folder
 from async_rl.storage.guard_events import (
     GuardEvent,
     add_guard_event,
@@ -31,7 +32,7 @@ from async_rl.telemetry.status import PAUSED, RUNNING
 
 
 class RunGuard:
-    """Acts on what the guard of the log finds, while the supervisor is training."""
+    """Acts on what the guard of the log finds, while the supervisor is training and after the last evaluation."""
 
     def __init__(self, config: Config, processes: ActorGroup, log: RunLog, guard: Guard, watchdog: Watchdog) -> None:
         self._config = config
@@ -57,8 +58,12 @@ class RunGuard:
         elif event and event.kind in ("pause", "rollback"):
             self._gone_back = event
 
-    def act(self) -> None:
-        """Act on the newest finding of the log, if it is trouble."""
+    def act(self, *, at_end: bool = False) -> None:
+        """Act on the newest finding of the log, if it is trouble.
+
+        Args:
+            at_end: the learner has ended, so that nothing is left to pause.
+        """
         if not self._log.timeline.step_ends_s:  # until its first step a resumed run may be undone
             return
         if self._gone_back:
@@ -72,8 +77,12 @@ class RunGuard:
         if action == "rollback" and guard.rollbacks >= guard.max_rollbacks:
             self._log.logger.note(f"guard: the run has gone back {guard.rollbacks} times (guard.max_rollbacks)")
             action = "stop_at_best"
+        if action == "rollback" and self._log.ended:  # by the program, or with nothing left to learn: it must not go on
+            action = "stop_at_best"
         event = self._event(finding)
-        if action == "pause":
+        if action == "pause" and at_end:
+            self._tell_too_late(event)
+        elif action == "pause":
             take_answer(self._run_dir)  # one that came before the first step, to the pause before which the run began
             add_guard_event(self._run_dir, event)
             self._stand(event)
@@ -118,6 +127,14 @@ class RunGuard:
         self._watchdog.note = f"{PAUSED} by the guard since step {event.version}: {event.text}. It waits for: {how}"
         self._log.logger.alarm(f"guard: {self._watchdog.note}")
         self._processes.actors["learner/0"].pause.remote()
+
+    def _tell_too_late(self, event: GuardEvent) -> None:
+        """Say that there is trouble in the last version, and how to get the model before it."""
+        how = ""
+        if (version := checkpoint_before(self._run_dir, event.back_to)) is not None:
+            self._log.kept_checkpoints.add(version)
+            how = f". The model before that: async-rl export {checkpoint_folder(self._run_dir, version)} OUT_DIR"
+        self._log.logger.alarm(f"guard: {event.text}. The run has made its last step and does not pause{how}")
 
     def _go_back(self, event: GuardEvent) -> None:
         guard = self._config.guard

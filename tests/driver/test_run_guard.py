@@ -10,7 +10,7 @@ import pytest
 from async_rl.driver.run_guard import RunGuard
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
-from async_rl.messages.reports import EvaluationDone, StepDone, WorkerReport
+from async_rl.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.storage.guard_events import answer_pause, pending_rollback, read_guard_events
 from async_rl.storage.run_dir import open_run_dir
@@ -61,6 +61,11 @@ class Run:
         self.log.add("learner/0", StepDone(version=version, metrics=metrics, spans=spans[:1]))
         self.log.add("rollout/0", WorkerReport(spans=spans[1:]))
         self.guard.act()
+
+    def evaluate(self, version: int, gold: float) -> None:
+        found = {"eval/gold": gold, "eval/gold_squared": gold * gold + 1, "eval/gold_labels": 64.0}
+        metrics = tuple(Metric(key, value) for key, value in found.items())
+        self.log.add_eval(EvaluationDone(version=version, metrics=metrics))
 
     def kinds(self) -> list[str]:
         return [event.kind for event in read_guard_events(self.run_dir)]
@@ -172,12 +177,38 @@ def test_gold_rewards_of_evaluations_decide_where_there_are_some(tmp_path: Path)
     run = Run(tmp_path, action="stop_at_best")
     for version, gold in enumerate((0.0, 1.0, 2.0, 1.0, 0.0, -2.0), 1):
         run.step(version)
-        found = {"eval/gold": gold, "eval/gold_squared": gold * gold + 1, "eval/gold_labels": 64.0}
-        run.log.add_eval(EvaluationDone(version=version, metrics=tuple(Metric(k, v) for k, v in found.items())))
+        run.evaluate(version, gold)
         run.guard.act()
     (event,) = read_guard_events(run.run_dir)
     # in threes: 1, 4/3, 1, -1/3, with an error of 192 answers of variance 1: .072. The first fall is of 4.6 of these
     assert (event.kind, event.version, event.back_to, event.signals) == ("stop", 5, 3, ("gold_fall",))
+
+
+@pytest.mark.parametrize(
+    ("action", "ended", "kind"),
+    [
+        ("stop_at_best", "", "stop"), ("rollback", "", "rollback"), ("rollback", "the program ended the run", "stop"),
+        ("pause", "", ""),
+    ],
+)  # fmt: skip
+def test_trouble_in_the_evaluation_after_the_last_step_is_acted_on_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str, ended: str, kind: str
+) -> None:
+    run = Run(tmp_path, action=action)
+    for version, gold in enumerate((0.0, 1.0, 2.0, 1.0, 0.0), 1):
+        run.step(version)
+        if version == 5 and ended:
+            run.log.add("learner/0", TrainingEnded(version=5, reason=ended))
+        run.evaluate(version, gold)
+        run.guard.act(at_end=version == 5)
+    if action == "pause":
+        assert run.kinds() == run.learner.made == [] and run.watchdog.note == "running"
+        assert f"async-rl export {checkpoint_folder(run.run_dir, 3)} OUT_DIR\n" in capsys.readouterr().out
+        run.log.close()
+        assert 3 in list_checkpoints(run.run_dir)
+        return
+    (event,) = read_guard_events(run.run_dir)
+    assert (event.kind, event.version, event.back_to) == (kind, 5, 3)
 
 
 def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path) -> None:

@@ -7,21 +7,22 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
 
+from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.config.section import section
 from async_rl.pipeline import run
-from async_rl.storage.checkpoints import list_checkpoints
+from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints
 from async_rl.storage.guard_events import open_pause, read_guard_events
 from async_rl.telemetry.status import format_status
 from benchmarks.marked_command import MarkedCommand, wait_until
 from rollout_server.question import Question
-from rollout_server.rewards.contract import Reward
+from rollout_server.rewards.contract import Reward, Score
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
@@ -90,6 +91,34 @@ def test_a_paused_run_stands_until_it_is_answered_also_after_a_resume(
     assert again.wait(200) == 0
     assert [event.kind for event in read_guard_events(run_dir)] == ["pause", "go_on"]
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 5
+
+
+@asynccontextmanager
+async def open_gold(config: Config, settings: None) -> AsyncIterator[Score]:
+    """Open a gold reward that is 1, and 0 in the evaluation after the last step, when that step has its checkpoint."""
+    last = checkpoint_folder(config.run_dir, config.run.steps)
+    yield lambda question, response: float(not last.exists())
+
+
+FALLS_AT_END = Reward(open=open_gold)
+
+
+@pytest.mark.nightly
+def test_trouble_in_the_last_evaluation_takes_the_run_back_or_ends_it(
+    smoke_yaml: Path, tmp_path: Path
+) -> None:
+    options = guarded(
+        tmp_path, "rollback", "guard.max_rollbacks=1", "guard.kl_per_token_limit=.inf", "guard.cut_limit=.inf",
+        "eval.size=8", "eval.every_steps=1", "eval.pin_version=true",
+        "eval.gold_reward=tests.e2e.test_guard:FALLS_AT_END",
+    )  # fmt: skip
+    summary = run(load_config(smoke_yaml, options))
+    events = read_guard_events(tmp_path / "guarded")
+    assert [(event.kind, event.version, event.back_to, event.signals) for event in events] == [
+        (kind, 5, 1, ("gold_fall",)) for kind in ("rollback", "resumed", "stop")
+    ]
+    assert (summary["steps"], summary["resumes"], summary["model_version"]) == (5, 1, 1)
+    assert (tmp_path / "guarded" / "model" / "config.json").is_file()
 
 
 @section("task.rewards.params")

@@ -198,6 +198,19 @@ def test_what_is_asked_for_after_the_end_of_a_run_does_nothing(learner: FakeLear
     assert learner.told == []
 
 
+def test_an_end_also_holds_for_the_learner_with_which_a_rollback_goes_on(learner: FakeLearner) -> None:
+    control, next_learner = RunControl(), FakeLearner()
+    control.connect(learner)
+    control.save()
+    control.end("good enough")  # which comes too late: the guard has just told this learner to stop
+    control.disconnect()
+    control.end("the program left its loop over the steps")
+    control.save()
+    control.connect(next_learner)
+    assert learner.told == [("save",), ("end", "good enough")]
+    assert next_learner.told == [("end", "good enough"), ("save",)]
+
+
 def test_a_setting_that_cannot_work_is_refused_before_anything_starts() -> None:
     with pytest.raises(async_rl.ConfigError, match="staleness"):
         async_rl.train({**SETTINGS, "staleness": {"max": -1}})

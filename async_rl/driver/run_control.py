@@ -13,7 +13,7 @@ StepListener = Callable[[int, dict[str, float]], None]
 
 class RunControl:
     """Passes the requests of a program to the learner, from any thread. Those before its start wait for it; those after
-    the end of the run do nothing.
+    the end of the run do nothing. If the run goes on with another learner, after a rollback, an end holds there too.
 
     Args:
         on_step: told of each step when it is logged, together with the evaluations that ended since the one before.
@@ -25,15 +25,19 @@ class RunControl:
         """The directory of the run, once it has one."""
         self._lock = threading.Lock()
         self._learner: Any = None
-        self._waiting: list[Callable[[Any], object]] = []
+        self._end_reason = ""
+        """The reason for which the program has ended the run; empty if it has not."""
+        self._save_waits = False
 
     def connect(self, learner: Any) -> None:
         """Pass what was asked for so far, and all that follows, to this actor, the learner's rank 0."""
         with self._lock:
-            self._learner, waiting = learner, self._waiting
-            self._waiting = []
-        for request in waiting:
-            request(learner)
+            self._learner, reason = learner, self._end_reason
+            save_waits, self._save_waits = self._save_waits, False
+        if reason:
+            learner.end.remote(reason)
+        if save_waits:
+            learner.save.remote()
 
     def disconnect(self) -> None:
         """Ask this learner for nothing more. If the run goes on with another one, what is asked for until then waits.
@@ -43,15 +47,14 @@ class RunControl:
 
     def end(self, reason: str) -> None:
         """Have the run end after its step as if run.steps were reached; `reason` stands in the log and the summary."""
-        self._ask(lambda learner: learner.end.remote(reason))
+        with self._lock:
+            self._end_reason, learner = self._end_reason or reason, self._learner
+        if learner is not None:
+            learner.end.remote(reason)
 
     def save(self) -> None:
         """Have a checkpoint written after the step."""
-        self._ask(lambda learner: learner.save.remote())
-
-    def _ask(self, request: Callable[[Any], object]) -> None:
         with self._lock:
-            if self._learner is None:
-                self._waiting.append(request)
-                return
-        request(self._learner)
+            learner, self._save_waits = self._learner, self._learner is None
+        if learner is not None:
+            learner.save.remote()

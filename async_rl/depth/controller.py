@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_rl.config import Config, depth_at, depth_of_slots, slots_at
+from async_rl.config import Config, depth_at, slots_at
 from async_rl.depth.choice import (
     Forecast,
     Prospect,
@@ -67,7 +67,8 @@ class DepthController:
     def __init__(self, config: Config, depth: float, version: int) -> None:
         self._config = config
         self._fresh = config.fresh_per_step
-        self._lowest = depth_of_slots(config.fewest_slots, self._fresh)
+        limits = config.slot_limits
+        self._lowest = depth_at(limits.at(limits.smallest_depth), self._fresh)
         self.depth = max(depth, self._lowest)
         self._window = RecentWindow(config)
         self._version = version

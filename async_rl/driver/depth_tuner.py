@@ -30,7 +30,6 @@ from async_rl.messages.reports import (
 from async_rl.storage.checkpoints import resumed_training_state
 from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.status import depth_text
-from buffer.staleness import Rules
 
 DISTURBING = frozenset({"checkpoint/pause_s", "push/lost_servers", "time/paused_s"})
 """Metrics of steps that take other times: with a checkpoint, a push that lost a server, or a pause of the guard."""
@@ -49,7 +48,7 @@ class DepthTuner:
         self._watchdog = watchdog
         saved = resumed_training_state(config)
         slots, version = (saved.buffer["scalars"]["slots"], saved.version) if saved else (config.slots, 0)
-        depth = depth_at(Rules.from_config(config).allowed(slots), config.fresh_per_step)
+        depth = depth_at(config.slot_limits.allowed(slots), config.fresh_per_step)
         self._controller = DepthController(config, depth, version)
         self._servers = config.placement.rollout.servers
         self._is_disturbed = True  # the first step warms up

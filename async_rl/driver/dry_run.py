@@ -36,7 +36,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
     is_auto = config.staleness.depth == "auto"
-    most = config.most_slots if is_auto else config.slots
+    most = config.slot_limits.most if is_auto else config.slots
     begun = depth_text(depth_at(config.slots, config.fresh_per_step), config.staleness.max)
     begins = f", {config.slots} at the start: {begun}" * is_auto
     derived = {

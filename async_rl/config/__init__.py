@@ -142,6 +142,13 @@ class Config:
         return limits.allowed(slots) if self.staleness.depth == "auto" else slots
 
     @property
+    def most_slots(self) -> int:
+        """The largest number of groups that may ever hold a slot at once: `slots`, but with depth auto what the bound
+        allows.
+        """
+        return self.slot_limits.most if self.staleness.depth == "auto" else self.slots
+
+    @property
     def slot_limits(self) -> SlotLimits:
         """The smallest and the largest number of slots that the run may have."""
         return SlotLimits(

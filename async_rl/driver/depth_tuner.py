@@ -82,6 +82,7 @@ class DepthTuner:
             case EvaluationDue(servers=()) | ServersLost():
                 self._is_disturbed = True
             case DepthMoved():
+                controller.moved(report.slots)
                 depth = depth_at(report.slots, self._config.fresh_per_step)
                 text = f"{depth_text(depth, self._config.staleness.max)} since step {report.version}"
                 self._watchdog.depth = text
@@ -143,7 +144,7 @@ class DepthTuner:
         except Exception as error:
             self._is_deciding = True
             self._log.logger.note(
-                f"staleness.depth auto can not decide: {error!r}. The depth stays {self._controller.depth:g} from now "
+                f"staleness.depth auto can not decide: {error!r}. The depth stays {self._controller.wanted:g} from now "
                 "on, but for alarms. This is a bug: please report it with the run's config"
             )
 

@@ -46,7 +46,7 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past
     state.restore(rows, saved.buffer["scalars"], saved.buffer["streaks"])
     state.version, state.served_version = saved.version, None
     rules = mode.rules  # staleness, the size of a batch and weight_sync.every_steps may have been changed
-    state.slots = rules.allowed(state.slots) if rules.moves_slots else rules.slots
+    state.slots = rules.slot_limits.allowed(state.slots) if rules.moves_slots else rules.slots
     state.unserved.clear()
     arrived = []
     for row in rows:

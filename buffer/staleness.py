@@ -86,17 +86,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from async_rl.config import Config
+from async_rl.config import Config, SlotLimits
 from async_rl.types import BoolArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings that decide on admission and hand-out. In the proof the first four are M, B, F and S."""
+    """The settings that decide on admission and hand-out. In the proof the first five are M, B, F, E and S."""
 
     max_staleness: int
     prompts_per_step: int
     fresh_per_step: int
+    every_steps: int
     slots: int
     """S at the start of the run."""
     moves_slots: bool = False
@@ -107,26 +108,22 @@ class Rules:
     drain: bool = False
     """Whether a push waits until no group runs; meanwhile no group may start."""
 
-    fewest_slots: int = 0
-    """The smallest S with which the learner never waits for ever."""
-
     @property
-    def most_slots(self) -> int:
-        """(M + 1) F, with which the bound is kept."""
-        return (self.max_staleness + 1) * self.fresh_per_step
-
-    def allowed(self, slots: int) -> int:
-        """Return the number of slots nearest to `slots` that a run may have, which moves them."""
-        return min(max(slots, self.fewest_slots), self.most_slots)
+    def slot_limits(self) -> SlotLimits:
+        """The smallest and the largest S to which a run may move."""
+        return SlotLimits(
+            prompts_per_step=self.prompts_per_step, fresh_per_step=self.fresh_per_step, every_steps=self.every_steps,
+            max_uses=self.max_uses, max_staleness=self.max_staleness,
+        )
 
     @classmethod
     def from_config(cls, config: Config) -> Rules:
         return cls(
             max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
-            fresh_per_step=config.fresh_per_step, slots=config.slots,
+            fresh_per_step=config.fresh_per_step, every_steps=config.weight_sync.every_steps, slots=config.slots,
             moves_slots=config.staleness.depth == "auto", max_uses=config.buffer.max_uses,
             late=config.staleness.late, exact=config.staleness.mode == "exact",
-            drain=config.weight_sync.on_update == "drain", fewest_slots=config.fewest_slots,
+            drain=config.weight_sync.on_update == "drain",
         )
 
 

@@ -201,9 +201,9 @@ class Store:
         Raises WireError if this version was not trained yet, if the served version would fall, or if the bound does not
         allow so many slots.
         """
-        fewest, most = max(self.rules.fresh_per_step, self.rules.fewest_slots), self.rules.most_slots
-        if slots is not None and not fewest <= slots <= most:
-            raise WireError(f"slots: got {slots}, allowed {fewest}..{most}, for staleness.max")
+        limits = self.rules.slot_limits
+        if slots is not None and slots != limits.allowed(slots):
+            raise WireError(f"slots: got {slots}, allowed {limits.fewest}..{limits.most}, for staleness.max")
         lowest = self.state.served_version or 0
         if not lowest <= version <= self.state.version:
             raise WireError(f"version: got {version}, allowed {lowest}..{self.state.version} (served..trained)")

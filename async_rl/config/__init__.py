@@ -21,7 +21,7 @@ from async_rl.config.data import (
     StalenessConfig,
     TaskConfig,
 )
-from async_rl.config.depths import depth_at, depth_of_slots, slots_at
+from async_rl.config.depths import SlotLimits, depth_at, slots_at
 from async_rl.config.guard import GuardConfig
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (
@@ -137,20 +137,24 @@ class Config:
 
         With depth auto it is the number at the start, from which the run moves it.
         """
-        slots = slots_at(self.staleness.start_depth, self.fresh_per_step)
-        is_auto = self.staleness.depth == "auto"
-        return min(max(slots, self.fewest_slots), self.most_slots) if is_auto else slots
+        limits = self.slot_limits
+        slots = limits.at(self.staleness.start_depth)
+        return limits.allowed(slots) if self.staleness.depth == "auto" else slots
 
     @property
     def most_slots(self) -> int:
-        """The number of slots with which the bound is kept: (M + 1) F in buffer/staleness.py."""
-        return (self.staleness.max + 1) * self.fresh_per_step
+        """The largest number of groups that may ever hold a slot at once: `slots`, but with depth auto what the bound
+        allows.
+        """
+        return self.slot_limits.most if self.staleness.depth == "auto" else self.slots
 
     @property
-    def fewest_slots(self) -> int:
-        """The smallest number of slots with which the learner never waits for ever: see buffer/staleness.py."""
-        between_pushes = self.weight_sync.every_steps * self.learner.prompts_per_step
-        return max(between_pushes, self.fresh_per_step * (2 if self.buffer.max_uses > 1 else 1))
+    def slot_limits(self) -> SlotLimits:
+        """The smallest and the largest number of slots that the run may have."""
+        return SlotLimits(
+            prompts_per_step=self.learner.prompts_per_step, fresh_per_step=self.fresh_per_step,
+            every_steps=self.weight_sync.every_steps, max_uses=self.buffer.max_uses, max_staleness=self.staleness.max,
+        )
 
     @property
     def journal_kept_steps(self) -> int:

@@ -30,10 +30,7 @@ def check_cross_section(config: Config) -> None:
     _check_algorithm(config)
     _check_interpolated(config)
     _check_episodes(config)
-    check_slots(
-        config.staleness.depth, config.slots, config.fresh_per_step, config.learner.prompts_per_step,
-        config.weight_sync.every_steps,
-    )
+    check_slots(config.staleness.depth, config.slots, config.slot_limits)
     _check_replay(config)
     _check_best(config)
     _check_eval_servers(config)
@@ -180,11 +177,11 @@ def _check_replay(config: Config) -> None:
         uses == 1 or config.staleness.max >= 1, "buffer.max_uses", uses, "1 with staleness.max 0",
         "A used group is at least one version old. Set staleness.max >= 1.",
     )
-    depth = config.staleness.depth
+    limits = config.slot_limits
     check(
-        uses == 1 or isinstance(depth, str) or depth >= 1, "staleness.depth", depth,
-        f"1 or more with buffer.max_uses {uses}",
-        "Below 1 there are too few fresh groups to begin the next batch while this one is trained.",
+        config.slots >= limits.fewest, "staleness.depth", config.staleness.depth,
+        f"{limits.smallest_depth:g} or more with buffer.max_uses {uses}",
+        "With less there are too few fresh groups to begin the next batch while this one is trained.",
     )
 
 

@@ -4,8 +4,8 @@ After 8 steps, and then every 15, the next steps are simulated at several depths
 groups, and the depth moves if another is worth 1.5 % more (see choice.py); a smaller one has to be worth more also if
 staleness costs half of what it is taken to cost. After a move nothing is decided until the steps show it: a smaller
 depth takes as many steps as the old one had, because groups that exist are trained first. An alarm lowers the depth by
-half a batch at once, down to 1. What the reward does is not looked at: it takes 90 to 800 steps at each depth to see a
-difference of 5 % there.
+half a batch at once, down to 1. The push that follows makes the move; after the last one that opens admission none is
+wanted. What the reward does is not looked at: it takes 90 to 800 steps at each depth to see a difference of 5 % there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_rl.config import Config, depth_at, depth_of_slots, slots_at
+from async_rl.config import Config, depth_at, slots_at
 from async_rl.depth.choice import (
     Forecast,
     Prospect,
@@ -67,8 +67,10 @@ class DepthController:
     def __init__(self, config: Config, depth: float, version: int) -> None:
         self._config = config
         self._fresh = config.fresh_per_step
-        self._lowest = depth_of_slots(config.fewest_slots, self._fresh)
-        self.depth = max(depth, self._lowest)
+        limits = config.slot_limits
+        self._lowest = depth_at(limits.at(limits.smallest_depth), self._fresh)
+        self.depth = self.wanted = max(depth, self._lowest)
+        """The depth that the run has, and the one that it will have with the move that is on its way, if one is."""
         self._window = RecentWindow(config)
         self._version = version
         self._hold_until = self._next_at = version + MEASURED_STEPS
@@ -96,8 +98,8 @@ class DepthController:
         if not is_disturbed:
             self._window.add_step(version, values)
         broken = [text for name, text in ALARMS.items() if values.get(f"alarm/{name}")]
-        old, floor = self.depth, max(self._lowest, ALARM_FLOOR)
-        if not broken or version < self._hold_until or old <= floor:
+        old, floor = self.wanted, max(self._lowest, ALARM_FLOOR)
+        if not broken or version < self._hold_until or old <= floor or not self._may_move:
             return None
         lower = max(floor, old - ALARM_STEP)
         while lower > floor and slots_at(lower, self._fresh) == slots_at(old, self._fresh):  # with batches of one group
@@ -107,6 +109,11 @@ class DepthController:
         move = self._move(lower, f"{less} than {old:g}, because {broken[0]}")
         self._hold_until = version + math.ceil(old) + ALARM_HOLD_STEPS
         return move
+
+    def moved(self, slots: int) -> None:
+        """Take that a move has been made: the buffer has so many slots."""
+        self.depth = depth_at(slots, self._fresh)
+        self._moves += 1
 
     def change_servers(self, servers: int) -> None:
         """Take the number of rollout servers that are up; a change is a reason to look at all depths again."""
@@ -129,7 +136,8 @@ class DepthController:
 
     def prospect(self) -> Prospect | None:
         """Return what a decision needs to know if one is due, else None."""
-        if self._version < max(self._hold_until, self._next_at) or not self._window.is_filled:
+        is_due = self._version >= max(self._hold_until, self._next_at) and self._may_move
+        if not is_due or not self._window.is_filled:
             return None
         self._have_servers_changed = False
         return self._prospect()
@@ -137,7 +145,7 @@ class DepthController:
     def _prospect(self) -> Prospect:
         loss = self._window.ess_loss_per_version if self._config.learner.lr_by_ess != "off" else None
         return Prospect(
-            self._window.workload(self._servers), self._config.staleness.max, self.depth, self._lowest,
+            self._window.workload(self._servers), self._config.staleness.max, self.wanted, self._lowest,
             self._window.kl_per_version, loss,
         )
 
@@ -153,13 +161,13 @@ class DepthController:
             return None
         self._next_at = self._version + EVERY_STEPS
         self._decisions += 1
-        here = forecasts.get(self.depth)
+        here = forecasts.get(self.wanted)
         if here is None or self._version < self._hold_until:  # an alarm has moved the depth meanwhile
             return None
         self._here = here
         if step_s := self._window.step_s(self._moved_at):
             self._ratios.append(60 / step_s / here.steps_per_min)
-        best = best_move(forecasts, here)
+        best = best_move(forecasts, here) if self._may_move else None
         if best is None:
             return None
         self._here = best
@@ -168,10 +176,15 @@ class DepthController:
         return self._move(best.depth, compared(best, here) + more)
 
     def _move(self, depth: float, reason: str) -> Move:
-        settled = self._version + math.ceil(self.depth) + 1 + self._config.weight_sync.every_steps
-        self.depth, self._hold_until, self._moved_at = depth, settled, settled
-        self._moves += 1
+        settled = self._version + math.ceil(self.wanted) + 1 + self._config.weight_sync.every_steps
+        self.wanted, self._hold_until, self._moved_at = depth, settled, settled
         return Move(depth, slots_at(depth, self._fresh), reason)
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether a push is to come that opens admission, as those do before the last step."""
+        every = self._config.weight_sync.every_steps
+        return (self._version // every + 1) * every < self._config.run.steps
 
     @property
     def measured_over_predicted(self) -> float | None:
@@ -179,7 +192,7 @@ class DepthController:
         return float(np.median(self._ratios)) if self._ratios else None
 
     def metrics(self) -> list[Metric]:
-        """Return the depth, the number of moves, and what is expected of the depth."""
+        """Return the depth, the number of moves made, and what the last decision expects."""
         values = {"staleness/depth": self.depth, "auto/moves": float(self._moves)}
         if here := self._here:
             values |= {

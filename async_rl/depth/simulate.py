@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.config import StalenessConfig, depth_of_slots, slots_at
+from async_rl.config import SlotLimits, StalenessConfig
 from async_rl.config.check import check
 from buffer.staleness import Rules
 from buffer.store import Store
@@ -77,12 +77,12 @@ class Workload:
     def fresh_per_step(self) -> int:
         return math.ceil(self.fresh_fraction * self.prompts_per_step)
 
-    @property
-    def smallest_depth(self) -> float:
-        """The smallest depth, in quarters, with which the learner never waits for ever; configs with less are refused.
-        """
-        fewest = max(self.every_steps * self.prompts_per_step, 2 * self.fresh_per_step * (self.max_uses > 1))
-        return depth_of_slots(fewest, self.fresh_per_step)
+    def slot_limits(self, max_staleness: int) -> SlotLimits:
+        """Return the smallest and the largest number of slots of a run with this bound."""
+        return SlotLimits(
+            prompts_per_step=self.prompts_per_step, fresh_per_step=self.fresh_per_step, every_steps=self.every_steps,
+            max_uses=self.max_uses, max_staleness=max_staleness,
+        )
 
     def group_s(self, in_flight: float) -> float:
         """Return the mean duration of a group while `in_flight` groups run, that group included."""
@@ -119,12 +119,13 @@ def simulate(
         begin: the step from whose end on times, utilisation and staleness count.
 
     Raises:
-        ConfigError: the depth is below workload.smallest_depth, so that the learner would wait for ever.
+        ConfigError: the depth has too few slots, so that the learner would wait for ever.
     """
     depth = max_staleness if depth is None else depth
+    limits = workload.slot_limits(max_staleness)
     check(
-        depth >= workload.smallest_depth, "staleness.depth", depth,
-        f"at least {workload.smallest_depth:g} with {workload.prompts_per_step} groups a step, "
+        limits.is_enough(depth), "staleness.depth", depth,
+        f"at least {limits.smallest_depth:g} with {workload.prompts_per_step} groups a step, "
         f"{workload.fresh_per_step} of them fresh, and weight_sync.every_steps {workload.every_steps}",
     )
     return Simulation(workload, StalenessConfig(max=max_staleness, depth=depth), seed).run(steps, begin)
@@ -143,8 +144,9 @@ class Simulation:
         self.store = Store(
             Rules(
                 max_staleness=staleness.max, prompts_per_step=workload.prompts_per_step,
-                fresh_per_step=workload.fresh_per_step, slots=slots_at(staleness.start_depth, workload.fresh_per_step),
-                max_uses=workload.max_uses, late=workload.late, drain=workload.drain,
+                fresh_per_step=workload.fresh_per_step, every_steps=workload.every_steps,
+                slots=workload.slot_limits(staleness.max).at(staleness.start_depth), max_uses=workload.max_uses,
+                late=workload.late, drain=workload.drain,
             )
         )
         self.store.served(0)

@@ -30,7 +30,6 @@ from async_rl.messages.reports import (
 from async_rl.storage.checkpoints import resumed_training_state
 from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.status import depth_text
-from buffer.staleness import Rules
 
 DISTURBING = frozenset({"checkpoint/pause_s", "push/lost_servers", "time/paused_s"})
 """Metrics of steps that take other times: with a checkpoint, a push that lost a server, or a pause of the guard."""
@@ -49,7 +48,7 @@ class DepthTuner:
         self._watchdog = watchdog
         saved = resumed_training_state(config)
         slots, version = (saved.buffer["scalars"]["slots"], saved.version) if saved else (config.slots, 0)
-        depth = depth_at(Rules.from_config(config).allowed(slots), config.fresh_per_step)
+        depth = depth_at(config.slot_limits.allowed(slots), config.fresh_per_step)
         self._controller = DepthController(config, depth, version)
         self._servers = config.placement.rollout.servers
         self._is_disturbed = True  # the first step warms up
@@ -83,6 +82,7 @@ class DepthTuner:
             case EvaluationDue(servers=()) | ServersLost():
                 self._is_disturbed = True
             case DepthMoved():
+                controller.moved(report.slots)
                 depth = depth_at(report.slots, self._config.fresh_per_step)
                 text = f"{depth_text(depth, self._config.staleness.max)} since step {report.version}"
                 self._watchdog.depth = text
@@ -144,7 +144,7 @@ class DepthTuner:
         except Exception as error:
             self._is_deciding = True
             self._log.logger.note(
-                f"staleness.depth auto can not decide: {error!r}. The depth stays {self._controller.depth:g} from now "
+                f"staleness.depth auto can not decide: {error!r}. The depth stays {self._controller.wanted:g} from now "
                 "on, but for alarms. This is a bug: please report it with the run's config"
             )
 

@@ -35,17 +35,15 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     plan = plan_dry_run(config, gpu_gb)
     cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
-    is_auto = config.staleness.depth == "auto"
-    most = config.most_slots if is_auto else config.slots
     begun = depth_text(depth_at(config.slots, config.fresh_per_step), config.staleness.max)
-    begins = f", {config.slots} at the start: {begun}" * is_auto
+    begins = f", {config.slots} at the start: {begun}" * (config.staleness.depth == "auto")
     derived = {
         "epochs of the training prompts, at least":
             f"{config.run.steps * config.learner.prompts_per_step / prompts:.3g} of {prompts} prompts",
         "episodes per step": config.episodes_per_step,
-        "groups in flight or waiting, at most": f"{most}{begins}",
+        "groups in flight or waiting, at most": f"{config.most_slots}{begins}",
         "episodes at the engines, at most": min(
-            most, config.rollout.concurrency * placement.rollout.servers
+            config.most_slots, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
         "learning rate of the policy": f"{policy_lr(config):g}",

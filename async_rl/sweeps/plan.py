@@ -73,10 +73,10 @@ def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
     Raises:
         ConfigError: the learner would wait for ever at each of the bounds.
     """
-    possible = tuple(bound for bound in bounds if bound.depth >= workload.smallest_depth)
+    possible = tuple(bound for bound in bounds if workload.slot_limits(bound.max).is_enough(bound.depth))
     check(
         bool(possible), "--staleness", ",".join(map(str, bounds)),
-        f"{workload.smallest_depth:g} or more with {rules_text(workload)}",
+        f"{workload.slot_limits(bounds[0].max).smallest_depth:g} or more with {rules_text(workload)}",
     )
     results = (simulate(workload, bound.max, SIMULATED_STEPS, depth=bound.depth) for bound in possible)
     return Plan(workload, possible, tuple(results))
@@ -192,8 +192,8 @@ def describe_plan(plan: Plan) -> str:
         for bound, r in zip(plan.bounds, plan.results, strict=True)
     ]
     lines += ["", Table(header, rows).markdown()]
-    if w.smallest_depth:
-        lines.append(f"Left out: depths below {w.smallest_depth:g}, where the learner would wait for ever.")
+    if smallest := w.slot_limits(plan.bounds[0].max).smallest_depth:
+        lines.append(f"Left out: depths below {smallest:g}, where the learner would wait for ever.")
     larger = (
         "larger ones were not tried" if plan.best == plan.bounds[-1]
         else f"a larger one, up to {plan.bounds[-1]}, gains less than {WORTHWHILE:.0%} more"

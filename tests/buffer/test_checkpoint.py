@@ -168,5 +168,5 @@ def test_a_resume_goes_on_with_the_slots_of_the_checkpoint_if_the_run_moves_them
     assert resumed_state(saved, rules=replace(RULES, moves_slots=True)).slots == 7
     assert resumed_state(saved, rules=replace(RULES, moves_slots=True, max_staleness=1, slots=6)).slots == 6
     # with more batches between two pushes, fewer slots would never fill them
-    assert resumed_state(saved, rules=replace(RULES, moves_slots=True, fewest_slots=8)).slots == 8
+    assert resumed_state(saved, rules=replace(RULES, moves_slots=True, every_steps=3)).slots == 9
     assert resumed_state(saved, rules=replace(RULES, slots=4)).slots == 4

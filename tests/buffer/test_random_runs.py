@@ -25,7 +25,7 @@ BOUNDS = [(bound, every) for bound in range(5) for every in range(1, bound + 2)]
 def test_a_long_random_run_keeps_the_bound_and_never_stops(
     max_staleness: int, every_steps: int
 ) -> None:
-    checker = ModelChecker(plain_rules(max_staleness, 5), every_steps)
+    checker = ModelChecker(plain_rules(max_staleness, 5, every_steps=every_steps))
     walk(checker, 2500, random.Random(7 * max_staleness + every_steps), resumes=False)
     assert checker.version > 30
     assert checker.oldest_trained == max_staleness, "a bound that is never reached was not tried"
@@ -43,7 +43,7 @@ def test_a_long_random_run_keeps_the_bound_and_never_stops(
     ids=lambda rules: f"{rules.late}-exact{rules.exact}-drain{rules.drain}-uses{rules.max_uses}",
 )
 def test_every_mode_and_policy_has_its_effect(rules: Rules) -> None:
-    checker = ModelChecker(rules, every_steps=1)
+    checker = ModelChecker(rules)
     walk(checker, 4000, random.Random(1), resumes=False)
     assert checker.version > 50
     assert checker.oldest_trained == rules.max_staleness

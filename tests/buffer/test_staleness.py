@@ -26,7 +26,9 @@ from tests.kit.buffer.arrivals import make_arrival
 def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: object) -> Rules:
     fresh = fresh or size
     slots = (max_staleness + 1) * fresh
-    plain = Rules(max_staleness=max_staleness, prompts_per_step=size, fresh_per_step=fresh, slots=slots)
+    plain = Rules(
+        max_staleness=max_staleness, prompts_per_step=size, fresh_per_step=fresh, every_steps=1, slots=slots
+    )
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -198,7 +200,7 @@ def test_slots_may_change_with_every_version_to_any_that_the_bound_allows(
 ) -> None:
     """Also to fewer than are held."""
     checked = rules(bound, size, fresh)
-    seen = every_state(checked, every_steps, range(every_steps * size, checked.most_slots + 1))
+    seen = every_state(checked, every_steps, range(every_steps * size, checked.slot_limits.most + 1))
     assert max(sum(state.running) + sum(state.finished) for state in seen) == (bound + 1) * fresh
 
 

@@ -177,7 +177,8 @@ def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
     assert load(tmp_path, "staleness.max=8", "staleness.depth=1.25").slots == 36
     assert load(tmp_path, "staleness.max=8", "staleness.depth=auto").slots == 36  # the run begins with depth 1.25
     at_pushes = load(tmp_path, "staleness.max=8", "staleness.depth=auto", "weight_sync.every_steps=3")
-    assert (at_pushes.slots, at_pushes.fewest_slots, at_pushes.most_slots) == (48, 48, 144)
+    assert (at_pushes.slots, at_pushes.slot_limits.fewest, at_pushes.most_slots) == (48, 48, 144)
+    assert load(tmp_path, "staleness.max=8", "staleness.depth=1.25").most_slots == 36
 
 
 @pytest.mark.parametrize(

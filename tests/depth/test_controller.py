@@ -64,7 +64,7 @@ def test_a_depth_worth_two_percent_more_is_moved_to_and_one_percent_is_not() -> 
         "2 % more steps than 2, and each teaches about 0 % more; 2.5 gives 2 % fewer steps than 2.25, and each "
         "teaches about 0 % more",
     )
-    assert made.depth == 2.25
+    assert (made.depth, made.wanted) == (2.0, 2.25)
 
 
 def test_a_move_goes_up_by_a_batch_at_most_and_down_as_far_as_it_is_worth() -> None:
@@ -83,7 +83,7 @@ def test_steps_are_not_given_up_for_what_only_the_whole_cost_of_staleness_is_wor
     made = controller(depth=1.0)
     steps(made, 1, 8)
     assert made.decide({0.0: Forecast(0.0, 6.6, 0.0, 1.0), 1.0: Forecast(1.0, 10.0, 1.0, 0.5)}) is None
-    assert made.depth == 1.0
+    assert made.wanted == 1.0
 
 
 def test_after_a_move_nothing_is_decided_until_the_old_groups_are_trained() -> None:
@@ -133,7 +133,7 @@ def test_a_decision_that_an_alarm_has_overtaken_is_dropped() -> None:
     assert made.prospect() is not None
     assert steps(made, 9, 9, alarm__kl=1.0)
     assert made.decide(forecasts(d2=5.0, d3=9.0)) is None
-    assert made.depth == 1.5
+    assert made.wanted == 1.5
 
 
 def test_disturbed_steps_are_left_out_of_the_window() -> None:
@@ -175,11 +175,44 @@ def test_the_metrics_say_the_depth_and_what_is_expected_of_it() -> None:
     made = controller()
     assert reduce_metrics(made.metrics()) == {"staleness/depth": 2.0, "auto/moves": 0.0}
     steps(made, 1, 8)
-    made.decide(forecasts(d2=10.0, d3=12.0))
+    move = made.decide(forecasts(d2=10.0, d3=12.0))
+    on_its_way = reduce_metrics(made.metrics())
+    assert (on_its_way["staleness/depth"], on_its_way["auto/moves"]) == (2.0, 0.0)
+    assert move
+    made.moved(move.slots)
     assert reduce_metrics(made.metrics()) == pytest.approx({
         "staleness/depth": 3.0, "auto/moves": 1.0, "auto/predicted_steps_per_min": 12.0, "auto/efficiency": 0.8,
         "auto/kl_per_version": 0.01, "auto/measured_over_predicted": 1.2,
     })
+
+
+@pytest.mark.parametrize(("every_steps", "last"), [(1, 18), (3, 17)])
+def test_no_move_is_wanted_that_only_the_last_push_could_make(every_steps: int, last: int) -> None:
+    """In 20 steps the last push that opens admission is that of version 19, or 18 where every third is pushed."""
+    def at(version: int) -> DepthController:
+        made = controller(4.0, run={"steps": 20}, weight_sync={"every_steps": every_steps})
+        steps(made, 1, version - 1)
+        return made
+
+    def is_decided(version: int) -> list[bool]:
+        made = at(version)
+        steps(made, version, version)
+        return [made.prospect() is not None, made.decide(forecasts(d4=5.0, d3=6.0)) is not None]
+
+    assert [len(steps(at(version), version, version, alarm__kl=1.0)) for version in (last, last + 1)] == [1, 0]
+    assert [is_decided(version) for version in (last, last + 1)] == [[True, True], [False, False]]
+
+
+def test_while_a_move_is_on_its_way_no_other_is_wanted() -> None:
+    """Pushes are rare, so that it takes up to three steps."""
+    made = controller(depth=4.0, weight_sync={"every_steps": 3})
+    steps(made, 1, 9)
+    move = made.decide(forecasts(d4=5.0, d2=6.0))
+    assert move
+    assert steps(made, 10, 12, alarm__kl=1.0) == []
+    assert made.prospect() is None and made.decide(forecasts(d4=5.0, d3=6.0)) is None
+    made.moved(move.slots)
+    assert (made.depth, made.wanted) == (2.0, 2.0)
 
 
 def test_the_outlook_says_what_twice_the_bound_would_have_given() -> None:
@@ -199,7 +232,7 @@ def test_a_decision_of_servers_that_are_gone_is_dropped_and_the_next_is_a_wide_o
     steps(made, 1, 8)
     assert made.prospect()
     made.change_servers(1)
-    assert made.decide(forecasts(d2=5.0, d2_5=9.0)) is None and made.depth == 2.0
+    assert made.decide(forecasts(d2=5.0, d2_5=9.0)) is None and made.wanted == 2.0
     made.add_groups(GROUPS)
     steps(made, 9, 16)
     prospect = made.prospect()

@@ -37,7 +37,9 @@ class Driver:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Config | None = None) -> None:
-        self.config = config or make_config(staleness={"max": 4, "depth": "auto"}, learner={"prompts_per_step": 4})
+        self.config = config or make_config(
+            staleness={"max": 4, "depth": "auto"}, learner={"prompts_per_step": 4}, run={"steps": 200}
+        )
         self.measured: list[int] = []
         self.groups: list[int] = []
         self.sent: list[int] = []
@@ -243,6 +245,22 @@ def test_the_status_says_the_depth_and_since_when_a_move_has_made_it(
     driver.add(DepthMoved(version=23, slots=10, reason="6 % more steps than 1.25"))
     assert told(driver.watchdog) == "depth 1.5 of at most 4 since step 23"
     assert driver.told == ["depth 1.5 of at most 4 since step 23: 6 % more steps than 1.25"]
+
+
+def test_a_move_counts_once_the_buffer_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+
+    def shown(version: int, **changed: float) -> tuple[float, float]:
+        if decision := driver.step(version, **changed):
+            decision.close()
+        return driver.metrics["staleness/depth"], driver.metrics["auto/moves"]
+
+    for version in range(1, 9):
+        assert shown(version) == (1.25, 0.0)
+    assert shown(9, alarm__kl=1.0) == (1.25, 0.0)
+    assert driver.sent == [8]
+    driver.add(DepthMoved(version=10, slots=8, reason="half a batch less than 1.25, because the KL is high"))
+    assert shown(10) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("method", ["prospect", "look", "decide"])

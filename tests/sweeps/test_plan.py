@@ -22,7 +22,9 @@ from async_rl.sweeps.plan import (
     measured_workload,
     split_devices,
 )
+from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.results import read_runs
+from async_rl.sweeps.settings import settings_of
 from tests.kit.sweeps import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"
@@ -173,6 +175,20 @@ def test_a_bound_at_which_the_learner_would_wait_for_ever_is_left_out(tmp_path: 
     assert "Left out: depths below 1," in text
     with pytest.raises(ConfigError, match=r"--staleness must be 1 or more with .*every_steps=2, got '0'"):
         plan("--staleness 0", sweep)
+
+
+def test_a_depth_that_the_runs_had_is_reported_and_planned(tmp_path: Path) -> None:
+    """With 3 fresh groups of 4 a batch, depth 2.75 needs as many slots as depth 3: those of 3 batches."""
+    workload = dataclasses.replace(WORKLOAD, prompts_per_step=4, every_steps=3, max_uses=2, fresh_fraction=0.75)
+    rules = (
+        "learner.prompts_per_step=4", "weight_sync.every_steps=3", "buffer.max_uses=2", "buffer.fresh_fraction=0.75"
+    )
+    sweep = make_sweep(tmp_path, ("2.75/4", 4), seeds=1, steps=12, workload=workload, overrides=rules)
+    measured = compare(settings_of(read_runs(sweep)))
+    assert [(str(m.staleness), m.predicted is not None) for m in measured] == [("2.75/4", True), ("4", True)]
+    text = plan("--staleness 2.5/4,2.75/4,4", sweep)
+    assert "\n| 2.75/4 |" in text and "| 2.5/4 |" not in text
+    assert "Left out: depths below 2.75, where the learner would wait for ever." in text
 
 
 def test_a_sweep_that_drops_late_groups_is_planned_with_that_rule(tmp_path: Path) -> None:

@@ -129,9 +129,12 @@ def test_groups_used_twice_halve_the_step_of_a_slow_rollout_pool() -> None:
 def test_a_bound_that_would_stop_the_learner_for_ever_is_refused() -> None:
     """Two batches of 64 between pushes need 128 slots, which bound 1 has. Of 32 fresh ones bound 3 has as many."""
     every_other = dataclasses.replace(STEADY, every_steps=2)
-    assert every_other.smallest_depth == 1
-    assert dataclasses.replace(every_other, max_uses=2, fresh_fraction=0.5).smallest_depth == 3
-    assert dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9).smallest_depth == 1
+    used_again = {"max_uses": 2, "fresh_fraction": 0.5}
+    for workload, depth in (
+        (every_other, 1), (dataclasses.replace(every_other, **used_again), 3),
+        (dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9), 1), (STEADY, 0),
+    ):
+        assert workload.slot_limits(max_staleness=8).smallest_depth == depth
     with pytest.raises(ConfigError, match=r"staleness\.depth must be at least 1 with .*every_steps 2, got 0"):
         simulate(every_other, 0, 10)
 

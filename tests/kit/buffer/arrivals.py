@@ -12,7 +12,7 @@ def plain_rules(max_staleness: int, prompts_per_step: int, **changes: Any) -> Ru
     fresh = changes.get("fresh_per_step", prompts_per_step)
     sizes = {
         "max_staleness": max_staleness, "prompts_per_step": prompts_per_step, "fresh_per_step": fresh,
-        "slots": (max_staleness + 1) * fresh,
+        "every_steps": 1, "slots": (max_staleness + 1) * fresh,
     }
     return Rules(**{**sizes, **changes})
 

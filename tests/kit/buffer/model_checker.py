@@ -37,11 +37,10 @@ FOLDERS = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 class ModelChecker:
     def __init__(
-        self, rules: Rules, every_steps: int, files: Path | None = None, keep_steps: int = -1,
-        slots: Sequence[int] = (),
+        self, rules: Rules, files: Path | None = None, keep_steps: int = -1, slots: Sequence[int] = ()
     ) -> None:
         """If `slots` are given, they change with every served version, to one of these numbers after the other."""
-        self.rules, self.every_steps = rules, every_steps
+        self.rules = rules
         self.slots = itertools.cycle(slots or [rules.slots])
         self.now_slots = rules.slots
         self.files, self.keep_steps = files, keep_steps
@@ -141,7 +140,7 @@ class ModelChecker:
             self.store.trained(self.version)
             self.batch = None
             self.save()
-        elif self.version - self.served_version >= self.every_steps:
+        elif self.version - self.served_version >= self.rules.every_steps:
             self.is_draining = self.rules.drain and not self.rules.exact  # exact may have to grant more before a push
             if self.store.may_push():
                 assert not (self.rules.drain and self.running), "pushed under a group that runs"
@@ -278,24 +277,24 @@ class ModelChecker:
 @contextmanager
 def random_checker(rng: random.Random) -> Iterator[ModelChecker]:
     """A model checker with random rules; two of three have a journal."""
-    rules, every_steps = random_rules(rng)
+    rules = random_rules(rng)
     with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         files = Path(folder) if rng.random() < 2 / 3 else None
-        allowed = range(max(every_steps * rules.prompts_per_step, rules.fresh_per_step), rules.most_slots + 1)
+        allowed = range(rules.slot_limits.fewest, rules.slot_limits.most + 1)
         changing = rng.choices(allowed, k=20) if not rules.exact and rng.random() < 0.5 else ()
-        rules = replace(rules, moves_slots=bool(changing), fewest_slots=allowed.start if changing else 0)
-        checker = ModelChecker(rules, every_steps, files, keep_steps=rng.choice((-1, 0, 2)), slots=changing)
+        rules = replace(rules, moves_slots=bool(changing))
+        checker = ModelChecker(rules, files, keep_steps=rng.choice((-1, 0, 2)), slots=changing)
         try:
             yield checker
         finally:
             checker.close()
 
 
-def random_rules(rng: random.Random) -> tuple[Rules, int]:
-    """Random rules that Config allows, and weight_sync.every_steps."""
+def random_rules(rng: random.Random) -> Rules:
+    """Random rules that Config allows."""
     bound, size = rng.randint(0, 4), rng.randint(1, 6)
     if rng.random() < 0.25:
-        return plain_rules(bound, size, exact=True, drain=True), 1
+        return plain_rules(bound, size, exact=True, drain=True)
     uses = rng.randint(2, 3) if bound and size > 1 and rng.random() < 0.5 else 1
     fresh = rng.randint(-(-size // uses), size - 1) if uses > 1 else size
     if (bound + 1) * fresh < size:
@@ -304,8 +303,9 @@ def random_rules(rng: random.Random) -> tuple[Rules, int]:
     late = rng.choice(("wait", "drop", "mask"))
     slots = rng.randint(every_steps * size, (bound + 1) * fresh) if rng.random() < 0.5 else (bound + 1) * fresh
     drain = late != "mask" and rng.random() < 0.3
-    rules = plain_rules(bound, size, fresh_per_step=fresh, slots=slots, max_uses=uses, late=late, drain=drain)
-    return rules, every_steps
+    return plain_rules(
+        bound, size, fresh_per_step=fresh, every_steps=every_steps, slots=slots, max_uses=uses, late=late, drain=drain
+    )
 
 
 def walk(checker: ModelChecker, events: int, rng: random.Random, resumes: bool = True) -> None:

@@ -21,6 +21,7 @@ from tests.kit.configs import make_config
 CEILING = 8
 FRESH = 32
 TARGET = 200.0
+MOST_STEPS = 100_000
 KL_PER_VERSION = 0.0085
 TOKENS_PER_S = 100.0
 
@@ -116,7 +117,7 @@ class LearningRun(Simulation):
 
     def learn(self) -> LearningRun:
         try:
-            self.run(100_000)
+            self.run(MOST_STEPS)
         except _Done:
             return self
         raise AssertionError("the run learned nothing")
@@ -173,7 +174,7 @@ class LearningRun(Simulation):
         self.controller.add_step(version, values, is_disturbed=False)
         if prospect := self.controller.prospect():
             self.controller.decide(self.controller.look(prospect))
-        return self.controller.depth
+        return self.controller.wanted
 
     def _lose_servers(self) -> None:
         """Half of the servers are gone; the prompts of their groups are granted again."""
@@ -191,7 +192,7 @@ def _config(world: World, ceiling: int):
     return make_config(
         staleness={"max": ceiling, "depth": "auto"}, learner={"prompts_per_step": FRESH},
         rollout={"concurrency": world.concurrency // world.servers},
-        placement={"rollout": {"servers": world.servers}},
+        placement={"rollout": {"servers": world.servers}}, run={"steps": MOST_STEPS},
     )
 
 

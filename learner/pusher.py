@@ -75,7 +75,7 @@ class Pusher:
         """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
 
         If servers die during the push, it is repeated without them, even if none is left: the driver restarts them. If
-        one can't use a sparse push, it is repeated with whole weights.
+        one can't use a sparse push, it is repeated with whole weights; if one was silent for a while, as it is.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.

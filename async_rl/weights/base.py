@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.changed_weights import ChangedWeights
 from async_rl.weights.push_report import PushReport, Tolerance
@@ -24,6 +24,8 @@ from async_rl.weights.start_together import start_together
 
 LOST_WITHIN_S = 10.0
 """A server that died in a push stops answering within this time after the push has failed."""
+SILENCES = 3
+"""So often in a row a push is repeated because servers that did not answer before it answer again."""
 
 
 class WeightPublisher(ABC):
@@ -49,6 +51,7 @@ class WeightPublisher(ABC):
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
         self.has_begun = False
         """Whether the push under way, if any, has asked servers for more than to connect."""
+        self._silences = 0
 
     def connect(self) -> None:  # noqa: B027 - a transport may need none
         """Prepare the next push to every server of `servers`; does nothing if they are connected already.
@@ -135,8 +138,8 @@ class WeightPublisher(ABC):
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
         The tensors have the names of model folders, and may be gathered from all ranks one by one. With
-        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). If a server can't use a sparse push,
-        the report `repeats`.
+        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). If a server can't use a sparse push, or
+        did not answer before the push and answers again, the report `repeats`.
 
         Args:
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
@@ -185,6 +188,7 @@ class WeightPublisher(ABC):
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
             return self._report_lost(error)
+        self._silences = 0
         if self._changes is not None:
             self._changes.delivered(self.servers)
         return PushReport(
@@ -196,13 +200,10 @@ class WeightPublisher(ABC):
     def _report_lost(self, error: WeightSyncError | WaitTimeoutError) -> PushReport:
         """Remove the servers that died, or hang, and end the update at the others; the report names what `error` cost.
 
-        If no server is lost and the push need not be repeated with whole weights, `error` is raised.
+        If no server is lost and the push is not to be repeated, `error` is raised.
         """
         lost = wait_for_silent(self.probes(), LOST_WITHIN_S)
-        repeats = (
-            not lost and isinstance(error, WeightSyncError)
-            and self._changes is not None and self._changes.is_sparse
-        )
+        repeats = not lost and self._may_repeat(error)
         if not lost and self.loses_slow_servers and isinstance(error, WaitTimeoutError):
             lost = self.give_up() or tuple(self.servers)
         if not (lost or repeats):
@@ -211,6 +212,13 @@ class WeightPublisher(ABC):
         hanging = self.give_up()
         self._remove(hanging)
         return PushReport(lost=(*lost, *hanging), cause=str(error), repeats=repeats)
+
+    def _may_repeat(self, error: WeightSyncError | WaitTimeoutError) -> bool:
+        """Whether a push that failed with `error`, while every server lives, may succeed when it is repeated."""
+        if isinstance(error, ServersSilentError):
+            self._silences += 1
+            return self._silences <= SILENCES
+        return isinstance(error, WeightSyncError) and self._changes is not None and self._changes.is_sparse
 
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this before a step.

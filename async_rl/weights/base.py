@@ -21,6 +21,7 @@ from async_rl.weights.push_report import PushReport, Tolerance
 from async_rl.weights.server_admin import ServerAdmin
 from async_rl.weights.silent_servers import wait_for_silent
 from async_rl.weights.start_together import start_together
+from async_rl.weights.verification import check_logprobs
 
 LOST_WITHIN_S = 10.0
 """A server that died in a push stops answering within this time after the push has failed."""
@@ -279,30 +280,28 @@ class WeightPublisher(ABC):
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
         """Release what the transport holds in this process and at the servers, such as process groups or folders."""
 
-    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> None:
+    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> bool:
         """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.
 
         `learner_logprobs` are log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
+        Servers that have died since the push are left to the next one. Returns whether any other was compared.
 
         Raises:
             WeightSyncError: they differ by more than `tolerance`, so a server does not hold the learner's weights.
         """
-        scores = self.call_servers(lambda admin: admin.score_tokens(tokens), "weight verification")
+        calls, scores = self.calls(lambda admin: admin.score_tokens(tokens)), dict[str, list[float]]()
+        while calls and not scores:
+            try:
+                scores = start_together(calls, self.push_limit, "weight verification")()
+            except (WeightSyncError, WaitTimeoutError):
+                probes = self.probes()
+                dead = wait_for_silent({name: probes[name] for name in calls}, LOST_WITHIN_S)
+                if not dead:
+                    raise
+                calls = {name: call for name, call in calls.items() if name not in dead}
         for name, served in scores.items():
-            if len(served) != len(learner_logprobs):
-                raise WeightSyncError(
-                    f"weight verification: {name} returned {len(served)} logprobs, the learner "
-                    f"{len(learner_logprobs)} for the same tokens: they must be as many"
-                )
-            differences = [abs(a - b) for a, b in zip(served, learner_logprobs, strict=True)]
-            mean, largest = sum(differences) / len(differences), max(differences)
-            if not (mean <= tolerance.mean and largest <= tolerance.largest):
-                raise WeightSyncError(
-                    f"weight verification: after the push {name} gives logprobs that differ from the learner's by "
-                    f"{mean:.2e} in the mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed "
-                    f"{tolerance.largest:.0e}): it does not serve the learner's weights. Check that model.path "
-                    "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
-                )
+            check_logprobs(name, served, learner_logprobs, tolerance)
+        return bool(scores)
 
     def _pause(self, erases: bool) -> None:
         """Pause each server, and allocate its weights again if they were released."""

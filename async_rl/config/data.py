@@ -215,8 +215,9 @@ class RolloutConfig(OnePart):
         "http:// or https:// with a host and maybe a port, such as http://127.0.0.1:30000, or empty"
     ))] = ""  # fmt: skip
     """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not end it.
-    With weight_sync.on_update in_place it must run with --disable-overlap-schedule. A run that is killed or fails
-    leaves its weight group at the server until the server ends. Empty: the run starts its own servers."""
+    With weight_sync.on_update in_place it must run with --disable-overlap-schedule. If it is on another host, it must
+    reach network.host, or read the files of weight_sync.transport disk. A run that is killed or fails leaves its weight
+    group at the server until the server ends. Empty: the run starts its own servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
     """Further flags of the servers of `engine`, e.g. {max-running-requests: 512} for SGLang."""
     params: Section[dict[str, Any]] = field(default_factory=dict)

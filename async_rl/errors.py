@@ -45,6 +45,10 @@ class WeightSyncError(AsyncRLError):
     """A weight push or another request to a rollout server failed, or its weights differ from the learner's."""
 
 
+class ServersSilentError(WeightSyncError):
+    """Some servers did not answer before a push, which had not begun. If all answer again, it can be repeated."""
+
+
 class RewardError(AsyncRLError):
     """A reward could not be computed, or those of too many groups in a row (task.max_failures) could not."""
 

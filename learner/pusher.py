@@ -75,7 +75,7 @@ class Pusher:
         """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
 
         If servers die during the push, it is repeated without them, even if none is left: the driver restarts them. If
-        one can't use a sparse push, it is repeated with whole weights.
+        one can't use a sparse push, it is repeated with whole weights; if one was silent for a while, as it is.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
@@ -126,7 +126,7 @@ class Pusher:
     def verify_once(self, batch: Batch) -> None:
         """Compare every server's logprobs of a row with the learner's after the first push. Collective.
 
-        The first push is the first that reaches a server. Later calls do nothing: who joins later is not compared.
+        The first push is the first after which a server lives. Later calls do nothing: who joins later is not compared.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights.
@@ -137,12 +137,15 @@ class Pusher:
         dist.broadcast(is_served, 0)
         if not is_served:
             return
-        self._is_verified = True
         group = batch.groups[0]
         tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
         logprobs = self._updater.probe_logprobs(tokens)
-        if self.publisher.rank == 0:
-            self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
+        is_verified = torch.tensor(
+            self.publisher.rank == 0
+            and self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
+        )
+        dist.broadcast(is_verified, 0)
+        self._is_verified = bool(is_verified)
 
 
 def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], rank: int) -> dict[str, Pusher]:

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from async_rl.config.check import check
 from async_rl.config.difficulty import DifficultyConfig
+from async_rl.config.network import is_server_url
 from async_rl.config.params import OnePart
 from async_rl.config.section import List, Named, PathText, Section, checked, section
 from async_rl.config.task_parts import (
@@ -210,10 +211,13 @@ class RolloutConfig(OnePart):
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
     --gpu-memory-utilization of vLLM. Servers that share a GPU start one after the other, and divide it."""
-    server_url: str = ""
+    server_url: Annotated[str, checked(lambda url: not url or is_server_url(url), (
+        "http:// or https:// with a host and maybe a port, such as http://127.0.0.1:30000, or empty"
+    ))] = ""  # fmt: skip
     """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not end it.
-    With weight_sync.on_update in_place it must run with --disable-overlap-schedule. A run that is killed or fails
-    leaves its weight group at the server until the server ends. Empty: the run starts its own servers."""
+    With weight_sync.on_update in_place it must run with --disable-overlap-schedule. If it is on another host, it must
+    reach network.host, or read the files of weight_sync.transport disk. A run that is killed or fails leaves its weight
+    group at the server until the server ends. Empty: the run starts its own servers."""
     server_args: Section[dict[str, Any]] = field(default_factory=dict)
     """Further flags of the servers of `engine`, e.g. {max-running-requests: 512} for SGLang."""
     params: Section[dict[str, Any]] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import ipaddress
 import re
 from dataclasses import replace
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -23,6 +24,16 @@ def _is_one_interface(host: str) -> bool:
 def _is_range(ports: str) -> bool:
     match = re.fullmatch(r"(\d{4,5})-(\d{4,5})", ports)
     return not ports or (match is not None and 1024 <= int(match[1]) <= int(match[2]) < 2**16)
+
+
+def is_server_url(url: str) -> bool:
+    """Whether requests can be sent below `url`; a user and a password in it can't be."""
+    try:
+        parts = urlsplit(url)
+        is_address = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # the port is no number, or none that a port can have
+        return False
+    return is_address and parts.scheme in ("http", "https")
 
 
 @section("network")

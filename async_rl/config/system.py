@@ -264,7 +264,7 @@ class TimeoutsConfig:
     """How long one large piece of work may take: the batch that the learner waits for, the groups that a push waits for
     with weight_sync.on_update drain, an evaluation, the writing of a checkpoint."""
     push_s: Seconds = 300.0
-    """How long one weight push may take, and a server to join it."""
+    """How long each part of a weight push may take: that all servers join it, pause, get a bucket, or go on."""
     wire_s: Seconds = 30.0
     """How long one request to the buffer may take."""
     silent_s: Seconds = 60.0

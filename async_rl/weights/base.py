@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.changed_weights import ChangedWeights
 from async_rl.weights.push_report import PushReport, Tolerance
 from async_rl.weights.server_admin import ServerAdmin
 from async_rl.weights.silent_servers import wait_for_silent
 from async_rl.weights.start_together import start_together
+from async_rl.weights.verification import check_logprobs
 
 LOST_WITHIN_S = 10.0
 """A server that died in a push stops answering within this time after the push has failed."""
+SILENCES = 3
+"""So often in a row a push is repeated because servers that did not answer before it answer again."""
 
 
 class WeightPublisher(ABC):
@@ -47,6 +50,9 @@ class WeightPublisher(ABC):
         """The type in which tensors travel: that of the servers' weights, or bytes in a compact push."""
         self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
+        self.has_begun = False
+        """Whether the push under way, if any, has asked servers for more than to connect."""
+        self._silences = 0
 
     def connect(self) -> None:  # noqa: B027 - a transport may need none
         """Prepare the next push to every server of `servers`; does nothing if they are connected already.
@@ -58,6 +64,7 @@ class WeightPublisher(ABC):
     def connect_living(self) -> PushReport:
         """Connect before the first push. Servers that died are removed and reported, as `push` does it: call it again.
         """
+        self.has_begun = False
         try:
             self.connect()
         except (WeightSyncError, WaitTimeoutError) as error:
@@ -99,8 +106,12 @@ class WeightPublisher(ABC):
     def give_up(self) -> tuple[str, ...]:
         """After a failed push, end the update at each server, which stays paused if it is, with the weights in use.
 
+        A push that has not begun asks for nothing: SGLang would end an update only when it is paused or idle.
+
         Returns the names of servers that did not answer within `push_limit`: they hang in the failed push.
         """
+        if not self.has_begun:
+            return ()
         stages = self.config.weight_sync.staging != "none"
 
         def end(admin: ServerAdmin) -> None:
@@ -128,8 +139,8 @@ class WeightPublisher(ABC):
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
         The tensors have the names of model folders, and may be gathered from all ranks one by one. With
-        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). If a server can't use a sparse push,
-        the report `repeats`.
+        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). If a server can't use a sparse push, or
+        did not answer before the push and answers again, the report `repeats`.
 
         Args:
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
@@ -156,6 +167,7 @@ class WeightPublisher(ABC):
 
     def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
         """Do the work of `push` on rank 0, but for gathering what is left after an error."""
+        self.has_begun = False
         try:
             if self._changes is not None:
                 self._changes.is_sparse = False  # as of the push before
@@ -164,6 +176,7 @@ class WeightPublisher(ABC):
             if self._changes is not None:
                 tensors = self._changes.parcels(tensors, version, self.servers)
             staged, beside = self.stage(tensors, version), self.config.weight_sync.staging != "none"
+            self.has_begun = True
             if beside:  # the servers sample meanwhile, with the old weights
                 self._begin_update()
                 num_bytes = self.send(staged, version)
@@ -176,6 +189,7 @@ class WeightPublisher(ABC):
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
             return self._report_lost(error)
+        self._silences = 0
         if self._changes is not None:
             self._changes.delivered(self.servers)
         return PushReport(
@@ -187,13 +201,10 @@ class WeightPublisher(ABC):
     def _report_lost(self, error: WeightSyncError | WaitTimeoutError) -> PushReport:
         """Remove the servers that died, or hang, and end the update at the others; the report names what `error` cost.
 
-        If no server is lost and the push need not be repeated with whole weights, `error` is raised.
+        If no server is lost and the push is not to be repeated, `error` is raised.
         """
         lost = wait_for_silent(self.probes(), LOST_WITHIN_S)
-        repeats = (
-            not lost and isinstance(error, WeightSyncError)
-            and self._changes is not None and self._changes.is_sparse
-        )
+        repeats = not lost and self._may_repeat(error)
         if not lost and self.loses_slow_servers and isinstance(error, WaitTimeoutError):
             lost = self.give_up() or tuple(self.servers)
         if not (lost or repeats):
@@ -202,6 +213,13 @@ class WeightPublisher(ABC):
         hanging = self.give_up()
         self._remove(hanging)
         return PushReport(lost=(*lost, *hanging), cause=str(error), repeats=repeats)
+
+    def _may_repeat(self, error: WeightSyncError | WaitTimeoutError) -> bool:
+        """Whether a push that failed with `error`, while every server lives, may succeed when it is repeated."""
+        if isinstance(error, ServersSilentError):
+            self._silences += 1
+            return self._silences <= SILENCES
+        return isinstance(error, WeightSyncError) and self._changes is not None and self._changes.is_sparse
 
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this before a step.
@@ -262,30 +280,28 @@ class WeightPublisher(ABC):
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
         """Release what the transport holds in this process and at the servers, such as process groups or folders."""
 
-    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> None:
+    def verify(self, tokens: Sequence[int], learner_logprobs: Sequence[float], tolerance: Tolerance) -> bool:
         """Check that every server's logprobs of `tokens` agree with the learner's. Only rank 0 calls this.
 
         `learner_logprobs` are log p(tokens[i + 1] | tokens[: i + 1]) at temperature 1, one fewer than `tokens`.
+        Servers that have died since the push are left to the next one. Returns whether any other was compared.
 
         Raises:
             WeightSyncError: they differ by more than `tolerance`, so a server does not hold the learner's weights.
         """
-        scores = self.call_servers(lambda admin: admin.score_tokens(tokens), "weight verification")
+        calls, scores = self.calls(lambda admin: admin.score_tokens(tokens)), dict[str, list[float]]()
+        while calls and not scores:
+            try:
+                scores = start_together(calls, self.push_limit, "weight verification")()
+            except (WeightSyncError, WaitTimeoutError):
+                probes = self.probes()
+                dead = wait_for_silent({name: probes[name] for name in calls}, LOST_WITHIN_S)
+                if not dead:
+                    raise
+                calls = {name: call for name, call in calls.items() if name not in dead}
         for name, served in scores.items():
-            if len(served) != len(learner_logprobs):
-                raise WeightSyncError(
-                    f"weight verification: {name} returned {len(served)} logprobs, the learner "
-                    f"{len(learner_logprobs)} for the same tokens: they must be as many"
-                )
-            differences = [abs(a - b) for a, b in zip(served, learner_logprobs, strict=True)]
-            mean, largest = sum(differences) / len(differences), max(differences)
-            if not (mean <= tolerance.mean and largest <= tolerance.largest):
-                raise WeightSyncError(
-                    f"weight verification: after the push {name} gives logprobs that differ from the learner's by "
-                    f"{mean:.2e} in the mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed "
-                    f"{tolerance.largest:.0e}): it does not serve the learner's weights. Check that model.path "
-                    "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
-                )
+            check_logprobs(name, served, learner_logprobs, tolerance)
+        return bool(scores)
 
     def _pause(self, erases: bool) -> None:
         """Pause each server, and allocate its weights again if they were released."""

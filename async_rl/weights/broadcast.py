@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from async_rl.config import Config
-from async_rl.errors import WeightSyncError
+from async_rl.errors import ServersSilentError
 from async_rl.network import open_store
 from async_rl.network.ports import open_listener
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
@@ -62,7 +62,7 @@ class BroadcastPublisher(BucketPublisher):
         if not self.servers:
             return
         if silent := wait_for_all(self.probes(), ANSWER_WITHIN_S):  # the schedulers of the others would wait for them
-            raise WeightSyncError(f"joining the weight group: {', '.join(silent)} did not answer")
+            raise ServersSilentError(f"joining the weight group: {', '.join(silent)} did not answer")
         self.group_name = f"weights-{time.time_ns()}"
         host, tp = self.config.network.host, self.config.placement.rollout.tp
         world_size = 1 + len(self.servers) * tp
@@ -116,7 +116,10 @@ class BroadcastPublisher(BucketPublisher):
 
     def give_up(self) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast
-        return super().give_up()
+        if self.has_begun:
+            return super().give_up()
+        # A server leaves also while it samples, but not while it hangs in the join.
+        return self.tell_servers(lambda admin: admin.leave_group(self.group_name), self.servers)
 
     def _abort(self) -> None:
         if self._store is not None:

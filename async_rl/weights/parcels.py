@@ -129,6 +129,13 @@ def checksum(
     return int(total)
 
 
+def holds_nan(weight: Tensor) -> bool:
+    """Return whether a value of `weight` is NaN. It has at least one, of a floating-point type."""
+    if weight.element_size() == 1:  # torch has no maximum of these types; the mask takes as much memory as they do
+        return bool(weight.isnan().any())
+    return bool(weight.amax().isnan())
+
+
 class Rebuilder:
     """The server's half: makes weights of parcels, from what it holds of the push before or from its model folder.
 

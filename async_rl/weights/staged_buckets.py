@@ -26,6 +26,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, TCPSt
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
+from async_rl.weights.silent_servers import find_silent
 
 PROBE_S = 2.0
 """Time between two looks at whether a server whose receipt is missing is still alive."""
@@ -90,7 +91,7 @@ class BucketAnnouncer:
             with suppress(DistError):
                 self._store.wait(receipts, timedelta(seconds=PROBE_S))
                 return
-            if not is_alive():
+            if find_silent({"server": is_alive}):
                 raise WeightSyncError("the server has died while it received a bucket")
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(f"the learner waited {limit} for a server to receive a bucket")

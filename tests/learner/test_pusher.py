@@ -142,6 +142,15 @@ def test_a_first_push_without_servers_leaves_verification_to_the_next(
     assert len(publisher.verified) == 1
 
 
+def test_servers_that_died_before_a_push_was_verified_leave_that_to_the_next(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)))
+    publisher.dies_before_verification = True
+    verified = [len(publisher.verified) for report in learner.run() if isinstance(report, StepDone)]
+    assert verified == [0, 1, 1]
+
+
 def test_servers_that_start_without_weights_are_filled_before_the_run(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from async_rl.config import Config, Limit, PlacementConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights import base as publisher_module
+from async_rl.weights import broadcast
+from async_rl.weights.broadcast import BroadcastPublisher
 from async_rl.weights.bucket import iter_buckets
 from async_rl.weights.silent_servers import find_silent, wait_for_all
 from rollout_server.engines.vllm.admin import VLLMAdmin
@@ -80,6 +82,27 @@ def test_the_cause_of_a_lost_push_is_reported_and_survivors_that_hang_are_lost_t
     assert "pause before a weight push: rollout/1 failed" in report.cause and "Connection refused" in report.cause
     assert publisher.servers == {"rollout/0": urls[0]}
     assert publisher.push([("w", torch.zeros(1))], 1).lost == ()
+
+
+@pytest.mark.parametrize("is_at_start", [True, False])
+def test_a_server_that_samples_need_not_end_a_push_that_could_not_connect(
+    is_at_start: bool, url_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would wait with it for the longest reply, and let no other begin."""
+    monkeypatch.setattr(broadcast, "ANSWER_WITHIN_S", 0.5)
+    config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=1.0))
+    publisher = BroadcastPublisher(config, [url_of(HangingHandler), DEAD], 0, CPU, backend="gloo")
+    report = publisher.connect_living() if is_at_start else publisher.push([("w", torch.zeros(1))], 1)
+    assert report.lost == ("rollout/1",)
+
+
+def test_a_server_that_hangs_in_the_join_is_lost_with_the_one_that_died(
+    url_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "ANSWER_WITHIN_S", 0.5)
+    config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=1.0))
+    publisher = BroadcastPublisher(config, [url_of(StuckHandler), DEAD], 0, CPU, backend="gloo")
+    assert publisher.connect_living().lost == ("rollout/1", "rollout/0")
 
 
 @pytest.mark.parametrize(

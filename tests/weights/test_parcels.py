@@ -22,6 +22,7 @@ from async_rl.weights.parcels import (
     delta_parcel,
     dense_parcel,
     encode_gaps,
+    holds_nan,
 )
 
 SERVERS = {"rollout/0": "http://a"}
@@ -63,6 +64,14 @@ def test_the_checksum_is_that_of_its_formula_and_sees_a_single_bit() -> None:
     words[2**20 + 1] ^= 1
     assert checksum(words) % 2**64 != expected
     assert checksum(torch.tensor([1, 0], dtype=torch.int16)) == 1  # a part of a word is filled up with zeros
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_single_nan_is_found_in_weights_of_each_type(dtype: torch.dtype) -> None:
+    weights = torch.ones(3, 5)
+    assert not holds_nan(weights.to(dtype))
+    weights[1, 2] = torch.nan
+    assert holds_nan(weights.to(dtype))
 
 
 def walk(dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:

@@ -94,6 +94,16 @@ def test_a_server_that_can_not_receive_says_why(store: TCPStore) -> None:
         announce(store)
 
 
+def test_a_server_that_misses_a_single_probe_still_receives(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_buckets, "PROBE_S", 0.02)
+    probes = iter([False])
+    threading.Timer(0.3, answer, (store, range(1, 2), "")).start()
+    announcer = BucketAnnouncer("127.0.0.1", store.port, "g", range(1, 2))
+    announcer.announce(BUCKET, "host", True, LIMIT, lambda: next(probes, True))
+
+
 def test_a_server_that_dies_or_is_silent_is_not_waited_for(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_buckets, "PROBE_S", 0.02)
     with pytest.raises(WeightSyncError, match="has died while it received"):

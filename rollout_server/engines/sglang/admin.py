@@ -160,6 +160,7 @@ class SGLangAdmin:
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True, "logprob_start_len": 0,
             "extra_key": f"score-{time.time_ns()}",  # a new key, so that no KV of older weights is reused
+            "priority": -1,  # before all replies that wait: their priorities are versions
         }
         response = self.ask("POST", "/generate", body)
         return [entry[0] for entry in response["meta_info"]["input_token_logprobs"]][1:]

@@ -37,8 +37,9 @@ class SGLangEngine(HttpEngine):
     async def _open_server(self, model: Any, on_gpu: bool) -> None:
         self._forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         if url := self._config.rollout.server_url:
-            await asyncio.to_thread(attach_server, SGLangAdmin(self._config, url), self._config)
-            self.url = url
+            admin = SGLangAdmin(self._config, url)
+            await asyncio.to_thread(attach_server, admin, self._config)
+            self.url = admin.url
             return
         free_bytes = psutil.virtual_memory().available
         flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from async_rl.weights.parcels import holds_nan
 from async_rl.weights.staged_buckets import Announcement
 
 
@@ -120,4 +121,4 @@ def _erase(parameter: nn.Parameter) -> None:
 
 def _is_loaded(parameter: nn.Parameter) -> bool:
     floats = parameter.is_floating_point() and parameter.numel() > 0
-    return floats and not bool(parameter.data.amax().isnan())
+    return floats and not holds_nan(parameter.data)

@@ -19,7 +19,7 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from torch import nn
 
 from async_rl.weights.group_abort import abort_when_told
-from async_rl.weights.parcels import checksum
+from async_rl.weights.parcels import checksum, holds_nan
 from async_rl.weights.staged_buckets import receive_announced
 from rollout_server.engines.sglang import staged_weights
 from rollout_server.engines.sglang.admin import ERASE, SUMS, UNLOADED
@@ -76,7 +76,7 @@ def unloaded(model: nn.Module) -> list[str]:
     """Return the names of the parameters that hold a NaN."""
     return [
         name for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and parameter.numel() and bool(parameter.amax().isnan())
+        if parameter.is_floating_point() and parameter.numel() and holds_nan(parameter)
     ]
 
 

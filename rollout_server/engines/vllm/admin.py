@@ -129,6 +129,7 @@ class VLLMAdmin:
         body = {
             "token_ids": list(tokens), "cache_salt": f"score-{time.time_ns()}",  # a new salt: no KV of older weights
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0},
+            "priority": -1,  # before all replies that wait: their priorities are versions
         }
         entries = self.ask("POST", GENERATE, body)["prompt_logprobs"][1:]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]

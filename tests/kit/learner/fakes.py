@@ -65,6 +65,8 @@ class FakePublisher:
         """Name of a server that the next push drops."""
         self.dies_at_start = ""
         """Name of a server that dies while the learner starts."""
+        self.dies_before_verification = False
+        """Whether all servers die between the next push and its verification."""
         self.seconds = 0.5
         """How long a push takes, by its report."""
         self.push_limit = Limit(300.0, "timeouts.push_s")
@@ -94,8 +96,12 @@ class FakePublisher:
             seconds=self.seconds, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
         )
 
-    def verify(self, tokens: list[int], logprobs: list[float], tolerance: Tolerance) -> None:
+    def verify(self, tokens: list[int], logprobs: list[float], tolerance: Tolerance) -> bool:
+        if self.dies_before_verification:
+            self.dies_before_verification = False
+            return False
         self.verified.append((tokens, logprobs))
+        return True
 
     def close(self) -> None:
         pass

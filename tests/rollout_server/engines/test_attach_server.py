@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from async_rl.config import Config, TimeoutsConfig, WeightSyncConfig
+from async_rl.config import Config, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
+from rollout_server.engines.sglang import engine as engine_module
 from rollout_server.engines.sglang.admin import SGLangAdmin
-from rollout_server.engines.sglang.engine import attach_server
+from rollout_server.engines.sglang.engine import SGLangEngine, attach_server
 from tests.kit.configs import make_config
 
 CONFIG = make_config()
@@ -59,3 +61,14 @@ def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> 
         message = rf"waited 0 s \(timeouts\.push_s\) for the rollout server to answer {url}/server_info"
         with pytest.raises(WaitTimeoutError, match=message):
             attach_server(SGLangAdmin(config, url), config)
+
+
+def test_the_slash_at_the_end_of_a_url_is_left_out_of_the_addresses_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "attach_server", lambda admin, config: None)
+    monkeypatch.setattr(engine_module, "forbidden_tokens", lambda config: [])
+    config = dataclasses.replace(CONFIG, rollout=RolloutConfig(server_url="http://127.0.0.1:30000/"))
+    engine = SGLangEngine(config, 0, tmp_path)
+    asyncio.run(engine._open_server(None, on_gpu=False))
+    assert engine.url == "http://127.0.0.1:30000"

@@ -29,6 +29,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang import sglang_process
+from rollout_server.engines.sglang.admin import SGLangAdmin
 from rollout_server.engines.sglang.engine import SGLangEngine, extend_reply, primer_body, request_body, sampling_seed
 from rollout_server.engines.sglang.sglang_process import server_environment, server_flags
 from tests.kit.configs import make_config
@@ -157,6 +158,19 @@ def test_baselines_queue_with_their_groups_and_evaluations_behind_all(tmp_path: 
         )
     ]
     assert priorities == [7, 6, 6, 8, 8, 9]
+
+
+def test_the_score_of_a_probe_text_waits_behind_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        return {"meta_info": {"input_token_logprobs": [[None, 7], [-1.5, 8]]}}
+
+    admin = SGLangAdmin(config(), "http://x")
+    monkeypatch.setattr(admin, "ask", ask)
+    assert admin.score_tokens([7, 8]) == [-1.5]
+    assert asked[0]["priority"] < request_body(request_for(0), [OpenReply()], [2], "k", priority=0)["priority"]
 
 
 def test_a_users_flags_replace_defaults_except_those_the_pipeline_needs() -> None:

@@ -28,6 +28,7 @@ from async_rl.weights.bucket import Bucket
 from async_rl.weights.safetensors_io import write_weights
 from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
+from rollout_server.engines.vllm.admin import VLLMAdmin
 from rollout_server.engines.vllm.engine import VLLMEngine, kv_tokens
 from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
@@ -219,6 +220,19 @@ def test_baselines_queue_with_their_groups_and_evaluations_last(tmp_path: Path) 
     engine._post = post  # type: ignore[method-assign]
     asyncio.run(generate())
     assert priorities == [7, 6, 6, 8]
+
+
+def test_the_score_of_a_probe_text_waits_behind_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        return {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}]}
+
+    admin = VLLMAdmin(config(), "http://x")
+    monkeypatch.setattr(admin, "ask", ask)
+    assert admin.score_tokens([7, 8]) == [-1.5]
+    assert asked[0]["priority"] < request_body(request_for(0), [OpenReply()], [2], "k", priority=0)["priority"]
 
 
 @pytest.mark.parametrize(("given", "passes"), [(b"Bearer right", True), (b"Bearer wrong", False), (None, False)])

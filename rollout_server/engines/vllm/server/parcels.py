@@ -21,4 +21,5 @@ def _module() -> Any:
 
 _parcels = _module()
 Rebuilder = _parcels.Rebuilder
+holds_nan = _parcels.holds_nan
 is_parcel = _parcels.is_parcel

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_tensors import check_tensors, checkpoint_shapes, weight_files
 from group_abort import abort_when_told
-from parcels import Rebuilder, is_parcel
+from parcels import Rebuilder, holds_nan, is_parcel
 from safetensors.torch import load_file
 from shared_bucket import map_memory
 from torch import Tensor
@@ -191,7 +191,7 @@ class WorkerExtension:
         """Return the names of the weights that hold a NaN."""
         return [
             name for name, parameter in self.get_model().named_parameters()  # type: ignore[attr-defined]
-            if parameter.is_floating_point() and parameter.numel() and bool(parameter.amax().isnan())
+            if parameter.is_floating_point() and parameter.numel() and holds_nan(parameter)
         ]
 
 

@@ -103,10 +103,10 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
     arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
     marker = secrets.token_hex(8)
     call = (
-        f"(Solution().{name} if 'Solution' in globals() and hasattr(globals()['Solution'], {name!r}) else {name})"
-        f"(*__import__('json').loads({json.dumps(arguments)!r}))"
+        f"(Solution().{name} if 'Solution' in _builtins.globals() and _builtins.hasattr(Solution, {name!r}) "
+        f"else {name})(*_builtins.__import__('json').loads({json.dumps(arguments)!r}))"
     )
-    suffix = f"{ENCODE}\nprint('\\n{marker} ' + _encode_result({call}), flush=True)"
+    suffix = f"{ENCODE}\n_builtins.print('\\n{marker} ' + _encode_result({call}), flush=True)"
     expected = json.loads(output) if isinstance(output, str) else output
     return Case(suffix=suffix, marker=marker, expected=expected, kind="value")
 
@@ -116,10 +116,10 @@ def _assert_case(code: str) -> Case:
     marker = secrets.token_hex(8)
     if taken := take_apart(code):
         keep = f"def {KEEP}(value): _results.append(_encode_result(value))"
-        end = f"print('\\n{marker} [' + ', '.join(_results) + ']', flush=True)"
+        end = f"_builtins.print('\\n{marker} [' + ', '.join(_results) + ']', flush=True)"
         suffix = f"{ENCODE}\n_results = []\n{keep}\n{taken.code}\n{end}"
         return Case(suffix=suffix, marker=marker, expected=taken, kind="outside")
-    suffix = f"{code}\nprint('\\n{marker} passed', flush=True)"
+    suffix = f"{code}\nimport builtins as _builtins\n_builtins.print('\\n{marker} passed', flush=True)"
     return Case(suffix=suffix, marker=marker, kind="inside")
 
 

@@ -76,6 +76,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(tests, Mapping):
         raise ValueError(f"tests must be {_SCHEMAS}, got {type(tests).__name__}")
+    for key in ("assert_case", "inputs", "outputs"):
+        if isinstance(tests.get(key), str):  # a sequence too, whose every letter would be a case
+            raise ValueError(f"{key} must be a list with an item for each case, got the text {tests[key]!r:.80}")
     if tests.get("assert_case"):
         return [_assert_case(_text(code)) for code in tests["assert_case"]]
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
@@ -101,6 +104,8 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
     if not name.isidentifier():
         raise ValueError(f"fn_name must be the name of a function, got {name!r}")
     arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
+    if not isinstance(arguments, list | tuple):
+        raise ValueError(f"an input of {name} must be lines of JSON, or a list of arguments, got {given!r:.80}")
     marker = secrets.token_hex(8)
     call = (
         f"(Solution().{name} if 'Solution' in _builtins.globals() and _builtins.hasattr(Solution, {name!r}) "

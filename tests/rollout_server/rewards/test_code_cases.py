@@ -126,6 +126,11 @@ def test_two_results_are_none() -> None:
     [
         ([], "got list"), ({}, "got keys"), ({"inputs": ["1"], "outputs": []}, "as many outputs"),
         ({"inputs": [], "outputs": []}, "at least one"), ({"assert_case": [1]}, "list of code"),
+        ({"assert_case": "assert f(1) == 2"}, "assert_case must be a list with .* each case, got the text 'ass"),
+        ({"inputs": "3\n", "outputs": "6\n"}, r"inputs must be a list with an item for each case, got the text '3\\n'"),
+        ({"inputs": ["3", "4"], "outputs": "68"}, "outputs must be a list with .* each case, got the text '68'"),
+        ({"fn_name": "f", "inputs": [3], "outputs": [6]}, "input of f must be lines of JSON, or a list of .*, got 3"),
+        ({"fn_name": "f", "inputs": [{"a": 3}], "outputs": [6]}, r"list of arguments, got \{'a': 3\}"),
         ({"fn_name": "a b", "inputs": ["1"], "outputs": ["1"]}, "name of a function"),
         ({"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}, "Expecting value"),
     ],

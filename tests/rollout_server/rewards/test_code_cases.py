@@ -149,6 +149,12 @@ def test_the_last_block_of_the_language_is_the_program() -> None:
     assert find_program("```bash\necho\n```\n```python\nx\n```", shell) == "echo\n"
 
 
+@pytest.mark.parametrize("language", ["Python", "C++", "c++", "BASH"])
+def test_the_case_of_a_language_does_not_count(language: str) -> None:
+    for word in (language, language.lower(), language.upper()):
+        assert find_program(f"```{word}\nx\n```", CodeSettings(languages=[language])) == "x\n"
+
+
 @pytest.mark.parametrize("said", [
     "use ``` quotes, then\n{}", "The prompt said wrap in ```.\n\n{}", "``` is the fence. {}", "<think>hm</think>{}",
     "<think>```python\ndraft\n``` wrong</think>\n```\na = 1\n```", "say ```x``` and\n{}",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.contract import Reward
-from tests.kit.rewards import of
+from rollout_server.rewards.contract import Reward, RewardResult, read_verdict
+from tests.kit.rewards import named, of, scored
 
 
 def one(question: Question, response: str) -> float:
@@ -49,6 +49,43 @@ def test_a_field_with_a_value_that_is_not_allowed_is_refused(fields: dict[str, A
 @pytest.mark.parametrize("kind", ["answer", "episode", "group"])
 def test_each_kind_of_a_reward_can_be_made(kind: Any) -> None:
     assert Reward(function=one, of=kind, modules=["re"]).of == kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"metrics": None}, "`metrics` of a RewardResult must be a mapping, got None"),
+        ({"metrics": ["a"]}, "`metrics` of a RewardResult must be a mapping, got ['a']"),
+        ({"counts": None}, "`counts` of a RewardResult must be a mapping, got None"),
+        ({"score": None, "reason": None}, "`reason` of a RewardResult must be a text, got None"),
+    ],
+)
+def test_a_result_with_a_field_of_another_type_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=re.escape(message)):
+        read_verdict(RewardResult(**{"score": 1.0, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda answers: {0: 1.0, 1: 1.0}, "must return a list of 2 verdicts, got {0: 1.0, 1: 1.0}"),
+        (lambda answers: {0.0, 1.0}, "must return a list of 2 verdicts, got {0.0, 1.0}"),
+        (lambda answers: map(lambda each: 1 / 0, answers), "ZeroDivisionError: division by zero, at "),
+        (lambda answers: (len(None) for _ in answers), "TypeError: object of type 'NoneType' has no len(), at "),  # type: ignore[arg-type]
+    ],
+)
+def test_verdicts_of_a_group_without_an_order_or_that_raise_are_a_failure_of_the_reward(
+    returned: Any, message: str
+) -> None:
+    reward = Reward(function=lambda question, episodes: returned(episodes), of="group")
+    with pytest.raises(RewardError, match=re.escape(message)):
+        scored([named(reward)], "a", "b")
+
+
+def test_verdicts_of_a_group_may_come_one_by_one() -> None:
+    reward = Reward(function=lambda question, episodes: (float(len(each.answer)) for each in episodes), of="group")
+    verdicts, _ = scored([named(reward)], "a", "bb")
+    assert [each.reward for each in verdicts] == [1, 2]
 
 
 @pytest.mark.parametrize("made_of", ["function=score", "open=score"])

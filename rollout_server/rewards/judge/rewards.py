@@ -184,9 +184,11 @@ class Judge:
             reply = await self.client.ask(body | settings.body)
         except NoVerdictError as error:
             return None, {"unanswered": 1.0}, str(error)
-        if (value := read(reply.text)) is None:
+        value = None if reply.is_cut_off else read(reply.text)
+        if value is None:
             counts = summed([reply.counts, {"unreadable": 1.0}])
-            return None, counts, f"the judge's reply has no verdict: {reply.text[:200]!r}"
+            fault = "was cut off, see max_tokens" if reply.is_cut_off else "has no verdict"
+            return None, counts, f"the judge's reply {fault}: {reply.text[:200]!r}"
         return value, reply.counts, ""
 
 

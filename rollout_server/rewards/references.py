@@ -9,8 +9,8 @@ from typing import Any
 
 _MOST_DIGITS = 400
 """The most digits that a number with an exponent is written out with; the largest float has 309."""
-_WITH_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
-_MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d*)\s*/\s*([1-9]\d*)")
+_WITH_EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d{1,3}")
+_MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d{0,99})\s*/\s*([1-9]\d{0,99})")
 _SPACE = r"(?:\s|\\,|\\ |~)"
 _WITH_SPACES = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?:\.\d+)?")
 _FULL_STOP = re.compile(r"(?<=\d)\.$")

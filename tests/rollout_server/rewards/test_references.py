@@ -47,6 +47,12 @@ def test_a_reference_is_written_as_math_verify_reads_it(answer: object, text: st
     assert with_marked_math(f"so \\boxed{{{text}}}.") == f"so \\boxed{{{text}}}."
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", ["9" * 400_000, "1 2/" + "9" * 400_000, "1 " + "9" * 5000 + "/" + "9" * 5001])
+def test_a_number_with_very_many_digits_stays_as_it_is_and_is_read_at_once(text: str) -> None:
+    assert with_marked_math(f"${text}$") == f"${text}$"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("answer", "right", "wrong"),

@@ -21,7 +21,7 @@ _MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\
 def as_text(answer: Any) -> str:
     """Return a right answer as text; a float as people write it: 72 for 72.0, and 0.00001 for 1e-05."""
     if isinstance(answer, float) and math.isfinite(answer):
-        return str(int(answer)) if answer.is_integer() else format(Decimal(str(float(answer))), "f")
+        return format(Decimal(str(float(answer) + 0.0)), ".0f" if answer.is_integer() else "f")  # -0.0 + 0.0 is 0.0
     return str(answer).strip()
 
 

@@ -43,6 +43,16 @@ def with_marked_math(text: str) -> str:
     return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
 
 
+def final_answer(response: str) -> str:
+    """Return the last <answer> of a response, also one that was not closed; without one what follows its thoughts, and
+    if nothing does all of it.
+    """
+    after = response.rpartition("</think>")[2]
+    _, tag, answer = after.rpartition("<answer>")
+    choices = (answer.partition("</answer>")[0] if tag else "", after, response)
+    return next((each for each in choices if each.strip()), "")
+
+
 def ends_with(response: str, answer: Any) -> bool:
     """Return whether the last line of a response ends with a right answer, as it is written, and a full stop or none.
     """

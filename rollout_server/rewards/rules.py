@@ -16,6 +16,7 @@ from rollout_server.rewards.references import (
     as_math,
     as_text,
     ends_with,
+    final_answer,
     is_answer,
     is_number,
     with_marked_math,
@@ -60,7 +61,7 @@ def math_verify(question: Question, response: str) -> float:
 
     A reference that it would misread is compared in another form; then a response may also end with its text.
     """
-    answer = question.ground_truth
+    answer, response = question.ground_truth, final_answer(response)
     reference = with_marked_math(as_math(answer))
     if reference != as_text(answer) and ends_with(response, answer):
         return 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 
 _MOST_DIGITS = 400
@@ -16,6 +17,9 @@ _WITH_SPACES = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?:\.\d+)?")
 _FULL_STOP = re.compile(r"(?<=\d)\.$")
 _MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\\\])")
 """A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
+_BOX = re.compile(r"\\boxed\{")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
 
 
 def as_text(answer: Any) -> str:
@@ -51,6 +55,22 @@ def final_answer(response: str) -> str:
     _, tag, answer = after.rpartition("<answer>")
     choices = (answer.partition("</answer>")[0] if tag else "", after, response)
     return next((each for each in choices if each.strip()), "")
+
+
+def after_replaced_boxes(text: str) -> str:
+    """Return what follows the last box that is parted by words from the one after it, as in `\\boxed{41}. Wait,
+    \\boxed{42}`; all of the text if there is none. `and`, `or` and names of one letter part no boxes.
+    """
+    starts = [found.end() for found in _BOX.finditer(text)]
+    for start, following in reversed(list(pairwise(starts))):
+        end, depth = start, 1
+        while depth and end < following:
+            depth += (text[end] == "{") - (text[end] == "}")
+            end += 1
+        between = _COMMAND.sub(" ", text[end:following])
+        if not depth and not {each.lower() for each in _WORD.findall(between)} <= {"and", "or"}:
+            return text[end:]
+    return text
 
 
 def ends_with(response: str, answer: Any) -> bool:

@@ -133,6 +133,22 @@ def test_math_verify_compares_what_follows_the_thoughts(response: str, answer: s
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("response", "right", "wrong"),
+    [
+        ("So it is \\boxed{41}. Wait, I forgot one, so it is \\boxed{42}.", "42", "41"),
+        ("First \\boxed{\\frac{1}{2}}, then \\boxed{41}, and finally $\\boxed{42}$", "42", "41"),
+        ("\\boxed{5}. Wait, it is \\boxed{41} and \\boxed{42}.", "41, 42", "42"),
+        ("$x=\\boxed{41} \\text{ or } \\boxed{42}$", "41, 42", "42"),
+        ("The one is \\boxed{41}, the other is \\boxed{42}.", "41, 42", "41"),
+        ("It is \\boxed{\\boxed{42}}, I am sure.", "42", "41"),
+    ],
+)
+def test_math_verify_takes_the_last_box_where_words_stand_before_it(response: str, right: str, wrong: str) -> None:
+    assert [math_verify(about(each), response) for each in (right, wrong)] == [1, 0]
+
+
+@pytest.mark.processes
 def test_math_verify_works_from_several_threads_at_once() -> None:
     found = {}
 

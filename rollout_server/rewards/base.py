@@ -178,16 +178,17 @@ def _identity(place: str, reward: Reward, settings: Any, config: Config) -> byte
 
 
 def _check_arguments(function: Score, reward: Reward, has_settings: bool, key: str, name: str) -> None:
-    arguments = (*_ARGUMENTS[reward.of], *(["settings"] if has_settings else []))
+    arguments, by_name = _ARGUMENTS[reward.of], {"settings": None} if has_settings else {}
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have none
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **by_name)
     except TypeError as error:
         attribute = getattr(function, "__name__", name.partition(":")[2])
         raise ConfigError(
-            f"{key} {name!r} must be a `def {attribute}({', '.join(arguments)})`, got {attribute}{signature}: {error}. "
+            f"{key} {name!r} must be a `def {attribute}({', '.join((*arguments, *by_name))})`, got "
+            f"{attribute}{signature}: {error}. "
             "The question has messages, ground_truth (the right answer), extra and source"
         ) from None

@@ -108,6 +108,10 @@ def _check_field(name: str, got: object, is_allowed: bool, allowed: str, hint: s
         raise ValueError(f"`{name}` of a Reward must be {allowed}, got {got!r:.200}{hint}")
 
 
+_FIELDS = (("metrics", Mapping, "a mapping"), ("reason", str, "a text"), ("counts", Mapping, "a mapping"))
+"""The name and the type of fields of a RewardResult, and the words for what they must be."""
+
+
 def read_verdict(value: Any) -> RewardResult:
     """Return what a reward function returned for one answer as a RewardResult whose numbers are finite floats.
 
@@ -115,8 +119,8 @@ def read_verdict(value: Any) -> RewardResult:
     Nones, such as the answer that was found, are left out.
 
     Raises:
-        RewardError: it is neither a finite number nor a RewardResult, nor a mapping with `score`, nor None, or a metric
-            can't be logged.
+        RewardError: it is neither a finite number nor a RewardResult, nor a mapping with `score`, nor None, a metric
+            can't be logged, or a field of the RewardResult has another type than it must.
     """
     if value is None:
         return RewardResult(None)
@@ -125,6 +129,9 @@ def read_verdict(value: Any) -> RewardResult:
         value = RewardResult(value["score"], {k: v for k, v in others.items() if not isinstance(v, str | None)})
     if not isinstance(value, RewardResult):
         return RewardResult(_finite(value, "return a number, a RewardResult, a mapping with score, or None"))
+    for name, kind, allowed in _FIELDS:
+        if not isinstance(got := getattr(value, name), kind):
+            raise RewardError(f"`{name}` of a RewardResult must be {allowed}, got {shown(got)}")
     if len(value.metrics) + len(value.counts) > MAX_METRICS:
         raise RewardError(f"the reward function may log at most {MAX_METRICS} metrics, got {len(value.metrics)}")
     for name in (*value.metrics, *value.counts):

@@ -11,10 +11,18 @@ import logging
 import resource
 import signal
 import sys
+from typing import Any
 
 from math_verify import parse, verify
+from sympy import Expr, Float
 
 _MEMORY_BYTES = 4 * 2**30
+_SMALL, _CLOSE = 1e-3, 1e-3
+"""Numbers below the first are equal if they differ by at most this share: math-verify compares six decimals of them."""
+_ACCURACY = 1e-14
+"""The share by which floats differ that stand for the same number; math-verify compares all digits of large ones."""
+_DIGITS = 30
+"""The digits to which a number is evaluated."""
 
 
 def main() -> None:
@@ -27,11 +35,38 @@ def main() -> None:
         try:
             gold = parse(f"\\boxed{{{request['gold']}}}", parsing_timeout=None)
             response = parse(request["response"], parsing_timeout=None)
-            is_equal = bool(verify(gold, response, timeout_seconds=None))
+            is_equal = _is_equal(gold, response)
         except (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError):
             is_equal = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(is_equal), flush=True)
+
+
+def _is_equal(gold: list[Any], response: list[Any]) -> bool:
+    """Return math-verify's verdict on what it has parsed; of two numbers that are small, or of which one has floats,
+    whether they are close for their size.
+    """
+    verdict = bool(verify(gold, response, timeout_seconds=None))
+    parsed = *gold[:1], *response[:1]
+    has_floats = any(isinstance(each, Expr) and each.has(Float) for each in parsed)
+    if gold[:1] == response[:1] or not (verdict or has_floats):
+        return verdict
+    numbers = [_number(each) for each in parsed]
+    if len(numbers) < 2 or None in numbers:
+        return verdict
+    difference, size = abs(numbers[0] - numbers[1]), max(map(abs, numbers))
+    if size < _SMALL:
+        return bool(difference <= _CLOSE * size)
+    return verdict or bool(has_floats and difference <= _ACCURACY * size)
+
+
+def _number(parsed: Any) -> Any:
+    """Return the real number that a parsed answer is; None if it is none."""
+    try:
+        number = parsed.evalf(_DIGITS) if isinstance(parsed, Expr) and parsed.is_number else None
+    except Exception:  # sympy raises many kinds, and the verdict stands without the number
+        return None
+    return number if isinstance(number, Float) or number == 0 else None
 
 
 if __name__ == "__main__":

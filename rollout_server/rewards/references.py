@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 
 _MOST_DIGITS = 400
 """The most digits that a number with an exponent is written out with; the largest float has 309."""
-_WITH_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
-_MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d*)\s*/\s*([1-9]\d*)")
+_WITH_EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d{1,3}")
+_MIXED = re.compile(r"([-+]?)(\d+)\s+([1-9]\d{0,99})\s*/\s*([1-9]\d{0,99})")
 _SPACE = r"(?:\s|\\,|\\ |~)"
 _WITH_SPACES = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?:\.\d+)?")
 _FULL_STOP = re.compile(r"(?<=\d)\.$")
 _MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\\\])")
 """A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
+_BOX = re.compile(r"\\boxed\{")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
 
 
 def as_text(answer: Any) -> str:
     """Return a right answer as text; a float as people write it: 72 for 72.0, and 0.00001 for 1e-05."""
     if isinstance(answer, float) and math.isfinite(answer):
-        return str(int(answer)) if answer.is_integer() else format(Decimal(str(float(answer))), "f")
+        return format(Decimal(str(float(answer) + 0.0)), ".0f" if answer.is_integer() else "f")  # -0.0 + 0.0 is 0.0
     return str(answer).strip()
 
 
@@ -41,6 +45,32 @@ def as_math(answer: Any) -> str:
 def with_marked_math(text: str) -> str:
     """Return a text in which what is in boxes, dollars or brackets has the form of `as_math`."""
     return _MATH.sub(lambda found: found[1] + as_math(found[2]) + found[3], text)
+
+
+def final_answer(response: str) -> str:
+    """Return the last <answer> of a response, also one that was not closed; without one what follows its thoughts, and
+    if nothing does all of it.
+    """
+    after = response.rpartition("</think>")[2]
+    _, tag, answer = after.rpartition("<answer>")
+    choices = (answer.partition("</answer>")[0] if tag else "", after, response)
+    return next((each for each in choices if each.strip()), "")
+
+
+def after_replaced_boxes(text: str) -> str:
+    """Return what follows the last box that is parted by words from the one after it, as in `\\boxed{41}. Wait,
+    \\boxed{42}`; all of the text if there is none. `and`, `or` and names of one letter part no boxes.
+    """
+    starts = [found.end() for found in _BOX.finditer(text)]
+    for start, following in reversed(list(pairwise(starts))):
+        end, depth = start, 1
+        while depth and end < following:
+            depth += (text[end] == "{") - (text[end] == "}")
+            end += 1
+        between = _COMMAND.sub(" ", text[end:following])
+        if not depth and not {each.lower() for each in _WORD.findall(between)} <= {"and", "or"}:
+            return text[end:]
+    return text
 
 
 def ends_with(response: str, answer: Any) -> bool:

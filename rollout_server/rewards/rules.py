@@ -13,9 +13,11 @@ from rollout_server.question import Question
 from rollout_server.rewards.code.cases import first_cheatable, read_cases
 from rollout_server.rewards.math_checker import MathChecker
 from rollout_server.rewards.references import (
+    after_replaced_boxes,
     as_math,
     as_text,
     ends_with,
+    final_answer,
     is_answer,
     is_number,
     with_marked_math,
@@ -58,13 +60,15 @@ def find_number(rule: str, response: str) -> str:
 def math_verify(question: Question, response: str) -> float:
     """Return 1 if math-verify finds the response's final answer equal to the reference, else 0.
 
-    A reference that it would misread is compared in another form; then a response may also end with its text.
+    A reference that it would misread is compared in another form; then a response may also end with its text. Of boxes
+    with words between them, all of which math-verify takes for the answer, the last may also be it alone.
     """
-    answer = question.ground_truth
+    answer, response = question.ground_truth, final_answer(response)
     reference = with_marked_math(as_math(answer))
     if reference != as_text(answer) and ends_with(response, answer):
         return 1.0
-    return float(_math_checker().is_equal(with_marked_math(response), reference))
+    choices = dict.fromkeys((response, after_replaced_boxes(response)))
+    return float(any(_math_checker().is_equal(with_marked_math(each), reference) for each in choices))
 
 
 RULES: dict[str, Rule] = {

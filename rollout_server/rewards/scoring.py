@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.errors import RewardError, first_error
+from async_rl.errors import RewardError, first_error, shown
 from async_rl.field_kinds import MAX_METRICS
 from async_rl.telemetry.metrics import Metric
 from rollout_server.episodes.episode import Episode
@@ -25,7 +25,7 @@ from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, is_async
 from rollout_server.rewards.contract import RewardResult, Score, read_verdict
 from rollout_server.rewards.reward_tasks import RewardTasks
-from rollout_server.rewards.reward_threads import RewardThreads
+from rollout_server.rewards.reward_threads import RewardThreads, raised
 from rollout_server.rewards.verdict_cache import VerdictCache, verdict_key
 
 Waiting = Callable[[str, str, float], AbstractContextManager[None]]
@@ -240,10 +240,11 @@ def _weighted(named: NamedReward, result: RewardResult) -> float:
 
 def _of_all(results: Any, size: int) -> Sequence[Any]:
     """Return the verdicts of a reward of a group as a list with one for each episode."""
+    has_order = isinstance(results, Iterable) and not isinstance(results, Mapping | Set)
     try:
-        found = list(results)
-    except TypeError:
-        found = []
+        found = list(results) if has_order else []
+    except Exception as error:  # the code of a generator runs here
+        raise raised(error) from error
     if len(found) != size:
-        raise RewardError(f"the reward of a group must return a list of {size} verdicts, got {results!r:.200}")
+        raise RewardError(f"the reward of a group must return a list of {size} verdicts, got {shown(results)}")
     return found

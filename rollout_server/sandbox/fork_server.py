@@ -7,12 +7,14 @@ input, its output and its errors, which are files in memory, so that nobody has 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import heapq
 import json
 import os
 import select
 import signal
+import site
 import socket
 import sys
 import time
@@ -208,8 +210,10 @@ def execute(file: int) -> int:
     source = os.pread(file, os.fstat(file).st_size, 0)
     os.close(file)
     sys.stdin = os.fdopen(0, "r", encoding="utf-8", errors="replace")
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+    sys.stdout = output = os.fdopen(1, "w", encoding="utf-8", errors="replace")
     sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="replace")
+    for name in ("stdin", "stdout", "stderr"):  # so that a file stays open when a program gives its name to another one
+        setattr(sys, f"__{name}__", getattr(sys, name))
     sys.argv, sys.path = ["answer.py"], [path for path in sys.path if path != PROJECT]
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = __builtins__
@@ -224,9 +228,15 @@ def execute(file: int) -> int:
     except BaseException:
         traceback.print_exc(limit=-8)
         code = 1
+    try:  # as where Python itself ends a program
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc(limit=-8)
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr, output):
+            stream.flush()
     except BaseException:
         code = code or 1
     return code & 255
@@ -242,6 +252,7 @@ def main() -> None:
     if has_namespaces == "1":
         namespaces.become_server()
     sys.path[:] = [path for path in sys.path if path != PROJECT]
+    site.setquit()  # exit and quit, which Python leaves out with -S
     for name in (*_PRELOADED, *filter(None, preload.split(","))):
         __import__(name)
     gc.collect()

@@ -76,6 +76,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(tests, Mapping):
         raise ValueError(f"tests must be {_SCHEMAS}, got {type(tests).__name__}")
+    for key in ("assert_case", "inputs", "outputs"):
+        if isinstance(tests.get(key), str):  # a sequence too, whose every letter would be a case
+            raise ValueError(f"{key} must be a list with an item for each case, got the text {tests[key]!r:.80}")
     if tests.get("assert_case"):
         return [_assert_case(_text(code)) for code in tests["assert_case"]]
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
@@ -101,12 +104,14 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
     if not name.isidentifier():
         raise ValueError(f"fn_name must be the name of a function, got {name!r}")
     arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
+    if not isinstance(arguments, list | tuple):
+        raise ValueError(f"an input of {name} must be lines of JSON, or a list of arguments, got {given!r:.80}")
     marker = secrets.token_hex(8)
     call = (
-        f"(Solution().{name} if 'Solution' in globals() and hasattr(globals()['Solution'], {name!r}) else {name})"
-        f"(*__import__('json').loads({json.dumps(arguments)!r}))"
+        f"(Solution().{name} if 'Solution' in _builtins.globals() and _builtins.hasattr(Solution, {name!r}) "
+        f"else {name})(*_builtins.__import__('json').loads({json.dumps(arguments)!r}))"
     )
-    suffix = f"{ENCODE}\nprint('\\n{marker} ' + _encode_result({call}), flush=True)"
+    suffix = f"{ENCODE}\n_builtins.print('\\n{marker} ' + _encode_result({call}), flush=True)"
     expected = json.loads(output) if isinstance(output, str) else output
     return Case(suffix=suffix, marker=marker, expected=expected, kind="value")
 
@@ -116,10 +121,10 @@ def _assert_case(code: str) -> Case:
     marker = secrets.token_hex(8)
     if taken := take_apart(code):
         keep = f"def {KEEP}(value): _results.append(_encode_result(value))"
-        end = f"print('\\n{marker} [' + ', '.join(_results) + ']', flush=True)"
+        end = f"_builtins.print('\\n{marker} [' + ', '.join(_results) + ']', flush=True)"
         suffix = f"{ENCODE}\n_results = []\n{keep}\n{taken.code}\n{end}"
         return Case(suffix=suffix, marker=marker, expected=taken, kind="outside")
-    suffix = f"{code}\nprint('\\n{marker} passed', flush=True)"
+    suffix = f"{code}\nimport builtins as _builtins\n_builtins.print('\\n{marker} passed', flush=True)"
     return Case(suffix=suffix, marker=marker, kind="inside")
 
 

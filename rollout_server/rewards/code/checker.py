@@ -155,8 +155,9 @@ def find_program(response: str, settings: CodeSettings) -> str | None:
         return settings.wrap.replace("{answer}", response.strip())
     _, _, answer = response.rpartition("</think>")  # a draft in its thoughts counts only if there is no other program
     blocks = _blocks(answer) or _blocks(response)
-    found = [code for language, code in blocks if language in settings.languages]
-    named = [code for language, code in blocks if language and language in settings.languages]
+    languages = {each.lower() for each in settings.languages}
+    found = [code for language, code in blocks if language in languages]
+    named = [code for language, code in blocks if language and language in languages]
     if not found:
         return None
     program = (named or found)[-1].replace("\r\n", "\n")

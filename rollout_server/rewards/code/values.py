@@ -12,7 +12,11 @@ from typing import Any
 from rollout_server.rewards.code.plain import Items, dictionary, members
 
 ENCODE = '''
-def _encode_result(value, _json=__import__("json")):
+import builtins as _builtins
+def _encode_result(value):
+    import json
+    from builtins import TypeError, bytearray, bytes, complex, dict, float, frozenset, hasattr, int, isinstance, list
+    from builtins import set, str, tuple, type
     def plain(v):
         if v is None or v is True or v is False: return v
         if isinstance(v, str): return str.__str__(v)
@@ -29,9 +33,10 @@ def _encode_result(value, _json=__import__("json")):
         if hasattr(v, "tolist"): return plain(v.tolist())
         if hasattr(v, "__iter__"): return ["items", [plain(x) for x in v]]
         raise TypeError("the result is of the type " + type(v).__name__)
-    return _json.dumps(plain(value))
+    return json.dumps(plain(value))
 '''
-"""The code of a function that returns a value as JSON, with tags for the types that JSON does not have."""
+"""The code of a function that returns a value as JSON, with tags for the types that JSON does not have. An answer may
+have things of its own by the names of builtins, so that the code after it takes these from their module."""
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 """The tolerances for numbers with a fraction that a program prints: those of verl's checker."""

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -64,6 +64,8 @@ class JudgeReply:
 
     text: str
     counts: Counts
+    is_cut_off: bool = False
+    """Whether it ended because it had as many tokens as it may have."""
 
 
 def pause_s(serious: int) -> float:
@@ -122,10 +124,10 @@ class JudgeClient:
                             limit.reschedule(None)
                     async with self._places:
                         url = self._choose(failed)
-                        text, used = await self._post(url, body)
+                        reply = await self._post(url, body)
                 self._replies += 1
                 spent = {"requests": retries + 1.0, "retries": float(retries), "limited_s": limited_s}
-                return JudgeReply(text, {**used, **spent})
+                return replace(reply, counts={**reply.counts, **spent})
             except TimeoutError:
                 if not limit.expired():
                     raise
@@ -146,8 +148,8 @@ class JudgeClient:
         urls = [url for url in self._models if url != failed] or list(self._models)
         return min(urls, key=self._open.__getitem__)
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> tuple[str, Counts]:
-        """Return the text of the reply to one request, and the tokens that it has cost."""
+    async def _post(self, url: str, body: Mapping[str, Any]) -> JudgeReply:
+        """Return the reply to one request, with the tokens that it has cost."""
         self._open[url] += 1
         try:
             model = self._models[url] or await self._model_of(url)
@@ -155,12 +157,11 @@ class JudgeClient:
         finally:
             self._open[url] -= 1
         try:
-            text = answered["choices"][0]["message"]["content"]
+            choice = answered["choices"][0]
+            text = _text_of(choice["message"]["content"])
         except (KeyError, IndexError, TypeError):
             raise NoVerdictError(f"the judge's reply has no text: {json.dumps(answered)[:200]}") from None
-        usage = answered.get("usage") or {}
-        used = {key: float(usage.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")}
-        return text or "", used
+        return JudgeReply(text, _tokens_of(answered.get("usage")), choice.get("finish_reason") == "length")
 
     async def _model_of(self, url: str) -> str:
         """Return the first model that an endpoint lists."""
@@ -218,6 +219,25 @@ async def open_client(config: Config) -> AsyncIterator[JudgeClient]:
             yield JudgeClient(config, session, limit)
     finally:
         limit.close()
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message, whose content is a text, a list of parts of which some are texts, or None.
+
+    TypeError: it is something else.
+    """
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if "text" in part)
+    if not isinstance(content, str | None):
+        raise TypeError
+    return content or ""
+
+
+def _tokens_of(usage: Any) -> Counts:
+    """Return the tokens that an endpoint says a reply has cost; 0 where it does not say."""
+    told = usage if isinstance(usage, dict) else {}
+    found = {key: told.get(key) for key in ("prompt_tokens", "completion_tokens")}
+    return {key: float(number) if isinstance(number, int | float) else 0.0 for key, number in found.items()}
 
 
 def _key(variable: str) -> dict[str, str]:

@@ -20,7 +20,14 @@ _TO = r"(?:,|\.{2,}|[ \t]*[-~\u2010-\u2015\u2026][ \t]*|[ \t]+(?:to|or|and)[ \t]
 """The signs between two numbers that make them a range, a choice, or one number with a decimal comma."""
 _TITLED = re.compile(rf"(?:score|rating)\W{{0,6}}?{_NUMBER}(?!\w){_OUT_OF}({_TO}\.?\d)?", re.IGNORECASE)
 _WHOLE = re.compile(rf"\s*{_NUMBER}{_OUT_OF}()\s*")
-_AFTER_COLON = re.compile(rf"^[^\n]{{0,40}}[:\uff1a]\W{{0,4}}?{_NUMBER}[^\w%]*$", re.MULTILINE)
+_SCORE_WORD = (
+    r"(?:\b(?:grade|marks?|note|points?|rate|rating|say|score|verdict)\b"
+    r"|\u8bc4\u5206|\u5206\u6570|\u5f97\u5206|\u6253\u5206)"
+)
+_AFTER_COLON = re.compile(
+    rf"^[^\n]{{0,40}}?{_SCORE_WORD}[^\n]{{0,40}}[:\uff1a]\W{{0,4}}?{_NUMBER}[^\w%]*$", re.MULTILINE | re.IGNORECASE
+)
+"""A line with a word that calls a number a score; after another colon, as in `The right answer is: 4`, it is none."""
 _STATED = re.compile(
     r"(?i:better|winner|verdict)\W{0,3}[:=]\W{0,4}"
     r"(?i:an?[ \t]+(?=tie\b))?(A|B|(?i:tie))\b(?![ \t]+(?!(?:is|was|wins?|because|since|as|by|with)\b)[a-z])"

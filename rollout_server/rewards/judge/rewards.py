@@ -184,9 +184,11 @@ class Judge:
             reply = await self.client.ask(body | settings.body)
         except NoVerdictError as error:
             return None, {"unanswered": 1.0}, str(error)
-        if (value := read(reply.text)) is None:
+        value = None if reply.is_cut_off else read(reply.text)
+        if value is None:
             counts = summed([reply.counts, {"unreadable": 1.0}])
-            return None, counts, f"the judge's reply has no verdict: {reply.text[:200]!r}"
+            fault = "was cut off, see max_tokens" if reply.is_cut_off else "has no verdict"
+            return None, counts, f"the judge's reply {fault}: {reply.text[:200]!r}"
         return value, reply.counts, ""
 
 
@@ -213,13 +215,16 @@ def _with_counts(results: list[RewardResult], counts: Counts) -> list[RewardResu
     return [replace(result, counts=counts if index == 0 else {}) for index, result in enumerate(results)]
 
 
-def _limits(config: Config, num_requests: int) -> CallLimits:
-    """Return the limits of calls of so many requests: at once, as many as have a place for each of their requests."""
+def _limits(config: Config, num_requests: int, most_requests: int = 0) -> CallLimits:
+    """Return the limits of calls of so many requests, of which some may have `most_requests`: at once, as many as
+    have a place for each of their requests.
+    """
     judge, workers = config.judge, len(config.server_names)
     at_once = max(1, judge.concurrency // max(1, num_requests))
-    turns = -(-num_requests * at_once // judge.concurrency)
+    most = max(num_requests, most_requests) * at_once
+    turns = -(-most // judge.concurrency)
     rate = judge.requests_per_minute
-    held_back_s = 60 / rate * num_requests * at_once * workers if rate else 0.0
+    held_back_s = 60 / rate * most * workers if rate else 0.0
     return CallLimits(judge.patience_s + judge.timeout_s * (1 + turns) + held_back_s, at_once)
 
 
@@ -228,7 +233,11 @@ def _limits_of_score(config: Config, settings: ScoreSettings) -> CallLimits:
 
 
 def _limits_of_pairs(config: Config, settings: PairSettings) -> CallLimits:
-    return _limits(config, 2 * len(pairs_of(config.rollout.group_size, settings.opponents)))
+    of_group, of_evaluation = (
+        2 * len(pairs_of(size, settings.opponents))
+        for size in (config.rollout.group_size, config.eval.samples if config.eval.size else 0)
+    )
+    return _limits(config, of_group, of_evaluation)
 
 
 def _limits_of_list(config: Config, settings: ListSettings) -> CallLimits:

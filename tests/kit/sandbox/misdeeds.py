@@ -226,6 +226,18 @@ for number in range(1, 32):
     except BaseException: pass
 while True: time.sleep(10)
 """,
+"endless thread that nobody joins": """
+import threading
+def run():
+    while True: time.sleep(10)
+threading.Thread(target=run).start()
+""",
+"endless function at the end": """
+import atexit
+@atexit.register
+def run():
+    while True: time.sleep(10)
+""",
 }  # fmt: skip
 
 OF_ITS_PYTHON = """
@@ -249,6 +261,19 @@ t("link", lambda: os.link(MODULE, "/tmp/link"))
 """Tries to change a module of a Python that belongs to the user of the run."""
 
 SOUND = {
+    "exit": ("print(int(input()) + 1)\nif __name__ == '__main__': exit()\nprint('more')", "8"),
+    "quit in a function": ("def main():\n  print(int(input()) + 1)\n  quit(0)\nmain()", "8"),
+    "a thread that nobody joins": (
+        "import threading, time\ndef main():\n  time.sleep(.2)\n  print(int(input()) + 1)\n"
+        "threading.Thread(target=main).start()", "8",
+    ),
+    "another output": (
+        "import io, sys\nsys.stdout = io.StringIO()\nsys.__stdout__.write(str(int(sys.__stdin__.readline()) + 1))", "8"
+    ),
+    "output at the end": (
+        "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(int(input()) + 1)", "8",
+    ),
     "asyncio": ("import asyncio\nasync def f(): await asyncio.sleep(.01); return 5\nprint(asyncio.run(f()))", "5"),
     "deep recursion in a thread": (
         "import threading, sys\nsys.setrecursionlimit(1 << 20)\nthreading.stack_size(1 << 28)\n"

@@ -126,6 +126,11 @@ def test_two_results_are_none() -> None:
     [
         ([], "got list"), ({}, "got keys"), ({"inputs": ["1"], "outputs": []}, "as many outputs"),
         ({"inputs": [], "outputs": []}, "at least one"), ({"assert_case": [1]}, "list of code"),
+        ({"assert_case": "assert f(1) == 2"}, "assert_case must be a list with .* each case, got the text 'ass"),
+        ({"inputs": "3\n", "outputs": "6\n"}, r"inputs must be a list with an item for each case, got the text '3\\n'"),
+        ({"inputs": ["3", "4"], "outputs": "68"}, "outputs must be a list with .* each case, got the text '68'"),
+        ({"fn_name": "f", "inputs": [3], "outputs": [6]}, "input of f must be lines of JSON, or a list of .*, got 3"),
+        ({"fn_name": "f", "inputs": [{"a": 3}], "outputs": [6]}, r"list of arguments, got \{'a': 3\}"),
         ({"fn_name": "a b", "inputs": ["1"], "outputs": ["1"]}, "name of a function"),
         ({"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}, "Expecting value"),
     ],
@@ -142,6 +147,12 @@ def test_the_last_block_of_the_language_is_the_program() -> None:
     assert find_program("```\nx\n```", CodeSettings()) == "x\n"
     shell = CodeSettings(languages=["bash"])
     assert find_program("```bash\necho\n```\n```python\nx\n```", shell) == "echo\n"
+
+
+@pytest.mark.parametrize("language", ["Python", "C++", "c++", "BASH"])
+def test_the_case_of_a_language_does_not_count(language: str) -> None:
+    for word in (language, language.lower(), language.upper()):
+        assert find_program(f"```{word}\nx\n```", CodeSettings(languages=[language])) == "x\n"
 
 
 @pytest.mark.parametrize("said", [

@@ -125,6 +125,14 @@ def test_a_function_with_the_name_of_a_builtin_is_the_answers() -> None:
 
 
 @needs_sandbox
+@pytest.mark.parametrize("tests", [CALLS, ASSERTS, INSIDE], ids=["calls", "asserts", "asserts inside"])
+def test_an_answer_may_give_the_names_of_builtins_to_things_of_its_own(tests: Any) -> None:
+    names = "bytes", "dict", "globals", "hasattr", "int", "isinstance", "list", "print", "set", "str", "type"
+    mine = "".join(f"{name} = 'mine'\n" for name in (*names, "json", "__import__"))
+    assert scores([RIGHT + mine], tests, cheatable="count") == [1]
+
+
+@needs_sandbox
 def test_partial_reward_is_the_share_of_the_first_tests() -> None:
     tests = {"fn_name": "add", "inputs": ["1\n2"] * 3 + ["2\n2"] * 9, "outputs": ["3"] * 3 + ["5"] * 9}
     assert scores([RIGHT], tests, partial=True) == [0.3]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.config.section import section
+from async_rl.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.contract import Reward
-from tests.kit.rewards import of
+from rollout_server.rewards.contract import Reward, RewardResult, read_verdict
+from tests.kit.rewards import named, of, scored
 
 
 def one(question: Question, response: str) -> float:
@@ -49,6 +50,83 @@ def test_a_field_with_a_value_that_is_not_allowed_is_refused(fields: dict[str, A
 @pytest.mark.parametrize("kind", ["answer", "episode", "group"])
 def test_each_kind_of_a_reward_can_be_made(kind: Any) -> None:
     assert Reward(function=one, of=kind, modules=["re"]).of == kind  # type: ignore[arg-type]
+
+
+@section("task.rewards.params")
+class Scale:
+    """The settings of the rewards below."""
+
+    scale: float = 2.0
+
+
+def of_another_name(question: Question, response: str, scale: Scale) -> float:
+    return scale.scale
+
+
+def by_position_alone(question: Question, response: str, settings: Scale, /) -> float:
+    return settings.scale
+
+
+def by_name_alone(question: Question, response: str, *, settings: Scale) -> float:
+    return settings.scale
+
+
+def among_others(question: Question, response: str, strict: bool = False, settings: Scale | None = None) -> float:
+    return settings.scale if settings and not strict else 0.0
+
+
+OF_ANOTHER_NAME, BY_POSITION_ALONE, BY_NAME_ALONE, AMONG_OTHERS = (
+    Reward(function=each, settings=Scale) for each in (of_another_name, by_position_alone, by_name_alone, among_others)
+)
+
+
+@pytest.mark.parametrize("name", ["OF_ANOTHER_NAME", "BY_POSITION_ALONE"])
+def test_a_function_that_does_not_take_its_settings_by_their_name_is_refused(name: str) -> None:
+    message = rf"must be a `def {name.lower()}\(question, response, settings\)`, got {name.lower()}\(question: "
+    with pytest.raises(ConfigError, match=message):
+        open_rewards(of({"reward": f"{__name__}:{name}"}), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["BY_NAME_ALONE", "AMONG_OTHERS"])
+def test_a_function_that_takes_its_settings_by_their_name_gets_them(name: str) -> None:
+    config = of({"reward": f"{__name__}:{name}", "params": {"scale": 3.0}})
+    verdicts, _ = scored(list(open_rewards(config, None)), "a")  # type: ignore[arg-type]
+    assert verdicts[0].reward == 3.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"metrics": None}, "`metrics` of a RewardResult must be a mapping, got None"),
+        ({"metrics": ["a"]}, "`metrics` of a RewardResult must be a mapping, got ['a']"),
+        ({"counts": None}, "`counts` of a RewardResult must be a mapping, got None"),
+        ({"score": None, "reason": None}, "`reason` of a RewardResult must be a text, got None"),
+    ],
+)
+def test_a_result_with_a_field_of_another_type_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=re.escape(message)):
+        read_verdict(RewardResult(**{"score": 1.0, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda answers: {0: 1.0, 1: 1.0}, "must return a list of 2 verdicts, got {0: 1.0, 1: 1.0}"),
+        (lambda answers: {0.0, 1.0}, "must return a list of 2 verdicts, got {0.0, 1.0}"),
+        (lambda answers: (1 / 0 for _ in answers), "ZeroDivisionError: division by zero, at "),
+        (lambda answers: (each + 1 for each in answers), "TypeError: unsupported operand type(s) for +: "),
+    ],
+)
+def test_verdicts_of_a_group_that_raise_or_have_no_order_fail_the_reward(returned: Any, message: str) -> None:
+    reward = Reward(function=lambda question, episodes: returned(episodes), of="group")
+    with pytest.raises(RewardError, match=re.escape(message)):
+        scored([named(reward)], "a", "b")
+
+
+def test_verdicts_of_a_group_may_come_one_by_one() -> None:
+    reward = Reward(function=lambda question, episodes: (float(len(each.answer)) for each in episodes), of="group")
+    verdicts, _ = scored([named(reward)], "a", "bb")
+    assert [each.reward for each in verdicts] == [1, 2]
 
 
 @pytest.mark.parametrize("made_of", ["function=score", "open=score"])

@@ -36,7 +36,8 @@ def test_a_reference_that_is_no_answer_is_refused_by_math_verify(answer: object)
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (72.0, "72"), (0.5, "0.5"), (1e-5, "0.00001"), (1e22, "1" + "0" * 22), (7, "7"), ("1e-5", "0.00001"),
+        (72.0, "72"), (0.5, "0.5"), (1e-5, "0.00001"), (1e22, "1" + "0" * 22), (5.97e24, "597" + "0" * 22), (-0.0, "0"),
+        (7, "7"), ("1e-5", "0.00001"),
         ("1.5E3", "1500"), ("2e", "2e"), ("1e999", "1e999"), ("3 1/2", "(3+1/2)"), ("-3 1/2", "-(3+1/2)"),
         ("1 000", "1000"), ("-12 345 678.5", "-12345678.5"), ("1 000/3", "1 000/3"), ("12 34", "12 34"), ("42.", "42"),
         ("0.333...", "0.333..."), (" x = 3. ", "x = 3"), ("\\frac12", "\\frac12"),
@@ -45,6 +46,12 @@ def test_a_reference_that_is_no_answer_is_refused_by_math_verify(answer: object)
 def test_a_reference_is_written_as_math_verify_reads_it(answer: object, text: str) -> None:
     assert as_math(answer) == text
     assert with_marked_math(f"so \\boxed{{{text}}}.") == f"so \\boxed{{{text}}}."
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", ["9" * 400_000, "1 2/" + "9" * 400_000, "1 " + "9" * 5000 + "/" + "9" * 5001])
+def test_a_number_with_very_many_digits_stays_as_it_is_and_is_read_at_once(text: str) -> None:
+    assert with_marked_math(f"${text}$") == f"${text}$"
 
 
 @pytest.mark.processes
@@ -58,6 +65,14 @@ def test_a_reference_is_written_as_math_verify_reads_it(answer: object, text: st
         ("1e-5", ["0.00001", "10^{-5}", "1e-5"], ["0"]),
         ("42.", ["42", "42.", "42.0"], ["4.2"]),
         (72.0, ["72", "72.0"], ["7"]),
+        ("1.6e-19", ["1.6 \\times 10^{-19}", "1.6e-19"], ["9.1 \\times 10^{-31}", "0", "0.0", "-3e-9"]),
+        ("10^{-19}", ["10^{-19}", "0.1 \\times 10^{-18}", "1e-19"], ["10^{-31}", "2 \\times 10^{-19}"]),
+        (1.6e-7, ["0.00000016", "1.6 \\cdot 10^{-7}"], ["0.0000002", "0.0"]),
+        ("6.02e23", ["6.02 \\times 10^{23}", "6.02e23", "602000000000000000000000"], ["6.03 \\times 10^{23}"]),
+        (5.97e24, ["5.97 \\cdot 10^{24}", "5.97e24"], ["5.98 \\cdot 10^{24}", "5970000000000000000000001"]),
+        ("1/3", ["0.333333"], ["0.33333"]),
+        ("50\\%", ["50", "0.5"], ["5"]),
+        ("0", ["0.0", "-0"], ["0.0000001"]),
     ],
 )
 def test_math_verify_finds_equal_what_people_do(answer: object, right: list[str], wrong: list[str]) -> None:

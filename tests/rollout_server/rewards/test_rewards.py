@@ -115,6 +115,40 @@ def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("response", "answer", "other"),
+    [
+        ("<think>It may be \\boxed{24}. No.</think>\nThe answer is 72.", "72", "24"),
+        ("<think>The answer is 24. No.</think>\n\nIt is 72.", "72", "24"),
+        ("<answer>7</answer>", "7", "9"),
+        ("<think>It is 24</think><answer>\n72 clips</answer> I hope", "72", "24"),
+        ("<answer>24</answer> is wrong: <answer>\\boxed{72}</answer>", "72", "24"),
+        ("<think>Either 1 or 2</think> so <answer>3 1/2", "3 1/2", "5"),
+        ("<think>It is \\boxed{24}.</think>\n", "24", "72"),
+        ("<think>It is \\boxed{24}.</think>\nI do not know.", "none", "24"),
+    ],
+)
+def test_math_verify_compares_what_follows_the_thoughts(response: str, answer: str, other: str) -> None:
+    assert [math_verify(about(each), response) for each in (answer, other)] == [float(answer != "none"), 0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("response", "right", "wrong"),
+    [
+        ("So it is \\boxed{41}. Wait, I forgot one, so it is \\boxed{42}.", "42", "41"),
+        ("First \\boxed{\\frac{1}{2}}, then \\boxed{41}, and finally $\\boxed{42}$", "42", "41"),
+        ("\\boxed{5}. Wait, it is \\boxed{41} and \\boxed{42}.", "41, 42", "42"),
+        ("$x=\\boxed{41} \\text{ or } \\boxed{42}$", "41, 42", "42"),
+        ("The one is \\boxed{41}, the other is \\boxed{42}.", "41, 42", "41"),
+        ("It is \\boxed{\\boxed{42}}, I am sure.", "42", "41"),
+    ],
+)
+def test_math_verify_takes_the_last_box_where_words_stand_before_it(response: str, right: str, wrong: str) -> None:
+    assert [math_verify(about(each), response) for each in (right, wrong)] == [1, 0]
+
+
+@pytest.mark.processes
 def test_math_verify_works_from_several_threads_at_once() -> None:
     found = {}
 

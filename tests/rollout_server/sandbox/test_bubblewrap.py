@@ -40,11 +40,11 @@ OWN = {
     },
 }
 """[misdeed] what a program may do because all that it reaches is its own."""
-ENDLESS = {"endless loop", "endless sleep that ignores signals"}
+ENDLESS = {name for name in MISDEEDS if name.startswith("endless")}
 
 
 def run(program: str, *command: str, stdin: str = "7\n", **limits: float) -> Ended:
-    bubblewrap = Bubblewrap(command or [PYTHON, "-I", "-S"])
+    bubblewrap = Bubblewrap(command or [PYTHON, "-I"])
     return asyncio.run(bubblewrap.run(program, stdin, RunLimits(**{"wall_s": 20.0, **limits})))  # type: ignore[arg-type]
 
 

@@ -64,7 +64,7 @@ OPEN = {
     },
 }  # fmt: skip
 """[whether programs have namespaces] [misdeed] what is not held."""
-ENDLESS = {"endless loop", "endless sleep that ignores signals"}
+ENDLESS = {name for name in MISDEEDS if name.startswith("endless")}
 
 
 def in_pool(mode: Mode, use: Callable[[SandboxPool], Awaitable[None]], **settings: Any) -> None:

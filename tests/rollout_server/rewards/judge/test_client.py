@@ -184,6 +184,8 @@ def test_an_endpoint_that_refuses_everything_fails_the_reward(status: int, key: 
         (failing(400, "too long for the context"), "refused the request: HTTP 400: too long for the context"),
         (web.json_response({"choices": []}), "has no text"),
         (web.json_response({"choices": [{"message": {"content": None, "reasoning_content": "7"}}]}), "verdict: ''"),
+        (web.json_response({"choices": [{"message": {"content": 7}}]}), "has no text"),
+        (web.json_response({"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "length"}]}), "cut off"),
         (web.json_response({"error": {"message": "oops"}}), "has no text: .*oops"),
     ],
 )
@@ -198,6 +200,19 @@ def test_a_reply_without_a_verdict_costs_the_answer_alone(answer: web.Response, 
         assert len(fake.asked) == 2  # it is not asked again
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("content", "usage", "tokens"),
+    [
+        ([{"type": "thinking", "thinking": "3?"}, {"type": "text", "text": '{"score":'}, {"text": " 7}"}], None, 0),
+        (score(7), [1], 0), (score(7), {"prompt_tokens": {"all": 3}}, 0), (score(7), {"prompt_tokens": 3}, 3),
+    ],
+)
+def test_a_reply_of_another_form_is_read(content: Any, usage: Any, tokens: int) -> None:
+    reply = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}], "usage": usage}
+    rewards, counts, _ = asked(lambda body: web.json_response(reply))
+    assert rewards == [0.7] and counts["scoring/judge/prompt_tokens"] == tokens
 
 
 def test_at_most_so_many_requests_are_under_way_at_once() -> None:

@@ -216,6 +216,17 @@ def test_a_call_may_take_as_long_as_the_patience_and_the_rate_need() -> None:
     assert limits("judge_pairwise", {"opponents": 2}, timeout_s=5.0, concurrency=10) == (600 + 5 * 3, 1)
 
 
+def test_the_comparisons_of_an_evaluation_have_the_time_that_they_need() -> None:
+    def limits(**evaluation: int) -> tuple[float, int]:
+        judge = judged_by("http://h/v1", "judge_pairwise", timeout_s=5.0, concurrency=100, requests_per_minute=600.0)
+        config = changed(judge, rollout={"group_size": 4}, eval=evaluation)
+        (named,) = open_rewards(config, None)  # type: ignore[arg-type]
+        return named.timeout_s, named.concurrency
+
+    assert limits(size=0, samples=16) == limits(size=2, samples=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
+    assert limits(size=2, samples=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
+
+
 def test_a_time_limit_that_would_cut_an_outage_short_is_refused() -> None:
     config = make_config(
         task={"rewards": ({"reward": "judge", "timeout_s": 30.0},)}, judge={"urls": ("http://h/v1",)}

@@ -40,6 +40,15 @@ def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
 
 
 @pytest.mark.parametrize(("reply", "score"), [
+    ("My final grade: 7", 7), ("I rate it so: 7.", 7), ("Points for the answer: 7", 7), ("Marks: 7", 7),
+    ("\u8bc4\u5206\uff1a7", 7), ("\u6700\u7ec8\u5f97\u5206\uff1a7", 7), ("The right answer is: 4", None),
+    ("Steps: 3", None), ("Steps: 3\nGrade: 7", 7), ("We iterate: 4", None),
+])
+def test_a_number_after_a_colon_is_a_score_only_where_a_word_says_so(reply: str, score: float | None) -> None:
+    assert read_score(reply, 0, 10) == score
+
+
+@pytest.mark.parametrize(("reply", "score"), [
     ("Score: .5", 0.5), (".5", 0.5), (".5/1", 0.5), ("I say .5 out of 1.", 0.5), ('{"score": ".5"}', 0.5),
     ("I say: .5", 0.5), ("Score: -.5", None), ("Score: 0.7-.9", None), ("Score: .5 or .7", None), ("Score: 5", None),
     (".6-.8/1", None), ("Score: 1. That is all", 1), ("I say: -1", None),

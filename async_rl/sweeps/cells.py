@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from async_rl.config.check import check
 from async_rl.config.loading import dump_config, load_config, text_override
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
-from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
 from async_rl.storage.whole_file import write_whole
 
 SEED = "seed"
@@ -35,6 +33,11 @@ PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
 """The config keys that say where a cell runs, in which the cells of one sweep may differ."""
 COUNTED_KEYS = ("guard.rollbacks",)
 """The config keys that a run writes down itself."""
+_ENDS = ("startup_s", "work_s", "push_s", "wire_s", "silent_s", "shutdown_s", "pause_s", "interrupt_s")
+"""The timeouts of which a run only ends or not; the others also say what an episode is worth."""
+_KEPT = ("keep_last", "keep_best", "best_by")
+RESULTLESS_KEYS = ("logging", *(f"timeouts.{name}" for name in _ENDS), *(f"checkpoint.{name}" for name in _KEPT))
+"""The config keys and sections that change no result, so that the cells of one sweep may differ in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,8 @@ class Record:
 
 
 def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
-    """Check that cells, given with their folders, have the same config except for the keys that their axes vary.
+    """Check that cells, given with their folders, have the same config except for the keys that their axes vary, and
+    for those that change no result.
 
     A key that is missing in one config is not compared: another version of the program may not have it.
 
@@ -238,15 +242,14 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
         ConfigError: two cells differ in a key that no axis varies.
     """
     records = list(records)
-    varied = {*PLACE_KEYS, *(key for _, record in records for key in record.varied)}
+    varied = {*PLACE_KEYS, *RESULTLESS_KEYS, *(key for _, record in records for key in record.varied)}
     if "algorithm.preset" in varied:  # a preset sets other keys of its section
         varied.add("algorithm")
-    prefixes = tuple(f"{key}." for key in varied)  # an axis may vary a whole section
     seen: dict[str, tuple[Any, Path]] = {}
     for cell, record in records:
         for key, value in leaves(read_yaml(record.config)[0]).items():
             other, elsewhere = seen.setdefault(key, (value, cell))
-            if value != other and not f"{key}.".startswith(prefixes):
+            if value != other and not sets_one_of(key, varied):
                 raise ConfigError(
                     f"cells of one sweep must differ in its axes alone, got {key} {other} in {elsewhere} and {value} "
                     f"in {cell}. Give this sweep another --name, move the other cells away, or vary the key: "
@@ -255,7 +258,8 @@ def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
 
 
 def check_unchanged(cell: Path, record: Record, planned: Record) -> None:
-    """Check that a finished cell was trained with the settings that the sweep has for it now, but for its place.
+    """Check that a finished cell was trained with the settings that the sweep has for it now, but for its place and
+    what changes no result.
 
     `check_comparable` leaves out what the axes set, so it does not see all that has changed.
 
@@ -264,27 +268,16 @@ def check_unchanged(cell: Path, record: Record, planned: Record) -> None:
     """
     now = leaves(read_yaml(planned.config)[0])
     for key, value in leaves(read_yaml(record.config)[0]).items():
-        if key not in PLACE_KEYS and now.get(key, value) != value:
+        if now.get(key, value) != value and not sets_one_of(key, (*PLACE_KEYS, *RESULTLESS_KEYS)):
             raise ConfigError(
                 f"a finished cell must have the settings that this sweep has for it, got {key} {value} in {cell} and "
                 f"{now[key]} now. Give this sweep another --name, or move the cell away"
             )
 
 
-def has_settings(cell: Cell, config: Config) -> bool:
-    """Return whether the run in the folder of a cell has these settings, but for its place, resumes and rollbacks.
-
-    It has written down the commits of the repositories that the settings name on the hub.
-    """
-    file = cell.folder / "config.yaml"
-    if not file.is_file():
-        return False
-    with suppress(ConfigError):  # a run of another version may have keys that this one does not know
-        of_run = load_config(file)
-        for repo in hub_repos(config):
-            config = with_name(config, repo.key, repo.name, recorded_name(of_run, repo) or repo.name)
-    began, planned = (leaves(read_yaml(text)[0]) for text in (file.read_text(), dump_config(config)))
-    return all(began.get(key) == value for key, value in planned.items() if key not in (*PLACE_KEYS, *COUNTED_KEYS))
+def sets_one_of(key: str, keys: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `keys` or in one of them that is a section."""
+    return f"{key}.".startswith(tuple(f"{each}." for each in keys))
 
 
 def leaves(tree: dict[str, Any]) -> dict[str, Any]:

@@ -38,19 +38,16 @@ from async_rl.sweeps.cells import (
     check_comparable,
     check_unchanged,
     finished_cells,
-    has_settings,
     make_record,
     read_record,
     write_record,
 )
+from async_rl.sweeps.cut_cells import changed_setting, make_way, run_seconds
 from async_rl.sweeps.machine import describe_machine
 from async_rl.sweeps.places import CellPlace, places_here
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.tables import Table
-from async_rl.telemetry.metrics import read_metrics
 
-WRITTEN_AT = ("time/written_at_s", "eval/written_at_s")
-"""The metrics that say when a line of a run was written, in seconds of all the run's time."""
 UNLIMITED_STEPS = 1_000_000
 """The run.steps of a cell whose length is given in seconds."""
 
@@ -228,7 +225,7 @@ def _train(
         else:
             version = resumed_version(sweep, cell, config)
             if version is None:
-                shutil.rmtree(cell.folder, ignore_errors=True)  # the remains of a run that was cut short
+                make_way(cell, config)
             else:
                 command += ["--resume", str(cell.folder)]
             progress.say_start(cell, place, version)
@@ -245,15 +242,9 @@ def _train(
         return ended
 
 
-def run_seconds(run_dir: Path) -> float:
-    """Return the time that a run has taken, its start-ups included, until its last line of metrics."""
-    times = [record.get(key) for record in read_metrics(run_dir / "metrics.jsonl") for key in WRITTEN_AT]
-    return max((each for each in times if each is not None), default=0.0)
-
-
 def is_kept(cell: Cell, config: Config) -> bool:
     """Return whether the cell is trained to its end already: of a sweep that is killed the runs go on to theirs."""
-    return is_complete(cell.folder, config) and has_settings(cell, config)
+    return is_complete(cell.folder, config) and not changed_setting(cell, config)
 
 
 def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
@@ -263,7 +254,7 @@ def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
     last step, what is left is its end: the evaluation and the summary.
     """
     newest = max(list_checkpoints(cell.folder), default=None)
-    if newest is None or sweep.seconds or not has_settings(cell, config):
+    if newest is None or sweep.seconds or changed_setting(cell, config):
         return None
     return newest
 

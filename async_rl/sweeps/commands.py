@@ -79,7 +79,16 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
 def _sweep(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
-    from async_rl.sweeps.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
+    from async_rl.sweeps.cells import (
+        CORRECTIONS,
+        MODES,
+        all_cells,
+        key_axis,
+        named_axis,
+        seed_axis,
+        staleness_axis,
+        unused_depth,
+    )  # fmt: skip
     from async_rl.sweeps.sweep import Sweep, plan_of, run_and_report
 
     is_number = args.parallel.isdecimal() and int(args.parallel) > 0
@@ -99,6 +108,8 @@ def _sweep(args: argparse.Namespace) -> int:
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
         max_cells=args.max_cells, parallel=int(args.parallel) if is_number else None,
     )
+    if told := unused_depth(args.config):
+        print(told, flush=True)
     if args.dry_run:
         print(plan_of(sweep), end="")
         return 0

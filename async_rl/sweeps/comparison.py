@@ -11,9 +11,9 @@ from typing import Any
 
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cells import PLACE_KEYS, leaves
 from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import DPI, OKABE_ITO, SECONDS, STEP, make_panels
+from async_rl.sweeps.records import PLACE_KEYS, leaves
 from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF
 from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards

@@ -11,7 +11,8 @@ from async_rl.config.loading import dump_config, load_config
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
-from async_rl.sweeps.cells import COUNTED_KEYS, PLACE_KEYS, RESULTLESS_KEYS, Cell, leaves, sets_one_of
+from async_rl.sweeps.cells import Cell, sets_one_of
+from async_rl.sweeps.records import COUNTED_KEYS, PLACE_KEYS, RESULTLESS_KEYS, leaves
 from async_rl.telemetry.metrics import read_metrics
 
 SET_ASIDE = "set_aside"

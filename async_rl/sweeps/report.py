@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
+from async_rl.sweeps.cells import SEED, STALENESS
 from async_rl.sweeps.pages import html_page
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
+from async_rl.sweeps.records import finished_cells
 from async_rl.sweeps.results import Run, read_results
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, settings_of
 from async_rl.sweeps.significance import (

@@ -29,12 +29,11 @@ from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
 from async_rl.storage.run_dir import is_complete, is_locked
 from async_rl.sweeps.cell_process import CellProcesses, claimed
-from async_rl.sweeps.cells import (
-    SEED,
-    Axis,
-    Cell,
-    all_cells,
-    cell_config,
+from async_rl.sweeps.cells import SEED, Axis, Cell, all_cells, cell_config, check_used
+from async_rl.sweeps.cut_cells import changed_setting, make_way, run_seconds
+from async_rl.sweeps.machine import describe_machine
+from async_rl.sweeps.places import CellPlace, places_here
+from async_rl.sweeps.records import (
     check_comparable,
     check_unchanged,
     finished_cells,
@@ -42,9 +41,6 @@ from async_rl.sweeps.cells import (
     read_record,
     write_record,
 )
-from async_rl.sweeps.cut_cells import changed_setting, make_way, run_seconds
-from async_rl.sweeps.machine import describe_machine
-from async_rl.sweeps.places import CellPlace, places_here
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.tables import Table
 
@@ -262,6 +258,7 @@ def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
 def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
     """Return the cells of a sweep and their configurations by name; see `run_sweep` for what is refused."""
     cells = all_cells(sweep.axes, sweep.folder)
+    check_used(sweep.overrides, sweep.axes)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
     finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))

@@ -15,9 +15,10 @@ from async_rl.config.loading import dump_config, load_config
 from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.hub import pinned
-from async_rl.sweeps.cells import Cell, all_cells, cell_config, read_record, seed_axis, staleness_axis
+from async_rl.sweeps.cells import Cell, all_cells, cell_config, seed_axis, staleness_axis
 from async_rl.sweeps.cut_cells import run_seconds
 from async_rl.sweeps.places import CellPlace
+from async_rl.sweeps.records import read_record
 from async_rl.sweeps.results import read_runs
 from async_rl.sweeps.sweep import Sweep, plan_of, resumed_version, run_sweep
 from tests.kit.hub import open_hub

@@ -47,3 +47,16 @@ def test_a_depth_of_the_file_that_no_cell_has_is_told(
     file.write_text(dump_config(load_config(file, ["staleness.max=8", f"staleness.depth={depth}"])))
     assert main(["sweep", str(file), "--staleness", "4,8", f"run.dir={tmp_path / 'runs'}", "--dry-run"]) == 0
     assert (f"staleness.depth 1.25 of {file} is not used: --staleness sets" in capsys.readouterr().out) == is_told
+
+
+@pytest.mark.parametrize(
+    "settings", [["weight_sync.every_steps=2"], ["buffer.max_uses=2", "buffer.fresh_fraction=0.5"]]
+)
+def test_a_config_that_is_valid_at_the_bounds_of_the_sweep_alone_is_swept(
+    tmp_path: Path, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = base_yaml(tmp_path)
+    assert main(["train", str(file), *settings, "--dry-run"]) == 2
+    words = ["--staleness", "2,4", "--seeds", "1", f"run.dir={tmp_path / 'runs'}", *settings, "--dry-run"]
+    assert main(["sweep", str(file), *words]) == 0
+    assert f"more in {tmp_path / 'runs'}/" in capsys.readouterr().out

@@ -175,7 +175,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     Raises:
         ConfigError: a combination of settings is not valid, the folder holds a sweep of another config, this host has
             too few GPUs or cores, or several cells at once would run on a Ray cluster. No cell has started then.
-        KeyboardInterrupt: the sweep was interrupted; the running cells have ended.
+        KeyboardInterrupt: the sweep was interrupted; the running cells have ended, or the message names those that go
+            on.
     """
     cells, configs = checked_cells(sweep)
     places = places_here(configs.values(), sweep.parallel)
@@ -196,7 +197,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
                     if cell := next(todo, None):
                         running[pool.submit(train, cell, place)] = place
         except BaseException:
-            processes.stop()
+            shutdown_s = max(config.timeouts.shutdown_s for config in configs.values())
+            processes.end(partial(wait, running), shutdown_s)
             raise
     return progress
 

@@ -150,7 +150,6 @@ def write_report(folder: Path) -> str:
     rows = settings_of(runs)
     has_steps = any(run.steps for run in runs)
     measured = compare(rows) if has_steps and all(run.has_ended for run in runs) else []
-    pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
         value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), bounds_compared(rows),
         *corrections_compared(rows), dropped_groups(rows), value_table(rows, shown_learning(rows), "What was learned"),
@@ -168,6 +167,7 @@ def write_report(folder: Path) -> str:
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
     (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *notes]) + "\n")
     _write_csvs(rows, folder)
+    pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     (folder / "report.html").write_text(_page(folder, tables, sentences, notes, pictures))
     return text + "\n" + "\n".join(sentences)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
-from async_rl.sweeps.pages import html_page
+from async_rl.sweeps.pages import html_page, written
 from async_rl.sweeps.plots import DPI, OKABE_ITO, SECONDS, STEP, make_panels
 from async_rl.sweeps.records import PLACE_KEYS, leaves
 from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF
@@ -36,18 +36,19 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     """Write table.md, compared.png and report.html into `out`; return the text to print.
 
     Raises:
-        ConfigError: a folder is no run directory, or its run has not trained a step.
+        ConfigError: a folder is no run directory, or its run has not trained a step, or `out` can't be written to.
     """
     runs = dict(zip(_names(folders), map(opened_run, folders), strict=True))
     tables = [_values(runs), _settings(runs)]
-    out.mkdir(parents=True, exist_ok=True)
-    picture = out / "compared.png"
-    _draw(runs, picture)
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
     notes = [note] if (note := _went_on(runs)) else []
     text += "".join(f"\n{note}\n" for note in notes)
-    (out / "table.md").write_text(text)
-    (out / "report.html").write_text(html_page("Runs side by side", tables, notes, [], {picture: CAPTION}))
+    picture = out / "compared.png"
+    with written(out, "Set --out to a folder where you may write"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "table.md").write_text(text)
+        _draw(runs, picture)
+        (out / "report.html").write_text(html_page("Runs side by side", tables, notes, [], {picture: CAPTION}))
     return text
 
 

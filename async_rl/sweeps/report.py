@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.sweeps.cells import SEED, STALENESS
-from async_rl.sweeps.pages import html_page
+from async_rl.sweeps.pages import html_page, written
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
 from async_rl.sweeps.records import finished_cells
@@ -144,7 +144,7 @@ def write_report(folder: Path) -> str:
     tables and plots that need the steps of the runs stay as they are.
 
     Raises:
-        ConfigError: the folder holds no finished run, and none that has trained a step.
+        ConfigError: the folder holds no finished run, and none that has trained a step, or can't be written to.
     """
     runs = read_results(folder)
     rows = settings_of(runs)
@@ -165,10 +165,11 @@ def write_report(folder: Path) -> str:
     if kept:
         notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
-    (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *notes]) + "\n")
-    _write_csvs(rows, folder)
-    pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
-    (folder / "report.html").write_text(_page(folder, tables, sentences, notes, pictures))
+    with written(folder, "Copy the folder to where you may write, and make the report of the copy"):
+        (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *notes]) + "\n")
+        _write_csvs(rows, folder)
+        pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
+        (folder / "report.html").write_text(_page(folder, tables, sentences, notes, pictures))
     return text + "\n" + "\n".join(sentences)
 
 

@@ -154,3 +154,18 @@ def test_a_run_without_a_step_is_refused(runs: list[Path], capsys: pytest.Captur
 def test_the_report_of_one_folder_has_no_other_place(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(sweep), "--out", "elsewhere"]) == 2
     assert "--out must be left out for one folder, in which its report is written" in capsys.readouterr().err
+
+
+def test_reports_that_can_not_be_written_say_what_to_do(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file stands where a folder is needed: root, who runs some tests, may write into all folders."""
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    assert main(["report", *map(str, runs), "--out", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert f"a report in {out} can't be written: {out}: Not a directory. Set --out to a folder where you" in told
+    (runs[0] / "plots").write_text("")
+    assert main(["report", str(runs[0])]) == 2
+    told = capsys.readouterr().err
+    assert f"a report in {runs[0]} can't be written: {runs[0]}/plots: File exists. Copy the folder to where" in told

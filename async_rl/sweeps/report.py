@@ -192,7 +192,12 @@ def shown_learning(rows: Sequence[Setting]) -> dict[str, tuple[str, str]]:
 def seconds_compared(rows: Sequence[Setting]) -> str:
     """Return one sentence that says over which seconds the policies' rewards are averaged, or ""."""
     found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
-    return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
+    return f"{rewards_over(min(found))}." if found else ""
+
+
+def rewards_over(seconds: float) -> str:
+    """Return what the rewards of policies are means over, without a full stop."""
+    return f"Rewards of policies are means over the first {seconds:.1f} s after the first step"
 
 
 def so_far(runs: Sequence[Run]) -> str:

@@ -58,6 +58,21 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
     assert "data:image/png;base64," in page and "http" not in page
 
 
+def test_the_seconds_of_the_compared_rewards_are_named_with_the_run_that_sets_them(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that has just begun cuts the mean of the other to the seconds that are known of it."""
+    assert main(["report", str(runs[0]), str(runs[2]), "--out", str(tmp_path / "out")]) == 0
+    longer_s, shorter_s = (read_run(run).policy_curve.end_s for run in (runs[0], runs[2]))
+    assert shorter_s < longer_s
+    told = (
+        f"Rewards of policies are means over the first {shorter_s:.1f} s after the first step: of "
+        "b/sweep/cells/staleness-0.seed-0 no more is known.\n"
+    )
+    assert told in capsys.readouterr().out and told in (tmp_path / "out" / "table.md").read_text()
+    assert told.strip() in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_a_run_without_a_summary_goes_on_was_ended_early_was_killed_or_has_no_status(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

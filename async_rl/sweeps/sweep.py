@@ -282,6 +282,7 @@ def plan_of(sweep: Sweep) -> str:
     cells, configs = checked_cells(sweep)
     places = places_here(configs.values(), sweep.parallel)
     progress = Progress.of(cells, len(places))
+    left, todo = len(progress.pending), progress.pending[: sweep.max_cells]
     rows = []
     for cell in cells:
         version = resumed_version(sweep, cell, configs[cell.name])
@@ -293,10 +294,12 @@ def plan_of(sweep: Sweep) -> str:
         elif is_kept(cell, configs[cell.name]):
             state = "is trained, by a sweep that was ended before"
         rows.append([cell.name, state])
-    needed = sum(run_bytes(config, checkpoint_bytes(config)) for config in _on_disk(progress.pending, configs))
+    progress.cells = [cell for cell in cells if cell.name in progress.seconds or cell in todo]  # of this command
+    needed = sum(run_bytes(config, checkpoint_bytes(config)) for config in _on_disk(todo, configs))
+    part = f", {len(todo)} of them by this command" if len(todo) < left else ""
     free = shutil.disk_usage(existing_parent(sweep.folder)).free
     lines = [
-        f"{len(cells)} cells, {len(progress.pending)} to do, {len(places)} at once: {'; '.join(map(str, places))}",
+        f"{len(cells)} cells, {left} to do{part}, {len(places)} at once: {'; '.join(map(str, places))}",
         f"time: {_time_text(sweep, progress)}",
         f"disk: at most {needed / 2**30:.1f} GiB more in {sweep.folder}; {free / 2**30:.1f} GiB are free",
     ]

@@ -111,6 +111,8 @@ def main() -> None:
             for kind in [kind for kind in KINDS if kind not in refusals]:
                 found = train(kind, seed, [args.config, *args.overrides], Path(folder), args.timeout_s)
                 print(found, flush=True)
+                if isinstance(found, str) and kind == "none":
+                    sys.exit(f"the configuration itself is refused, so nothing is measured: {found}")
                 if isinstance(found, str):
                     refusals[kind] = found
                 else:

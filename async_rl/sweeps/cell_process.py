@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from async_rl.errors import StillRunningInterrupt
 from async_rl.storage.run_dir import has_locked, is_locked
 from async_rl.sweeps.cells import Cell
 from async_rl.sweeps.places import CellPlace
+
+POLL_S = 0.2
+"""How often a run is asked whether it has ended."""
 
 
 class CellProcesses:
@@ -23,8 +27,11 @@ class CellProcesses:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: dict[subprocess.Popen[bytes], str] = {}
+        """The log of each process."""
         self._is_stopping = False
+        self._is_left = threading.Event()
+        """Whether nobody waits for the runs any more."""
 
     def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
         """Train a cell by `async-rl` and the words after it; return "", or exit code and the error in the log."""
@@ -39,12 +46,41 @@ class CellProcesses:
         errors = [line for line in lines if "error" in line.lower()]
         return f"exit code {code}, {log_file}: {(told or errors or lines or ['nothing logged'])[0].strip()[:300]}"
 
-    def stop(self) -> None:
-        """Have all runs end in order, each with its own processes, and let no other begin."""
+    def end(self, wait: Callable[[float | None], object], shutdown_s: float) -> None:
+        """Have all runs end after their step, or at once if Ctrl-C or SIGTERM comes again.
+
+        Args:
+            wait: waits for the calls of `train`, at most for so many seconds.
+            shutdown_s: how long the runs may take to end at once.
+
+        Raises:
+            StillRunningInterrupt: runs go on after that.
+        """
+        try:
+            if count := self.stop():
+                what = f"ending {count} cell{'s' * (count > 1)} after the step that each is in, with a checkpoint"
+                print(f"{what}; another Ctrl-C ends them at once", file=sys.stderr, flush=True)
+            wait(None)
+        except KeyboardInterrupt:
+            self.stop()
+            wait(shutdown_s)
+            self._is_left.set()
+            with self._lock:
+                left = [f"process {process.pid}, {log}" for process, log in self._running.items()]
+            if left:
+                text = f"interrupted, but runs go on {shutdown_s:g} s (timeouts.shutdown_s) after the second signal"
+                raise StillRunningInterrupt(f"{text}: {'; '.join(left)}. `kill -9` ends them") from None
+
+    def stop(self) -> int:
+        """Ask all runs to end, each with its own processes, and let no other begin; return their number.
+
+        The first time they end in order, the second time at once.
+        """
         with self._lock:
             self._is_stopping = True
             for process in self._running:
                 process.send_signal(signal.SIGTERM)
+            return len(self._running)
 
     def _run(self, words: Sequence[str], log: TextIO, place: CellPlace) -> int:
         with self._lock:
@@ -56,12 +92,14 @@ class CellProcesses:
             )
             if place.cores:
                 os.sched_setaffinity(process.pid, place.cores)
-            self._running.add(process)
-        try:
-            return process.wait()
-        finally:
-            with self._lock:
-                self._running.discard(process)
+            self._running[process] = log.name
+        while (code := process.poll()) is None and not self._is_left.wait(POLL_S):
+            pass
+        if code is None:
+            return -signal.SIGTERM
+        with self._lock:
+            del self._running[process]
+        return code
 
 
 @contextlib.contextmanager

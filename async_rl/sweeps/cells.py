@@ -1,24 +1,19 @@
-"""The cells of a sweep, one training run per combination of settings and seed, and the records of finished cells."""
+"""The cells of a sweep, one training run per combination of settings and seed, and the axes that set them."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config, StalenessConfig
 from async_rl.config.check import check
-from async_rl.config.loading import dump_config, load_config, text_override
+from async_rl.config.loading import load_config, text_override
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
-from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
-from async_rl.storage.whole_file import write_whole
 
 SEED = "seed"
 STALENESS = "staleness"
@@ -31,10 +26,11 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "coupled": ("algorithm.proximal=behaviour", "algorithm.correction.kind=none"),
     "decoupled_tis": ("algorithm.proximal=recompute", "algorithm.correction.kind=token_tis"),
 }
-PLACE_KEYS = ("run.name", "run.dir", "run.resume", "rollout.server_url")
-"""The config keys that say where a cell runs, in which the cells of one sweep may differ."""
-COUNTED_KEYS = ("guard.rollbacks",)
-"""The config keys that a run writes down itself."""
+_ADVICE = (
+    "Leave one of them out, or set it by the other: --staleness 1/4,1/8 sets staleness.max 4 and 8 and staleness.depth "
+    "1, --seeds and --first-seed run.seed"
+)
+"""The advice of the errors that a key is set twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +112,17 @@ def key_axis(text: str) -> Axis:
     return Axis(key, {value: (f"{key}={value}",) for value in levels})
 
 
+def unused_depth(config: str) -> str:
+    """Return a sentence on the staleness.depth that a config file sets, as --staleness sets it in each cell, or ""."""
+    section = (read_yaml(Path(config).read_text(encoding="utf-8"))[0] or {}).get(STALENESS) or {}
+    if section.get("depth", "max") == "max":
+        return ""
+    return (
+        f"staleness.depth {section['depth']} of {config} is not used: --staleness sets the depth of each cell, 8 that "
+        f"of the bound and {section['depth']}/8 this one"
+    )
+
+
 def staleness_axis(text: str) -> Axis:
     return Axis(STALENESS, {str(bound): bound.overrides for bound in bounds_of(text)})
 
@@ -189,15 +196,35 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
 
 def _check_apart(axes: Sequence[Axis]) -> None:
     """Check that no two axes set the same key, or one of them a whole section and the other a key in it."""
-    keys = [(axis, {o.partition("=")[0].strip() for level in axis.levels.values() for o in level}) for axis in axes]
+    keys = [(axis, {_key_of(text) for level in axis.levels.values() for text in level}) for axis in axes]
     for (one, of_one), (other, of_other) in itertools.combinations(keys, 2):
         for key, again in itertools.product(sorted(of_one), sorted(of_other)):
-            if f"{key}.".startswith(f"{again}.") or f"{again}.".startswith(f"{key}."):
+            if _overlap(key, again):
                 raise ConfigError(
                     f"the axes of a sweep must set different keys, got {one.name}, which sets {key}, and {other.name}, "
-                    f"which sets {again}. Leave one of them out, or set it by the other: --staleness sets "
-                    "staleness.max and staleness.depth, --seeds run.seed"
+                    f"which sets {again}. {_ADVICE}"
                 )
+
+
+def check_used(overrides: Iterable[str], axes: Sequence[Axis]) -> None:
+    """Check that no setting of the command line is of a key that an axis sets in every cell, as it would go unused."""
+    for axis in axes:
+        keys = set.intersection(*({_key_of(text) for text in level} for level in axis.levels.values()))
+        for text, key in itertools.product(overrides, sorted(keys)):
+            if _overlap(_key_of(text), key):
+                raise ConfigError(
+                    f"a setting must be of a key that no axis of the sweep sets, got {text} and the axis {axis.name}, "
+                    f"which sets {key}. {_ADVICE}"
+                )
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Return whether two keys are the same, or one of them is a section and the other a key in it."""
+    return sets_one_of(key, [other]) or sets_one_of(other, [key])
 
 
 def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
@@ -211,113 +238,6 @@ def cell_config(path: str, overrides: Iterable[str], cell: Cell) -> Config:
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The contents of `cell.json`, which a sweep writes into the folder of a finished cell."""
-
-    labels: dict[str, str]
-    config: str
-    """The resolved config, as YAML."""
-    seconds: float
-    """The duration of the whole run, start-up included."""
-    command: str
-    commit: str
-    """The commit of the program that ran the cell."""
-    varied: Sequence[str]
-    """The config keys that the axes set."""
-    resumed: int = 0
-    """The number of times that the cell went on from a checkpoint: its times are of so many more parts."""
-
-
-def check_comparable(records: Iterable[tuple[Path, Record]]) -> None:
-    """Check that cells, given with their folders, have the same config except for the keys that their axes vary.
-
-    A key that is missing in one config is not compared: another version of the program may not have it.
-
-    Raises:
-        ConfigError: two cells differ in a key that no axis varies.
-    """
-    records = list(records)
-    varied = {*PLACE_KEYS, *(key for _, record in records for key in record.varied)}
-    if "algorithm.preset" in varied:  # a preset sets other keys of its section
-        varied.add("algorithm")
-    prefixes = tuple(f"{key}." for key in varied)  # an axis may vary a whole section
-    seen: dict[str, tuple[Any, Path]] = {}
-    for cell, record in records:
-        for key, value in leaves(read_yaml(record.config)[0]).items():
-            other, elsewhere = seen.setdefault(key, (value, cell))
-            if value != other and not f"{key}.".startswith(prefixes):
-                raise ConfigError(
-                    f"cells of one sweep must differ in its axes alone, got {key} {other} in {elsewhere} and {value} "
-                    f"in {cell}. Give this sweep another --name, move the other cells away, or vary the key: "
-                    f"--axis {key}=..."
-                )
-
-
-def check_unchanged(cell: Path, record: Record, planned: Record) -> None:
-    """Check that a finished cell was trained with the settings that the sweep has for it now, but for its place.
-
-    `check_comparable` leaves out what the axes set, so it does not see all that has changed.
-
-    Raises:
-        ConfigError: a key has another value now.
-    """
-    now = leaves(read_yaml(planned.config)[0])
-    for key, value in leaves(read_yaml(record.config)[0]).items():
-        if key not in PLACE_KEYS and now.get(key, value) != value:
-            raise ConfigError(
-                f"a finished cell must have the settings that this sweep has for it, got {key} {value} in {cell} and "
-                f"{now[key]} now. Give this sweep another --name, or move the cell away"
-            )
-
-
-def has_settings(cell: Cell, config: Config) -> bool:
-    """Return whether the run in the folder of a cell has these settings, but for its place, resumes and rollbacks.
-
-    It has written down the commits of the repositories that the settings name on the hub.
-    """
-    file = cell.folder / "config.yaml"
-    if not file.is_file():
-        return False
-    with suppress(ConfigError):  # a run of another version may have keys that this one does not know
-        of_run = load_config(file)
-        for repo in hub_repos(config):
-            config = with_name(config, repo.key, repo.name, recorded_name(of_run, repo) or repo.name)
-    began, planned = (leaves(read_yaml(text)[0]) for text in (file.read_text(), dump_config(config)))
-    return all(began.get(key) == value for key, value in planned.items() if key not in (*PLACE_KEYS, *COUNTED_KEYS))
-
-
-def leaves(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} of a configuration."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= {f"{key}.{inner}": leaf for inner, leaf in leaves(value).items()}
-        else:
-            found[key] = value
-    return found
-
-
-def read_record(folder: Path) -> Record | None:
-    file = folder / "cell.json"
-    return Record(**json.loads(file.read_text())) if file.is_file() else None
-
-
-def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:
-    """Return {cell's folder: record} of a sweep's finished cells; if `axes` is given, only of cells with these axes."""
-    records = {cell: record for cell in sorted((folder / "cells").glob("*")) if (record := read_record(cell))}
-    names = None if axes is None else set(axes)
-    return {cell: record for cell, record in records.items() if names is None or record.labels.keys() == names}
-
-
-def make_record(
-    cell: Cell, config: Config, seconds: float = 0.0, command: str = "", commit: str = "", resumed: int = 0
-) -> Record:
-    return Record(
-        labels=cell.labels, config=dump_config(config), seconds=seconds, command=command, commit=commit,
-        resumed=resumed, varied=[override.partition("=")[0] for override in cell.overrides],
-    )
-
-
-def write_record(cell: Cell, record: Record) -> None:
-    write_whole(cell.folder / "cell.json", json.dumps(dataclasses.asdict(record), indent=2) + "\n")
+def sets_one_of(key: str, keys: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `keys` or in one of them that is a section."""
+    return f"{key}.".startswith(tuple(f"{each}." for each in keys))

@@ -79,7 +79,16 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
 def _sweep(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
-    from async_rl.sweeps.cells import CORRECTIONS, MODES, key_axis, named_axis, seed_axis, staleness_axis
+    from async_rl.sweeps.cells import (
+        CORRECTIONS,
+        MODES,
+        all_cells,
+        key_axis,
+        named_axis,
+        seed_axis,
+        staleness_axis,
+        unused_depth,
+    )  # fmt: skip
     from async_rl.sweeps.sweep import Sweep, plan_of, run_and_report
 
     is_number = args.parallel.isdecimal() and int(args.parallel) > 0
@@ -87,18 +96,21 @@ def _sweep(args: argparse.Namespace) -> int:
     check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
     is_name = args.name is None or (Path(args.name).name == args.name and args.name not in ("", ".."))
     check(is_name, "--name", args.name, "the name of a folder in run.dir, without / (set run.dir)")
-    run = load_config(args.config, args.overrides).run
     axes = [staleness_axis(args.staleness), seed_axis(args.seeds, args.first_seed)]
     if args.mode:
         axes.append(named_axis("mode", "bounded,exact" if args.mode == "both" else args.mode, MODES))
     if args.correction:
         axes.append(named_axis("correction", args.correction, CORRECTIONS))
     axes += [key_axis(text) for text in args.axis]
+    first = all_cells(axes, Path())[0]
+    run = load_config(args.config, [*args.overrides, *first.overrides]).run  # without the axes it need not be valid
     folder = Path(run.dir) / (args.name or f"{run.name}-sweep")
     sweep = Sweep(
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
         max_cells=args.max_cells, parallel=int(args.parallel) if is_number else None,
     )
+    if told := unused_depth(args.config):
+        print(told, flush=True)
     if args.dry_run:
         print(plan_of(sweep), end="")
         return 0

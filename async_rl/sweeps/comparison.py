@@ -11,10 +11,10 @@ from typing import Any
 
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cells import PLACE_KEYS, leaves
-from async_rl.sweeps.pages import html_page
+from async_rl.sweeps.pages import html_page, written
 from async_rl.sweeps.plots import DPI, OKABE_ITO, SECONDS, STEP, make_panels
-from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF
+from async_rl.sweeps.records import PLACE_KEYS, leaves
+from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF, rewards_over
 from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
@@ -36,18 +36,19 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     """Write table.md, compared.png and report.html into `out`; return the text to print.
 
     Raises:
-        ConfigError: a folder is no run directory, or its run has not trained a step.
+        ConfigError: a folder is no run directory, or its run has not trained a step, or `out` can't be written to.
     """
     runs = dict(zip(_names(folders), map(opened_run, folders), strict=True))
     tables = [_values(runs), _settings(runs)]
-    out.mkdir(parents=True, exist_ok=True)
-    picture = out / "compared.png"
-    _draw(runs, picture)
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
-    notes = [note] if (note := _went_on(runs)) else []
+    notes = [note for note in (_seconds_compared(runs), _went_on(runs)) if note]
     text += "".join(f"\n{note}\n" for note in notes)
-    (out / "table.md").write_text(text)
-    (out / "report.html").write_text(html_page("Runs side by side", tables, notes, [], {picture: CAPTION}))
+    picture = out / "compared.png"
+    with written(out, "Set --out to a folder where you may write"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "table.md").write_text(text)
+        _draw(runs, picture)
+        (out / "report.html").write_text(html_page("Runs side by side", tables, notes, [], {picture: CAPTION}))
     return text
 
 
@@ -91,6 +92,13 @@ def _state(run: Run) -> str:
     """Return `ended` for a run that has a summary, `ended early` for one that was ended before, or what it does."""
     state = saved_state(run.folder) or "unknown"
     return "ended" if run.has_ended else "ended early" if state == "ended" else state
+
+
+def _seconds_compared(runs: Mapping[str, Run]) -> str:
+    """Return one sentence that says over which seconds the policies' rewards are averaged, and for which run, or ""."""
+    _, seconds = policy_rewards(list(runs.values()))
+    shortest = next((name for name, run in runs.items() if run.policy_curve.end_s == seconds), "")
+    return f"{rewards_over(seconds)}: of {shortest} no more is known." if shortest else ""
 
 
 def _went_on(runs: Mapping[str, Run]) -> str:

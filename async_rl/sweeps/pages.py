@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from async_rl.errors import ConfigError
 from async_rl.sweeps.tables import Table
 
 STYLE = """
@@ -17,6 +19,20 @@ th { border-bottom: 2px solid #444; vertical-align: bottom } tr.best { font-weig
 .lead { font-size: 17px; background: #eef5fb; padding: .8rem 1rem; border-left: 4px solid #0072b2 }
 figure { margin: 2rem 0 } img { max-width: 100% } figcaption, .note { color: #555; font-size: 13px }
 """
+
+
+@contextlib.contextmanager
+def written(folder: Path, instead: str) -> Iterator[None]:
+    """Write the files of a report into `folder` in this block.
+
+    Raises:
+        ConfigError: a file can't be written; the message ends with `instead`, what else to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = error.filename or folder
+        raise ConfigError(f"a report in {folder} can't be written: {what}: {error.strerror}. {instead}") from None
 
 
 def html_page(

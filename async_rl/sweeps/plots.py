@@ -176,9 +176,10 @@ def _depth_beside_bound(rows: Sequence[Setting]) -> Any:
         for number, (label, group) in enumerate(groups.items()):
             group = sorted(group, key=lambda row: row.estimate("staleness_mean").mean)
             xs, ys = ([row.estimate(name) for row in group] for name in ("staleness_mean", key))
+            color = OKABE_ITO[number % len(OKABE_ITO)]
             axes.errorbar(
                 [x.mean for x in xs], [y.mean for y in ys], yerr=[0.0 if math.isnan(y.error) else y.error for y in ys],
-                capsize=3, color=OKABE_ITO[number], marker=MARKERS[number], label=label,
+                capsize=3, color=color, marker=MARKERS[number % len(MARKERS)], label=label,
                 linestyle="-" if number == 0 else ":" if len(below) > 1 else "",
             )  # fmt: skip
             if 0 < number < len(below):  # its depths lie below those of the largest bound, which have names
@@ -189,7 +190,7 @@ def _depth_beside_bound(rows: Sequence[Setting]) -> Any:
                 offset, side = sides[0] if number == 0 else sides[2 - place % 2]
                 axes.annotate(
                     str(row.staleness), (x.mean, y.mean), offset, textcoords="offset points", fontsize=8, ha=side,
-                    color=OKABE_ITO[number],
+                    color=color,
                 )  # fmt: skip
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("staleness of trained episodes, mean")

@@ -123,7 +123,11 @@ def with_learner_of(workload: Workload, found: Sequence[Stages]) -> Workload:
 
 
 def _mean(found: Sequence[Stages], name: str) -> float:
-    return float(np.mean([getattr(stage, name) for stage in found]))
+    return _mean_of([getattr(stage, name) for stage in found])
+
+
+def _mean_of(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +163,25 @@ def first_series(rows: Sequence[Setting]) -> list[Setting]:
 
 
 def compare(rows: Sequence[Setting]) -> list[Measured]:
-    """Return for each staleness bound of the first series the measured values beside their prediction."""
+    """Return for each staleness bound of the first series the measured values beside their prediction.
+
+    A run that ended after its first step has no durations, and is left out of what is made of them.
+    """
     of_series = first_series(rows)
     if not of_series:
         return []
-    found = {row.staleness: [stages(run) for run in row.runs] for row in of_series}
+    timed = {row.staleness: tuple(run for run in row.runs if len(run.steps) > 1) for row in of_series}
+    found = {staleness: [stages(run) for run in runs] for staleness, runs in timed.items()}
     everywhere = [stage for stages in found.values() for stage in stages]
     measured = []
     for row in of_series:
-        own = found[row.staleness]
+        own, of_timed = found[row.staleness], dataclasses.replace(row, runs=timed[row.staleness])
         measured.append(
             Measured(
                 staleness=row.staleness, learner=row.estimate("learner").mean, rollout=row.estimate("rollout").mean,
                 staleness_mean=row.estimate("staleness_mean").mean,
-                bound=float(np.mean([work_conserving_bound(stage, row.staleness.depth) for stage in own])),
-                in_flight=_mean(own, "in_flight"), predicted=_predict(row, own, everywhere),
+                bound=_mean_of([work_conserving_bound(stage, row.staleness.depth) for stage in own]),
+                in_flight=_mean(own, "in_flight"), predicted=_predict(of_timed, own, everywhere) if own else None,
             )
         )
     return measured

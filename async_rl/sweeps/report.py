@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.sweeps.cells import SEED, STALENESS, finished_cells
-from async_rl.sweeps.pages import html_page
+from async_rl.sweeps.cells import SEED, STALENESS
+from async_rl.sweeps.pages import html_page, written
 from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
+from async_rl.sweeps.records import finished_cells
 from async_rl.sweeps.results import Run, read_results
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, settings_of
 from async_rl.sweeps.significance import (
@@ -143,13 +144,12 @@ def write_report(folder: Path) -> str:
     tables and plots that need the steps of the runs stay as they are.
 
     Raises:
-        ConfigError: the folder holds no finished run, and none that has trained a step.
+        ConfigError: the folder holds no finished run, and none that has trained a step, or can't be written to.
     """
     runs = read_results(folder)
     rows = settings_of(runs)
     has_steps = any(run.steps for run in runs)
     measured = compare(rows) if has_steps and all(run.has_ended for run in runs) else []
-    pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
     found = (
         value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), bounds_compared(rows),
         *corrections_compared(rows), dropped_groups(rows), value_table(rows, shown_learning(rows), "What was learned"),
@@ -165,9 +165,11 @@ def write_report(folder: Path) -> str:
     if kept:
         notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
-    (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *notes]) + "\n")
-    _write_csvs(rows, folder)
-    (folder / "report.html").write_text(_page(folder, tables, sentences, notes, pictures))
+    with written(folder, "Copy the folder to where you may write, and make the report of the copy"):
+        (folder / "table.md").write_text(text + "\n" + "\n\n".join([*sentences, *notes]) + "\n")
+        _write_csvs(rows, folder)
+        pictures = draw_all(rows, folder / "plots", {m.staleness: m.predicted for m in measured if m.predicted})
+        (folder / "report.html").write_text(_page(folder, tables, sentences, notes, pictures))
     return text + "\n" + "\n".join(sentences)
 
 
@@ -190,7 +192,12 @@ def shown_learning(rows: Sequence[Setting]) -> dict[str, tuple[str, str]]:
 def seconds_compared(rows: Sequence[Setting]) -> str:
     """Return one sentence that says over which seconds the policies' rewards are averaged, or ""."""
     found = {value for row in rows for value in row.values["policy_seconds"] if not math.isnan(value)}
-    return f"Rewards of policies are means over the first {min(found):.1f} s after the first step." if found else ""
+    return f"{rewards_over(min(found))}." if found else ""
+
+
+def rewards_over(seconds: float) -> str:
+    """Return what the rewards of policies are means over, without a full stop."""
+    return f"Rewards of policies are means over the first {seconds:.1f} s after the first step"
 
 
 def so_far(runs: Sequence[Run]) -> str:

@@ -17,9 +17,10 @@ import yaml
 
 from async_rl.errors import ConfigError
 from async_rl.storage.run_dir import is_of_newest_end
-from async_rl.sweeps.cells import SEED, STALENESS, Bound, check_comparable, finished_cells, read_record
+from async_rl.sweeps.cells import SEED, STALENESS, Bound
 from async_rl.sweeps.efficiency import Evaluations
 from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, policy_curve
+from async_rl.sweeps.records import check_comparable, finished_cells, read_record
 from async_rl.telemetry.figures import SHARES, Figures, over_steps, seconds_at
 from async_rl.telemetry.metrics import read_metrics
 

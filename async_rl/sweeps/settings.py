@@ -136,7 +136,7 @@ def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
     for row in rows:
         if not row.has("efficiency"):
             reason = why_unknown([run.evaluations for run in synchronous_runs(rows, row)])
-            reason = reason or "its held-out accuracy lies above all of synchronous training's, or was not measured"
+            reason = reason or _why_none(row)
             reasons.setdefault(reason, []).append(row)
     sentences = []
     for reason, without in reasons.items():
@@ -146,6 +146,14 @@ def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
     if has_steps and not any(row.has("efficiency") for row in rows):
         sentences.append(_by_reward(rows))
     return sentences
+
+
+def _why_none(row: Setting) -> str:
+    """Return why the efficiency of a row can't be told although the synchronous curve is known."""
+    without = [run.folder.name for run in row.runs if len(run.evaluations) < 2]
+    if without:
+        return f"{', '.join(without)} had no held-out evaluation after the start"
+    return "its held-out accuracy lies above all of synchronous training's"
 
 
 def _by_reward(rows: Sequence[Setting]) -> str:

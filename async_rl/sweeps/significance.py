@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from async_rl.sweeps.cells import read_record
+from async_rl.sweeps.records import read_record
 from async_rl.sweeps.settings import Setting, baseline
 from async_rl.sweeps.statistics import CONFIDENCE, estimate, holm, p_value, ratio_text, stratified
 from async_rl.sweeps.tables import Table

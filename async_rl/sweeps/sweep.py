@@ -29,28 +29,21 @@ from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
 from async_rl.storage.run_dir import is_complete, is_locked
 from async_rl.sweeps.cell_process import CellProcesses, claimed
-from async_rl.sweeps.cells import (
-    SEED,
-    Axis,
-    Cell,
-    all_cells,
-    cell_config,
+from async_rl.sweeps.cells import SEED, Axis, Cell, all_cells, cell_config, check_used
+from async_rl.sweeps.cut_cells import changed_setting, make_way, run_seconds
+from async_rl.sweeps.machine import describe_machine
+from async_rl.sweeps.places import CellPlace, places_here
+from async_rl.sweeps.records import (
     check_comparable,
     check_unchanged,
     finished_cells,
-    has_settings,
     make_record,
     read_record,
     write_record,
 )
-from async_rl.sweeps.machine import describe_machine
-from async_rl.sweeps.places import CellPlace, places_here
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.tables import Table
-from async_rl.telemetry.metrics import read_metrics
 
-WRITTEN_AT = ("time/written_at_s", "eval/written_at_s")
-"""The metrics that say when a line of a run was written, in seconds of all the run's time."""
 UNLIMITED_STEPS = 1_000_000
 """The run.steps of a cell whose length is given in seconds."""
 
@@ -182,7 +175,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
     Raises:
         ConfigError: a combination of settings is not valid, the folder holds a sweep of another config, this host has
             too few GPUs or cores, or several cells at once would run on a Ray cluster. No cell has started then.
-        KeyboardInterrupt: the sweep was interrupted; the running cells have ended.
+        KeyboardInterrupt: the sweep was interrupted; the running cells have ended, or the message names those that go
+            on.
     """
     cells, configs = checked_cells(sweep)
     places = places_here(configs.values(), sweep.parallel)
@@ -203,7 +197,8 @@ def run_sweep(sweep: Sweep, run_cell: RunCell | None = None) -> Progress:
                     if cell := next(todo, None):
                         running[pool.submit(train, cell, place)] = place
         except BaseException:
-            processes.stop()
+            shutdown_s = max(config.timeouts.shutdown_s for config in configs.values())
+            processes.end(partial(wait, running), shutdown_s)
             raise
     return progress
 
@@ -228,7 +223,7 @@ def _train(
         else:
             version = resumed_version(sweep, cell, config)
             if version is None:
-                shutil.rmtree(cell.folder, ignore_errors=True)  # the remains of a run that was cut short
+                make_way(cell, config)
             else:
                 command += ["--resume", str(cell.folder)]
             progress.say_start(cell, place, version)
@@ -245,15 +240,9 @@ def _train(
         return ended
 
 
-def run_seconds(run_dir: Path) -> float:
-    """Return the time that a run has taken, its start-ups included, until its last line of metrics."""
-    times = [record.get(key) for record in read_metrics(run_dir / "metrics.jsonl") for key in WRITTEN_AT]
-    return max((each for each in times if each is not None), default=0.0)
-
-
 def is_kept(cell: Cell, config: Config) -> bool:
     """Return whether the cell is trained to its end already: of a sweep that is killed the runs go on to theirs."""
-    return is_complete(cell.folder, config) and has_settings(cell, config)
+    return is_complete(cell.folder, config) and not changed_setting(cell, config)
 
 
 def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
@@ -263,7 +252,7 @@ def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
     last step, what is left is its end: the evaluation and the summary.
     """
     newest = max(list_checkpoints(cell.folder), default=None)
-    if newest is None or sweep.seconds or not has_settings(cell, config):
+    if newest is None or sweep.seconds or changed_setting(cell, config):
         return None
     return newest
 
@@ -271,6 +260,7 @@ def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
 def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
     """Return the cells of a sweep and their configurations by name; see `run_sweep` for what is refused."""
     cells = all_cells(sweep.axes, sweep.folder)
+    check_used(sweep.overrides, sweep.axes)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
     finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
@@ -292,6 +282,7 @@ def plan_of(sweep: Sweep) -> str:
     cells, configs = checked_cells(sweep)
     places = places_here(configs.values(), sweep.parallel)
     progress = Progress.of(cells, len(places))
+    left, todo = len(progress.pending), progress.pending[: sweep.max_cells]
     rows = []
     for cell in cells:
         version = resumed_version(sweep, cell, configs[cell.name])
@@ -303,10 +294,12 @@ def plan_of(sweep: Sweep) -> str:
         elif is_kept(cell, configs[cell.name]):
             state = "is trained, by a sweep that was ended before"
         rows.append([cell.name, state])
-    needed = sum(run_bytes(config, checkpoint_bytes(config)) for config in _on_disk(progress.pending, configs))
+    progress.cells = [cell for cell in cells if cell.name in progress.seconds or cell in todo]  # of this command
+    needed = sum(run_bytes(config, checkpoint_bytes(config)) for config in _on_disk(todo, configs))
+    part = f", {len(todo)} of them by this command" if len(todo) < left else ""
     free = shutil.disk_usage(existing_parent(sweep.folder)).free
     lines = [
-        f"{len(cells)} cells, {len(progress.pending)} to do, {len(places)} at once: {'; '.join(map(str, places))}",
+        f"{len(cells)} cells, {left} to do{part}, {len(places)} at once: {'; '.join(map(str, places))}",
         f"time: {_time_text(sweep, progress)}",
         f"disk: at most {needed / 2**30:.1f} GiB more in {sweep.folder}; {free / 2**30:.1f} GiB are free",
     ]

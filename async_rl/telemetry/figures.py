@@ -203,12 +203,15 @@ def seconds_at(records: Iterable[Mapping[str, float | None]]) -> list[float]:
     """Return when each step ended, in seconds since the end of the first step, given their records in metrics.jsonl.
 
     `time/since_first_step_s` begins again at 0 where a run went on from a checkpoint. Here the time goes on from there,
-    without that step, which includes a warm-up. So the last value is `seconds` of summary.json.
+    without that step, which includes a warm-up. A step that was restored from a checkpoint lacks it, and has its own
+    time. So the last value is `seconds` of summary.json.
     """
     seconds, before_s, newest_s = [], 0.0, 0.0
     for record in records:
-        since_s = record.get("time/since_first_step_s") or 0.0
-        if since_s == 0.0:
+        since_s = record.get("time/since_first_step_s")
+        if since_s is None:
+            since_s = newest_s + (record.get("time/step_s") or 0.0)
+        elif since_s == 0.0:
             before_s += newest_s
         newest_s = since_s
         seconds.append(before_s + since_s)

@@ -65,6 +65,15 @@ def test_a_kind_that_this_host_refuses_is_left_out_and_the_page_says_why(
     assert tried.count("on a server of its own") == 1 and tried.count("none") == 2
 
 
+def test_a_configuration_that_is_refused_replaces_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.evaluation_cost.train", lambda *_: "config file a.yaml can't be read")
+    (tmp_path / "cost.md").write_text("kept")
+    monkeypatch.setattr("sys.argv", ["evaluation_cost", "a.yaml", "--out", str(tmp_path / "cost")])
+    with pytest.raises(SystemExit, match=r"nothing is measured: config file a\.yaml can't be read"):
+        main()
+    assert (tmp_path / "cost.md").read_text() == "kept" and not (tmp_path / "cost.json").exists()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_settings_of_each_kind_are_valid(kind: str) -> None:
     config = load_config(ROOT / "configs" / "sweep_agent_cpu.yaml", ["eval.every_steps=6", *KINDS[kind]])

@@ -13,7 +13,7 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.storage.checkpoints import list_checkpoints
-from async_rl.sweeps.cells import read_record
+from async_rl.sweeps.records import read_record
 from async_rl.telemetry.metrics import read_metrics
 from benchmarks.marked_command import MarkedCommand, wait_until
 

@@ -58,6 +58,21 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
     assert "data:image/png;base64," in page and "http" not in page
 
 
+def test_the_seconds_of_the_compared_rewards_are_named_with_the_run_that_sets_them(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that has just begun cuts the mean of the other to the seconds that are known of it."""
+    assert main(["report", str(runs[0]), str(runs[2]), "--out", str(tmp_path / "out")]) == 0
+    longer_s, shorter_s = (read_run(run).policy_curve.end_s for run in (runs[0], runs[2]))
+    assert shorter_s < longer_s
+    told = (
+        f"Rewards of policies are means over the first {shorter_s:.1f} s after the first step: of "
+        "b/sweep/cells/staleness-0.seed-0 no more is known.\n"
+    )
+    assert told in capsys.readouterr().out and told in (tmp_path / "out" / "table.md").read_text()
+    assert told.strip() in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_a_run_without_a_summary_goes_on_was_ended_early_was_killed_or_has_no_status(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,3 +169,18 @@ def test_a_run_without_a_step_is_refused(runs: list[Path], capsys: pytest.Captur
 def test_the_report_of_one_folder_has_no_other_place(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(sweep), "--out", "elsewhere"]) == 2
     assert "--out must be left out for one folder, in which its report is written" in capsys.readouterr().err
+
+
+def test_reports_that_can_not_be_written_say_what_to_do(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file stands where a folder is needed: root, who runs some tests, may write into all folders."""
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    assert main(["report", *map(str, runs), "--out", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert f"a report in {out} can't be written: {out}: Not a directory. Set --out to a folder where you" in told
+    (runs[0] / "plots").write_text("")
+    assert main(["report", str(runs[0])]) == 2
+    told = capsys.readouterr().err
+    assert f"a report in {runs[0]} can't be written: {runs[0]}/plots: File exists. Copy the folder to where" in told

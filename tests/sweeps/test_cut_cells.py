@@ -11,12 +11,16 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import Config
-from async_rl.config.loading import dump_config
+from async_rl.config.loading import dump_config, load_config
+from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.hub import pinned
-from async_rl.sweeps.cells import Cell, all_cells, cell_config, read_record
+from async_rl.sweeps.cells import Cell, all_cells, cell_config, seed_axis, staleness_axis
+from async_rl.sweeps.cut_cells import run_seconds
 from async_rl.sweeps.places import CellPlace
-from async_rl.sweeps.sweep import Sweep, plan_of, resumed_version, run_seconds, run_sweep
+from async_rl.sweeps.records import read_record
+from async_rl.sweeps.results import read_runs
+from async_rl.sweeps.sweep import Sweep, plan_of, resumed_version, run_sweep
 from tests.kit.hub import open_hub
 from tests.kit.models import save_tiny_model
 from tests.kit.sweeps import Trainer, make, write_cell
@@ -79,7 +83,9 @@ def test_a_resumed_cell_has_the_time_of_all_its_parts(tmp_path: Path) -> None:
     assert sorted(progress.seconds.values())[-2] < 3600.0, "the others began anew"
 
 
-def test_a_cut_cell_that_began_with_other_settings_starts_anew(tmp_path: Path) -> None:
+def test_a_cut_cell_that_began_with_other_settings_starts_anew_and_is_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cell = all_cells(make(tmp_path).axes, tmp_path / "sweep")[0]
     before = make(tmp_path, overrides=("run.steps=12", "learner.lr=0.5"))
     folder = save(cell, 7)
@@ -89,6 +95,60 @@ def test_a_cut_cell_that_began_with_other_settings_starts_anew(tmp_path: Path) -
         assert resumed_version(sweep, cell, cell_config(sweep.config, sweep.base_overrides(), cell)) == version
     run_sweep(now, trainer)
     assert "--resume" not in trainer.commands[0] and not folder.exists()
+    kept = tmp_path / "sweep" / "set_aside" / f"{cell.name}-1"
+    assert (kept / "checkpoints" / folder.name / "training_state.json").is_file()
+    told = f"{cell.name} starts anew, as it began with other settings: learner.lr 0.5 then and 0.25 now. Its run is in"
+    assert f"{told} {kept}\n" in capsys.readouterr().out
+
+
+def test_a_cell_set_aside_twice_is_kept_twice(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    for rate in ("0.5", "0.25"):
+        cell, _ = begin(make(tmp_path, overrides=(f"learner.lr={rate}",)))
+        (cell.folder / "cell.json").unlink(missing_ok=True)
+        run_sweep(sweep, Trainer())
+    kept = [tmp_path / "sweep" / "set_aside" / f"{cell.name}-{number}" for number in (1, 2)]
+    assert [load_config(folder / "config.yaml").learner.lr for folder in kept] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("is_known", "given", "version"),
+    [(True, "", 7), (False, "", 7), (True, "alarms.window_steps=3", None), (False, "learner.lr=0.5", None)],
+)
+def test_a_cut_cell_of_another_version_of_the_program_goes_on(
+    tmp_path: Path, is_known: bool, given: str, version: int | None
+) -> None:
+    """It lacks a section, of which it had the defaults, and may have a key that this version does not know."""
+    cell, _ = begin(make(tmp_path))
+    file = cell.folder / "config.yaml"
+    settings, _ = read_yaml(file.read_text())
+    del settings["alarms"]
+    if not is_known:
+        settings["learner"]["of_before"] = 1
+    file.write_text(write_yaml(settings))
+    save(cell, 7)
+    now = make(tmp_path, overrides=(given,) if given else ())
+    assert resumed_version(now, cell, cell_config(now.config, now.base_overrides(), cell)) == version
+
+
+@pytest.mark.parametrize("given", ["timeouts.work_s=9000", "logging.project=mine", "checkpoint.keep_last=5"])
+def test_settings_that_change_no_result_may_differ_between_the_cells_of_a_sweep(tmp_path: Path, given: str) -> None:
+    before, now = (make(tmp_path, overrides=("run.steps=12", *more)) for more in ((), (given,)))
+    cell, _ = begin(before)
+    save(cell, 7)
+    run_sweep(dataclasses.replace(before, axes=(staleness_axis("1"), seed_axis(2, 0))), Trainer())
+    trainer = Trainer()
+    assert run_sweep(now, trainer).pending == []
+    assert list(trainer.commands[0][-2:]) == ["--resume", str(cell.folder)] and len(trainer.cells) == 2
+    assert len(read_runs(now.folder)) == 4
+
+
+@pytest.mark.parametrize("given", ["timeouts.tool_s=9", "checkpoint.every_steps=5", "learner.optimizer_params.eps=0.1"])
+def test_settings_that_change_results_or_times_do_not(tmp_path: Path, given: str) -> None:
+    cell, _ = begin(make(tmp_path))
+    save(cell, 7)
+    now = make(tmp_path, overrides=(given,))
+    assert resumed_version(now, cell, cell_config(now.config, now.base_overrides(), cell)) is None
 
 
 def test_a_cut_cell_that_its_guard_has_rolled_back_goes_on(tmp_path: Path) -> None:

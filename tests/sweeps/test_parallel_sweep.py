@@ -180,3 +180,12 @@ def test_without_a_given_time_a_dry_run_tells_the_rounds_until_a_cell_has_ended(
     assert "8 to do, 4 at once" in plan_of(sweep) and "time: about 0 min left\n" in plan_of(sweep)
     one = dataclasses.replace(sweep, folder=tmp_path / "one", axes=(staleness_axis("0"), seed_axis(1, 0)), parallel=1)
     assert "time: unknown until the first cell has ended; 1 round of up to 1 at once\n" in plan_of(one)
+
+
+def test_a_dry_run_counts_the_time_and_the_disk_of_the_cells_of_this_command(box: None, tmp_path: Path) -> None:
+    sweep = make(tmp_path, seconds=600.0)
+    text, of_one = plan_of(sweep), plan_of(dataclasses.replace(sweep, max_cells=1))
+    assert "4 cells, 4 to do, 1 at once" in text and "time: 40 min of training" in text
+    assert "4 cells, 4 to do, 1 of them by this command, 1 at once" in of_one and "time: 10 min of training" in of_one
+    disk, disk_of_one = (float(each.partition("at most ")[2].partition(" GiB")[0]) for each in (text, of_one))
+    assert disk_of_one < disk / 2

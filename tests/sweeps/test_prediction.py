@@ -216,6 +216,19 @@ def test_a_run_whose_groups_were_reported_in_its_first_step_only_is_not_predicte
     assert [m.predicted for m in compare(settings_of(runs))] == [None, None]
 
 
+def test_a_run_that_ended_after_its_first_step_leaves_the_predictions_alone(tmp_path: Path) -> None:
+    rows = settings_of(read_runs(make_sweep(tmp_path, (0, 1), seeds=2, steps=12)))
+    whole = compare(rows)
+    del rows[1].runs[0].steps[1:]
+    for before, found in zip(whole, compare(rows), strict=True):
+        assert before.predicted is not None and found.predicted is not None
+        assert found.predicted.utilisation == pytest.approx(before.predicted.utilisation, rel=0.05)
+        assert (found.bound, found.in_flight) == pytest.approx((before.bound, before.in_flight), rel=0.05)
+    del rows[1].runs[1].steps[1:]
+    synchronous, other = compare(rows)
+    assert synchronous.predicted is not None and other.predicted is None and np.isnan(other.bound)
+
+
 def test_exact_mode_is_not_compared(tmp_path: Path) -> None:
     overrides = ("staleness.mode=exact", "weight_sync.on_update=drain")
     assert compare(settings_of(read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)))) == []

@@ -14,9 +14,10 @@ import pytest
 
 from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cells import all_cells, cell_config, key_axis, make_record, seed_axis, write_record
+from async_rl.sweeps.cells import all_cells, cell_config, key_axis, seed_axis
 from async_rl.sweeps.plots import _utilisation
 from async_rl.sweeps.prediction import compare
+from async_rl.sweeps.records import make_record, write_record
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import Run, read_results, read_runs
 from async_rl.sweeps.settings import Setting, settings_of

@@ -18,6 +18,7 @@ from async_rl.sweeps.settings import WORTH, Setting, efficiency_unknown, policy_
 from async_rl.sweeps.significance import best_row
 from async_rl.sweeps.tables import tables_in
 from async_rl.view.sweep_files import SweepFiles
+from tests.kit.sweeps import make_sweep
 from tests.kit.view.client import Client
 
 ROOT = Path(__file__).parents[2]
@@ -225,3 +226,12 @@ def test_the_tables_of_committed_sweeps_are_those_of_their_runs(name: str) -> No
     for row, line in zip(rows, means, strict=True):
         for key in WORTH:
             assert float(line[key]) == pytest.approx(row.estimate(key).mean, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_setting_with_a_run_that_was_evaluated_at_its_start_alone_says_so(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path, (0, 1), seeds=2)
+    file = folder / "cells" / "staleness-1.seed-0" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
+    told = "at staleness 1 can't be told: staleness-1.seed-0 had no held-out evaluation after the start."
+    assert told in write_report(folder)

@@ -16,7 +16,8 @@ from async_rl.config.loading import load_config
 from async_rl.driver.run_log import RunLog
 from async_rl.messages.reports import StepDone, WorkerReport
 from async_rl.storage.run_dir import write_config
-from async_rl.sweeps.cells import all_cells, make_record, seed_axis, staleness_axis, write_record
+from async_rl.sweeps.cells import all_cells, seed_axis, staleness_axis
+from async_rl.sweeps.records import make_record, write_record
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import read_runs
 from async_rl.telemetry.figures import KINDS, kind_of, over_steps, seconds_at
@@ -191,6 +192,18 @@ def test_the_time_of_a_resumed_run_goes_on_without_the_first_steps_of_its_parts(
     assert seconds_at(records) == pytest.approx(once_s) and once_s[-1] == pytest.approx(whole_s)
     assert seconds_at([*records, *records]) == pytest.approx([*once_s, *(whole_s + each for each in once_s)])
     assert seconds_at([]) == []
+
+
+def test_steps_that_were_restored_from_a_checkpoint_take_their_time() -> None:
+    """Two steps of 10 s, two restored ones, the first one after a resume, whose warm-up counts for nothing, and one."""
+    since_s = (0.0, 10.0, 20.0, None, None, 0.0, 10.0)
+    steps_s = (None, 10.0, 10.0, 10.0, 10.0, None, 10.0)
+    records = [
+        {"time/step_s": step_s} | ({} if since is None else {"time/since_first_step_s": since})
+        for since, step_s in zip(since_s, steps_s, strict=True)
+    ]
+    assert seconds_at(records) == [0.0, 10.0, 20.0, 30.0, 40.0, 40.0, 50.0]
+    assert over_steps(records).total("time/step_s") == 50.0
 
 
 def test_each_kind_of_metric_becomes_one_number_in_its_own_way() -> None:

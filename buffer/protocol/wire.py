@@ -150,7 +150,9 @@ def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")
-    limits = Limits(**{name: size_fields.integer(name, 0) for name in sizes})
+    flag = "needs_baseline"
+    read: dict[str, Any] = {name: size_fields.integer(name, 0) for name in sizes if name != flag}
+    limits = Limits(**read, needs_baseline=size_fields.boolean(flag))
     finished = fields.items("finished_versions", 0, _MAX_BATCH)
     if len(finished) != len(frames) - 1:
         raise WireError(f"batch: {len(frames) - 1} groups, allowed {len(finished)} as its header says")

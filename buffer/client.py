@@ -171,7 +171,8 @@ class WorkerClient:
 
     async def tell_prompts(self, sources: Sequence[tuple[int, int]]) -> None:
         """Tell the (size, per epoch) of each source of prompts; with task.difficulty it precedes the first `admit`."""
-        await self._call(next(self._ids), "prompts", "the numbers of prompts", sources=[list(each) for each in sources])
+        told = [[int(size), int(per_epoch)] for size, per_epoch in sources]  # a task may have them of other types
+        await self._call(next(self._ids), "prompts", "the numbers of prompts", sources=told)
 
     async def admit(self, max_groups: int) -> list[Slot]:
         """Wait until there are slots, and return up to `max_groups`, sorted by group id; [] after LONG_POLL_S seconds.

@@ -229,6 +229,8 @@ class Operations:
                 raise fields.refuse("sources", "a list of pairs of whole numbers above 0")
         if self.store.draw:
             self.store.draw.learn([(size, per_epoch) for size, per_epoch in sources], self.store.state.prompts)
+        else:
+            self.store.state.prompts.learn(sources)
 
     def _worker(self, fields: Fields) -> str:
         worker = fields.text("worker")

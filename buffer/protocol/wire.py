@@ -7,8 +7,8 @@ A request is repeated with the same id until its reply arrives; the buffer carri
 one client that have the same answer may be answered together, as those of `put` often are.
 
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
-    prompts     With task.difficulty a worker tells, before it asks for slots, how many prompts each source of task.path
-                has, and how many of them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
+    prompts     A worker tells, before it asks for slots, how many prompts each source of the task has, and how many of
+                them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
                 comes at once. That to a group is {stored: whether it was new, flat_groups: [how many groups in a row,
                 of all workers, had one and the same reward for every answer, how many had one reward each]}.

@@ -26,7 +26,7 @@ class FlatRewards:
     Args:
         limit: the number of groups in a row with the same reward after which `add` returns the warning.
         has_answer: whether the reward can read an answer from a response, or None if that is not known.
-        ends_after: the number of groups in a row with the same reward after which the run ends, because the buffer drops
+        ends_after: the number of groups in a row with the same reward after which the run ends, as the buffer drops
             them; 0: it does not. If it does, `add` also warns of many that have one reward each, for which the learner
             waits in vain.
     """

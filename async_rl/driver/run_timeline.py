@@ -38,7 +38,7 @@ class RunTimeline:
         self._samples: list[Sample] = []
         """Samples taken after the end of the last step but one."""
         self._sample_gap_s = 0.0
-        """The least time between two samples of a pool and name that are kept; 0: all are, as at the start of a step."""
+        """The least time between two samples of a pool and name that are kept; 0: all are, as when a step begins."""
         self._sampled_s: dict[tuple[str, str], float] = {}
         """[pool, name] the time of the newest sample that was kept."""
         self._clocks = HostClocks()

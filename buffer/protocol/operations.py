@@ -198,6 +198,7 @@ class Operations:
                 data_row = fields.integer("data_row", -1)
                 if self.store.running_slot(group_id, worker):
                     self.store.fail(group_id, cause, requeue, data_row)
+                    self._can_start_one_more(worker)
             case "trained":
                 self.store.trained(fields.integer("version", 0))
             case "served":
@@ -264,9 +265,15 @@ class Operations:
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
         self.store.finish(facts.group_id, payload, Arrival.of(group), self._drop_equal, facts.data_row)
+        self._can_start_one_more(worker)
         if self._record_group:
             self._record_group(group)
         return True
+
+    def _can_start_one_more(self, worker: str) -> None:
+        """Note in a parked `admit` that a group of its worker has ended since, so that all free places are shared."""
+        if parked := self._parked.get(("admit", worker)):
+            parked.max_groups += 1
 
     def _shares(self) -> Mapping[str, int]:
         """Return the number of slots that each worker whose `admit` is parked may have now; {} if admission is shut."""

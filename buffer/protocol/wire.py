@@ -6,7 +6,8 @@
 A request is repeated with the same id until its reply arrives; the buffer carries it out only once. Requests of
 one client that have the same answer may be answered together, as those of `put` often are.
 
-    admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
+    admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s. For each
+                group that it ends meanwhile it may get one more.
     prompts     A worker tells, before it asks for slots, how many prompts each source of the task has, and how many of
                 them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer

@@ -67,7 +67,7 @@ class LearnerClient:
 
         Raises:
             WaitTimeoutError: there was no batch within timeouts.work_s; the message says what is missing.
-            NothingToLearnError: there will be no further batch.
+            NothingToLearnError: there will probably be no further batch.
         """
         reply = self._poll("take", version, f"for batch {version}", interrupted)
         if reply and "end" in reply.result:
@@ -116,7 +116,8 @@ class LearnerClient:
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> BufferReply | None:
         """Repeat the request `op` until it is fulfilled, and return the answer; None once `interrupted()` is True.
 
-        Raises WaitTimeoutError after timeouts.work_s, which says what the learner waited for: `purpose`.
+        Raises WaitTimeoutError after timeouts.work_s, which says what the learner waited for: `purpose`. If only groups
+        without a difference in reward have come, and many, it raises NothingToLearnError.
         """
         limit, start_s = self._timeouts.limit("work_s"), time.monotonic()
         while not interrupted():
@@ -125,7 +126,10 @@ class LearnerClient:
             if "state" not in reply.result:
                 return reply
             if time.monotonic() - start_s >= limit.seconds:
-                raise WaitTimeoutError(f"the learner waited {limit} {purpose}: {reply.result['state']}")
+                waited = f"the learner waited {limit} {purpose}"
+                if flat := reply.result["flat"]:
+                    raise NothingToLearnError(f"{waited}: {flat}")
+                raise WaitTimeoutError(f"{waited}: {reply.result['state']}")
         return None
 
     def _call(self, op: str, **fields: Any) -> BufferReply:
@@ -171,7 +175,8 @@ class WorkerClient:
 
     async def tell_prompts(self, sources: Sequence[tuple[int, int]]) -> None:
         """Tell the (size, per epoch) of each source of prompts; with task.difficulty it precedes the first `admit`."""
-        await self._call(next(self._ids), "prompts", "the numbers of prompts", sources=[list(each) for each in sources])
+        told = [[int(size), int(per_epoch)] for size, per_epoch in sources]  # a task may have them of other types
+        await self._call(next(self._ids), "prompts", "the numbers of prompts", sources=told)
 
     async def admit(self, max_groups: int) -> list[Slot]:
         """Wait until there are slots, and return up to `max_groups`, sorted by group id; [] after LONG_POLL_S seconds.

@@ -84,8 +84,17 @@ class PromptRecords:
         new = {"groups": 1.0, "reward": reward, "weight": weight, "weighted_reward": weight * reward}
         self._sums = {name: total * (1 - 1 / memory_groups) + new[name] for name, total in self._sums.items()}
 
-    def forget(self) -> None:
-        """Forget all streaks, because positions stand for other questions now."""
+    @property
+    def num_per_epoch(self) -> int:
+        """The number of prompts in an epoch; 0 before a worker told."""
+        return sum(per_epoch for _, per_epoch in self.sources)
+
+    def learn(self, sources: list[list[int]]) -> None:
+        """Take in the sources of prompts. If they are others, the streaks are forgotten: they are of other questions.
+        """
+        if self.sources == sources:
+            return
+        self.sources = sources
         if self._record:
             for position in self.streaks:
                 self._record(position, None)

@@ -7,12 +7,24 @@ from collections.abc import Callable
 from buffer.stored_group import Arrival
 
 FLAT_BATCHES = 8
-"""If this many batches' worth of groups in a row have the same reward, the task has nothing left to teach."""
-MIXED_FLAT_GROUPS = 4096
-"""If this many groups in a row, and at least FLAT_BATCHES batches' worth, are flat at different rewards, no prompt has
-anything left to teach. It is so large because any one group with a difference in reward keeps the run alive: of a task
-in which one prompt of 200 has such a difference, exp(-20) of the gaps between two such groups are that long.
+"""The fewest batches' worth of flat groups in a row that end a run."""
+MANY_GROUPS = 4096
+"""So many flat groups in a row, and at least FLAT_BATCHES batches' worth, end a run even if an epoch has more prompts;
+at different rewards no fewer do. It is so large because any one group with a difference in reward keeps the run alive:
+of a task in which one prompt of 200 has such a difference, exp(-20) of the gaps between two such groups are that long.
 """
+
+
+def most_of_one_reward(prompts_per_step: int, epoch: int) -> int:
+    """Return the number of flat groups in a row, all of one reward, that ends a run.
+
+    Of a task of which few prompts are within reach, most groups have one and the same reward, and a few batches' worth
+    of them in a row come by chance. So every prompt of an epoch has its turn first.
+
+    Args:
+        epoch: the number of prompts in an epoch; 0 if it is not known.
+    """
+    return max(FLAT_BATCHES * prompts_per_step, min(epoch, MANY_GROUPS))
 
 
 class FlatGroups:
@@ -26,8 +38,8 @@ class FlatGroups:
     """
 
     def __init__(self, prompts_per_step: int, is_right: Callable[[float], bool]) -> None:
-        self._same_limit = FLAT_BATCHES * prompts_per_step
-        self._mixed_limit = max(MIXED_FLAT_GROUPS, self._same_limit)
+        self._prompts_per_step = prompts_per_step
+        self._fewest = FLAT_BATCHES * prompts_per_step
         self._is_right = is_right
         self._reward = 0.0
         self.num_same = 0
@@ -44,28 +56,46 @@ class FlatGroups:
         self.num_same += arrival.equal_rewards
         self.num_in_row = self.num_in_row + 1 if arrival.equal_rewards else 0
 
-    def why_nothing_is_left(self, version: int) -> str:
-        """Return why there is nothing left to learn at `version` from groups that are dropped; "" if there may be."""
-        if self.num_same >= self._same_limit:
-            return f"{self.num_same} groups in a row had the same reward, {self._reward:g}, for every answer: " + (
-                self._said_of_one_reward(version)
-            )
-        if self.num_in_row >= self._mixed_limit:
-            return (
-                f"{self.num_in_row} groups in a row had one reward for all of their answers, though not each the same: "
-                "each prompt is always right or always wrong, or always gets another one reward, and so has nothing "
-                f"left to teach at version {version}. Raise rollout.group_size or rollout.temperature, choose another "
-                "data set, or set algorithm.filter_zero_variance: false, with which such groups are trained on."
-            )
+    def why_nothing_is_left(self, version: int, epoch: int) -> str:
+        """Return why there is nothing left to learn at `version` from groups that are dropped; "" if there may be.
+
+        Args:
+            epoch: the number of prompts in an epoch; 0 if it is not known.
+        """
+        if self.num_same >= most_of_one_reward(self._prompts_per_step, epoch):
+            return self._said_of_one_reward(version)
+        if self.num_in_row >= max(self._fewest, MANY_GROUPS, epoch):
+            return self._said_of_each_reward(version)
         return ""
 
-    def _said_of_one_reward(self, version: int) -> str:
-        left = f"has nothing left to teach at version {version}"
-        if self._is_right(self._reward):
-            return f"the task is solved and {left}. Choose a harder one."
-        if self._reward <= 0:
-            return f"the task is out of reach and {left}. Choose an easier one."
+    def why_none_differs(self, version: int) -> str:
+        """Return what to tell a learner that has waited too long for a batch; "" if flat groups are not the reason.
+
+        They are if FLAT_BATCHES batches' worth of them were dropped, and no other group has come since.
+        """
+        if min(self.num_in_row, self.num_dropped) < self._fewest:
+            return ""
+        has_one_reward = self.num_same >= self._fewest
+        return self._said_of_one_reward(version) if has_one_reward else self._said_of_each_reward(version)
+
+    def _said_of_each_reward(self, version: int) -> str:
         return (
-            f"the task {left}. This reward is neither that of a right answer (eval.right_above) nor 0 or less: see "
-            "what gives it to every answer, and raise rollout.temperature or choose a reward that tells answers apart."
+            f"{self.num_in_row} groups in a row had one reward for all of their answers, though not each the same: "
+            f"their prompts seem to have nothing left to teach at version {version}. Raise rollout.group_size or "
+            "rollout.temperature, choose another data set, or set algorithm.filter_zero_variance: false, with which "
+            "such groups are trained on."
+        )
+
+    def _said_of_one_reward(self, version: int) -> str:
+        same = f"{self.num_same} groups in a row had the same reward, {self._reward:g}, for every answer"
+        left = f"have nothing left to teach at version {version}"
+        if self._is_right(self._reward):
+            return f"{same}: the task seems to be solved and to {left}. Choose a harder one."
+        if self._reward <= 0:
+            advice = "Choose an easier one, or raise rollout.group_size."
+            return f"{same}: the task seems to be out of reach and to {left}. {advice}"
+        return (
+            f"{same}: the task seems to {left}. This reward is neither that of a right answer (eval.right_above) nor 0 "
+            "or less: see what gives it to every answer, and raise rollout.temperature or choose a reward that tells "
+            "answers apart."
         )

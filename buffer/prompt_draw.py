@@ -52,9 +52,7 @@ class PromptDraw:
         """
         told = [list(source) for source in sources]
         if self._order is None:
-            if records.sources != told:
-                records.forget()
-                records.sources = told
+            records.learn(told)
             self._order = PromptOrder(sources, self._seed, shuffles=self._shuffles)
         elif records.sources != told:
             raise WireError(

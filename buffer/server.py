@@ -126,7 +126,7 @@ class BufferServer:
         if self._journal:
             self._journal.import_past(past_file, saved)
         for group_id, row in read_arrived(past_file, ids).items():
-            with contextlib.suppress(WireError):  # the new configuration forbids the group's sizes
+            with contextlib.suppress(WireError):  # the new configuration allows no such group
                 groups[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row
         restore_checkpoint(saved, self._store.state, self._store.mode, past)

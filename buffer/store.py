@@ -104,7 +104,7 @@ class Store:
         if drop_equal and arrival.equal_rewards:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self.flat.num_dropped += 1
-            self.end_reason = self.flat.why_nothing_is_left(self.state.version)
+            self.end_reason = self.flat.why_nothing_is_left(self.state.version, self.state.prompts.num_per_epoch)
         else:
             self.end_reason = ""
             self.state.put(row, "finished", **arrived)

@@ -26,15 +26,17 @@ class FlatRewards:
     Args:
         limit: the number of groups in a row with the same reward after which `add` returns the warning.
         has_answer: whether the reward can read an answer from a response, or None if that is not known.
-        are_dropped: whether the buffer drops such groups. If so `add` also warns of many that have one reward each, for
-            which the learner waits in vain.
+        ends_after: the number of groups in a row with the same reward after which the run ends, as the buffer drops
+            them; 0: it does not. If it does, `add` also warns of many that have one reward each, for which the learner
+            waits in vain.
     """
 
     def __init__(
-        self, limit: int, has_answer: Callable[[Prompt, str], bool | None], *, are_dropped: bool = False
+        self, limit: int, has_answer: Callable[[Prompt, str], bool | None], ends_after: int = 0
     ) -> None:
         self._limit = limit
-        self._mixed_limit = max(MIXED_WARNING_GROUPS, limit) if are_dropped else math.inf
+        self._ends_after = ends_after
+        self._mixed_limit = max(MIXED_WARNING_GROUPS, limit) if ends_after else math.inf
         """The number of groups in a row with one reward each after which the next warning comes. It doubles with each
         warning, so that a task in which few prompts have a difference does not repeat it."""
         self._has_answer = has_answer
@@ -94,9 +96,11 @@ class FlatRewards:
         else:
             answer = next(episode.answer for _, episode in reversed(answers) if episode.end not in _TROUBLES)
             newest = f"The newest one ends: {answer[-SHOWN_CHARACTERS:]!r}"
+        goes_on = self._ends_after and not self.has_only_errors
+        until = f" The run goes on, and ends after {self._ends_after} in a row." if goes_on else ""
         *others, last = parts
         told = f"{', '.join(others)}, and {last}" if others else last
         return (
-            f"{self._limit} groups in a row had the same reward, {reward:g}, for every answer: they have "
-            f"nothing to teach. Of their last {len(answers)} answers {told}. {newest}"
+            f"{self._limit} groups in a row had the same reward, {reward:g}, for every answer: they have nothing to "
+            f"teach.{until} Of their last {len(answers)} answers {told}. {newest}"
         )

@@ -25,6 +25,7 @@ from async_rl.messages.reports import WorkerReport
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Group, Prompt, Slot
 from buffer.client import WorkerClient
+from buffer.flat_groups import most_of_one_reward
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.group_rows import GroupRows, group_rows, question_rows
@@ -50,10 +51,11 @@ class Worker(EvalWorker):
         self._failures_in_a_row = 0
         self._granted = 0
         """One more than the highest index of a prompt that this worker was given."""
+        prompts_per_step = config.learner.prompts_per_step
         has_answer = player.task.has_answer if not config.task.gives_rewards else lambda *_: None
         self._flat = FlatRewards(
-            max(2, WARN_AFTER_BATCHES * config.learner.prompts_per_step), has_answer,
-            are_dropped=config.drops_zero_variance,
+            max(2, WARN_AFTER_BATCHES * prompts_per_step), has_answer,
+            most_of_one_reward(prompts_per_step, player.task.order.num_prompts) if config.drops_zero_variance else 0,
         )
         self._group_ended = asyncio.Event()
         self._admitting: asyncio.Task[None] | None = None
@@ -98,8 +100,7 @@ class Worker(EvalWorker):
             async with asyncio.TaskGroup() as tasks:
                 if self._config.staleness.late == "drop":
                     tasks.create_task(self._abort_dropped())
-                if self._config.task.difficulty.skips:
-                    await self._client.tell_prompts(self.player.task.order.sources)
+                await self._client.tell_prompts(self.player.task.order.sources)
                 while True:
                     while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
                         self._group_ended.clear()

@@ -178,9 +178,9 @@ class AlgorithmConfig:
     """A batch with a KL(behaviour || proximal) above this, in nats a token, is counted and not trained on. 0: off."""
     filter_zero_variance: bool = True
     """Groups whose rewards are all equal are dropped and counted if advantages compare the episodes of a group, because
-    their advantages would be zero. Many such groups in a row with the same reward (a solved task, or a hopeless one)
-    end the run, and so do thousands with one reward each (every prompt is always right, or always wrong). Other
-    advantages (remax, reinforce_pp, gae, vtrace) keep every group."""
+    their advantages would be zero. An epoch of such groups in a row with the same reward (a solved task, or a hopeless
+    one) ends the run, and so does one of thousands with one reward each (no prompt's answers differ). Other advantages
+    (remax, reinforce_pp, gae, vtrace) keep every group."""
 
     def __post_init__(self) -> None:
         settings = self.settings.values()

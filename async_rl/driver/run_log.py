@@ -21,10 +21,14 @@ from async_rl.storage.checkpoints import lineage_of, list_checkpoints, prune, re
 from async_rl.storage.guard_events import accepted_signals, checkpoint_before
 from async_rl.storage.run_dir import write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
-from async_rl.telemetry.metrics import Metric, MetricsLogger, read_metrics, reduce_metrics
+from async_rl.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics
 from async_rl.telemetry.timeline import RESTART, Span
 
 Values = dict[str, float]
+
+MOST_METRICS = 2**16
+"""The most metrics that are kept apart until a step ends; then those of one key become one. Workers report twice a
+second, also while the guard holds the learner for days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class RunLog:
         """The reason of the driver for which the learner was stopped."""
         self._pending: list[_OpenStep] = []
         """The steps of learner/0 that are not logged yet."""
-        self._from_workers: list[Metric] = []
+        self._since_step: list[Metric] = []
         self._awaited = {name for name in config.server_names if name.startswith("rollout")}
         """The processes of which a step waits for the spans; the evaluation servers work beside the steps."""
         self._reported_until_s = dict.fromkeys(self._awaited, 0.0)
@@ -182,7 +186,7 @@ class RunLog:
                         self.logger.log_late(report.version, reduce_metrics(report.metrics))
             case WorkerReport():
                 spans = self.timeline.add(report)
-                self._from_workers.extend(report.metrics)
+                self.add_metrics(report.metrics)
                 self.results.failed_groups += sum(int(m.value) for m in report.metrics if m.key == "rollout/failed")
                 for text in report.notes:
                     self.logger.note(text)
@@ -194,8 +198,10 @@ class RunLog:
         self._close_steps()
 
     def add_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Add metrics of the driver to the next step that is logged."""
-        self._from_workers.extend(metrics)
+        """Add metrics of the driver or a worker to the next step that is logged."""
+        self._since_step.extend(metrics)
+        if len(self._since_step) > MOST_METRICS:
+            self._since_step = folded(self._since_step)
 
     def lost(self, process: str) -> None:
         """Log steps without waiting for the spans of a server that died, until it reports again."""
@@ -273,8 +279,8 @@ class RunLog:
 
     def _close_step(self, step: _OpenStep) -> None:
         report, end_s = step.report, step.end_s
-        values = reduce_metrics([*report.metrics, *self._from_workers])
-        self._from_workers.clear()
+        values = reduce_metrics([*report.metrics, *self._since_step])
+        self._since_step.clear()
         is_first = not self.timeline.step_ends_s
         if not is_first:
             end_s = max(end_s, self.timeline.step_ends_s[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,9 @@ from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.clock import HostClocks
 from async_rl.telemetry.plot_timeline import plot_timeline
 from async_rl.telemetry.timeline import Sample, Span, Usage
+
+MOST_SAMPLES = 2**16
+"""If more samples are in memory, as while the guard holds the learner for days, those of each pool are thinned out."""
 
 
 class RunTimeline:
@@ -33,6 +37,10 @@ class RunTimeline:
         without one stays: it is a server that is away."""
         self._samples: list[Sample] = []
         """Samples taken after the end of the last step but one."""
+        self._sample_gap_s = 0.0
+        """The least time between two samples of a pool and name that are kept; 0: all are, as when a step begins."""
+        self._sampled_s: dict[tuple[str, str], float] = {}
+        """[pool, name] the time of the newest sample that was kept."""
         self._clocks = HostClocks()
 
     def add(self, report: TimedReport) -> list[Span]:
@@ -40,7 +48,12 @@ class RunTimeline:
         shift_s = self._clocks.behind_s(report.clock, report.sent_s)
         spans = [replace(s, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in report.spans]
         self.add_spans(spans)
-        self._samples.extend(replace(sample, time_s=sample.time_s + shift_s) for sample in report.samples)
+        self._add_samples([replace(sample, time_s=sample.time_s + shift_s) for sample in report.samples])
+        if len(self._samples) > MOST_SAMPLES:
+            self._sample_gap_s = 2 * self._sample_gap_s or 1.0
+            samples, self._samples = self._samples, []
+            self._sampled_s.clear()
+            self._add_samples(samples)
         return spans
 
     def add_spans(self, spans: Sequence[Span]) -> None:
@@ -77,6 +90,14 @@ class RunTimeline:
             ends_s = [self._trace.clock_s(end_s) for end_s in self.step_ends_s]
             plot_timeline(self._trace.spans(), busy, ends_s, self._run_dir / "timeline.png", self.first_step)
 
+    def _add_samples(self, samples: Sequence[Sample]) -> None:
+        """Keep samples, without those that are too close to the one before of their pool and name."""
+        for sample in samples:
+            key = (sample.pool, sample.name)
+            if not self._sample_gap_s or sample.time_s >= self._sampled_s.get(key, -math.inf) + self._sample_gap_s:
+                self._sampled_s[key] = sample.time_s
+                self._samples.append(sample)
+
     def _add_last_step(self, usage: Usage) -> Usage:
         """Add time, spans and samples of the newest step, unless it is the first, to `usage`, and return that.
 
@@ -96,3 +117,4 @@ class RunTimeline:
             pool: [span for span in recent if span.end_s > until_s] for pool, recent in self._recent.items()
         }
         self._samples = [sample for sample in self._samples if sample.time_s >= until_s]
+        self._sample_gap_s = 0.0

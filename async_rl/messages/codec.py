@@ -152,10 +152,10 @@ def decode_group(data: bytes | memoryview, limits: Limits) -> Group:
 def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     """Check the bytes of `encode_group` and return them as columns, in half the time of decoding them to rows.
 
-    A valid message has exactly the known fields, each as it is declared, and sizes within `limits`. The arrays of each
-    row have equal length T >= 1, and its versions start at start_version or later and do not decrease. Its last
-    token is trained, and the logprob of a masked token is 0. Episodes meet `check_episodes`. Otherwise this raises
-    WireError, which names the field and the value.
+    A valid message has exactly the known fields, each as it is declared, sizes within `limits`, and a baseline
+    if they need one. The arrays of each row have equal length T >= 1, and its versions start at start_version or later
+    and do not decrease. Its last token is trained, and the logprob of a masked token is 0. Episodes meet
+    `check_episodes`. Otherwise this raises WireError, which names the field and the value.
     """
     if len(data) > limits.max_group_bytes:
         raise WireError(
@@ -167,6 +167,8 @@ def check_group(data: bytes | memoryview, limits: Limits) -> GroupColumns:
     facts = GroupFacts(**{name: read(fields, limits) for name, read in _READ_GROUP.items()})
     if facts.temperature == 0:
         raise fields.refuse("temperature", "above 0")
+    if limits.needs_baseline and facts.baseline_reward is None:
+        raise fields.refuse("baseline_reward", "the reward of a greedy answer, which algorithm.advantage needs")
     episodes = fields.nested_or_none("episodes")
     if episodes is not None and not limits.max_turns:
         raise fields.refuse("episodes", "None: an episode of this run is the answer to a question")

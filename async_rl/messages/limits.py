@@ -1,4 +1,4 @@
-"""Defines the largest sizes of the groups of a run, as messages."""
+"""Defines the largest sizes of the groups of a run, as messages, and what they must hold."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ class Limits:
     """The most turns of an episode; 0 if only answers to a question are allowed."""
     max_prompt_tokens: int
     max_response_tokens: int
+    needs_baseline: bool = False
+    """Whether a group must have the reward of a greedy answer: one from before a resume may have none."""
 
     @classmethod
     def from_config(cls, config: Config) -> Limits:
@@ -69,6 +71,7 @@ class Limits:
             max_turns=config.rollout.max_turns if config.task.has_turns else 0,
             max_prompt_tokens=config.task.max_prompt_tokens,
             max_response_tokens=config.longest_response_tokens,
+            needs_baseline=config.algorithm.advantage_entry.needs_greedy_baseline,
         )
 
     @classmethod

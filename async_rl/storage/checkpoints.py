@@ -23,6 +23,7 @@ from async_rl.config import CheckpointConfig, Config
 from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
+MODELS = "models"
 FORMAT = 4
 """The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
 STATE_FILE = "training_state.json"
@@ -62,7 +63,13 @@ def checkpoint_folder(run_dir: Path, version: int) -> Path:
 
 def model_folder(run_dir: Path, version: int) -> Path:
     """Return the Hugging Face folder of a version, which checkpoint.models_every_steps asks for."""
-    return run_dir / "models" / f"step_{version}"
+    return run_dir / MODELS / f"step_{version}"
+
+
+def later_models(run_dir: Path, version: int) -> list[Path]:
+    """Return the Hugging Face folders of versions above `version`, without those that a resume has set aside."""
+    found = ((_NAME.fullmatch(folder.name), folder) for folder in (run_dir / MODELS).glob("step_*"))
+    return [folder for name, folder in found if name and int(name[1]) > version]
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
@@ -200,7 +207,7 @@ def resumed_training_state(config: Config) -> TrainingState | None:
 
 
 def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
-    """Rename the checkpoints newer than `version` to step_N.lineage_L, as a resume from `checkpoint` discards them.
+    """Rename checkpoints and models newer than `version` to step_N.lineage_L: a resume from `checkpoint` discards them.
 
     No run resumes from a folder with such a name. Checkpoints that never became complete are removed.
 
@@ -209,9 +216,10 @@ def rename_later(checkpoint: Path, version: int, lineage: int) -> None:
     """
     for partial in checkpoint.parent.glob("step_*.partial"):
         shutil.rmtree(partial)
-    for later, folder in list_checkpoints(run_dir_of(checkpoint)).items():
-        if later > version:
-            folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
+    run_dir = run_dir_of(checkpoint)
+    checkpoints = [folder for each, folder in list_checkpoints(run_dir).items() if each > version]
+    for folder in [*checkpoints, *later_models(run_dir, version)]:
+        folder.rename(folder.with_name(f"{folder.name}.lineage_{lineage}"))
 
 
 def prune(

@@ -22,8 +22,10 @@ from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FOLDER,
+    MODELS,
     RESUMING,
     find_checkpoint,
+    later_models,
     lineage_of,
     list_checkpoints,
     read_training_state,
@@ -279,7 +281,7 @@ def _prepare_resume(config: Config, version: int) -> None:
 
 
 def undo_resume(run_dir: Path) -> None:
-    """If the last resume ended before its first step, put back what it set aside and remove its journal and trace."""
+    """If the last resume ended before its first step, put back what it set aside and remove its own files."""
     marker = run_dir / RESUMING
     if not marker.exists():
         return
@@ -291,10 +293,11 @@ def undo_resume(run_dir: Path) -> None:
         marker.unlink()
         return
     if (run_dir / f"config.{suffix}.yaml").exists():
-        for file in _files_in_use(run_dir):
+        for file in [*_files_in_use(run_dir), *later_models(run_dir, int(version))]:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         (run_dir / f"config.{suffix}.yaml").unlink()
-    for file in [*run_dir.glob(f"*.{suffix}.*"), *run_dir.glob(f"{FOLDER}/*.{suffix}")]:
+    patterns = (f"*.{suffix}.*", f"{FOLDER}/*.{suffix}", f"{MODELS}/*.{suffix}")
+    for file in [found for pattern in patterns for found in run_dir.glob(pattern)]:
         if file.name != f"metrics.{suffix}.jsonl":
             file.rename(file.with_name(file.name.replace(f".{suffix}", "")))
     metrics, discarded = run_dir / "metrics.jsonl", run_dir / f"metrics.{suffix}.jsonl"

@@ -57,6 +57,16 @@ def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
     return values
 
 
+def folded(metrics: Sequence[Metric]) -> list[Metric]:
+    """Return one metric for each key, which stands for all of that key: reduced with later ones they give the same.
+
+    A mean may differ by a rounding error.
+    """
+    reductions = {metric.key: metric.reduce for metric in metrics}
+    weights = reduce_metrics(Metric(metric.key, metric.weight, "sum") for metric in metrics)
+    return [Metric(key, value, reductions[key], weights[key]) for key, value in reduce_metrics(metrics).items()]
+
+
 def read_metrics(path: str | Path) -> list[dict[str, float | None]]:
     """Return one record for each step of a `metrics.jsonl`, in order. Lines of one step are merged; later values win.
 

@@ -198,6 +198,7 @@ class Operations:
                 data_row = fields.integer("data_row", -1)
                 if self.store.running_slot(group_id, worker):
                     self.store.fail(group_id, cause, requeue, data_row)
+                    self._can_start_one_more(worker)
             case "trained":
                 self.store.trained(fields.integer("version", 0))
             case "served":
@@ -229,6 +230,8 @@ class Operations:
                 raise fields.refuse("sources", "a list of pairs of whole numbers above 0")
         if self.store.draw:
             self.store.draw.learn([(size, per_epoch) for size, per_epoch in sources], self.store.state.prompts)
+        else:
+            self.store.state.prompts.learn(sources)
 
     def _worker(self, fields: Fields) -> str:
         worker = fields.text("worker")
@@ -262,9 +265,15 @@ class Operations:
         if group.newest_version > announced:
             raise WireError(f"versions: got {group.newest_version}, allowed at most {announced}, the newest announced")
         self.store.finish(facts.group_id, payload, Arrival.of(group), self._drop_equal, facts.data_row)
+        self._can_start_one_more(worker)
         if self._record_group:
             self._record_group(group)
         return True
+
+    def _can_start_one_more(self, worker: str) -> None:
+        """Note in a parked `admit` that a group of its worker has ended since, so that all free places are shared."""
+        if parked := self._parked.get(("admit", worker)):
+            parked.max_groups += 1
 
     def _shares(self) -> Mapping[str, int]:
         """Return the number of slots that each worker whose `admit` is parked may have now; {} if admission is shut."""
@@ -272,6 +281,10 @@ class Operations:
         if asked and len(self._seen_workers) == len(self._workers) and (capacity := self.store.capacity()):
             return fair_shares(capacity, asked, self.store.running_by_worker())
         return {}
+
+    def _waits_for_new_groups(self, is_push: bool) -> bool:
+        """Whether the learner waits for groups that may never come: not in a push that waits for running ones alone."""
+        return not (is_push and self.store.state.is_draining)
 
     def _reply_to_learner(self, parked: Parked, now_s: float) -> None:
         result: dict[str, Any] = {}
@@ -283,8 +296,7 @@ class Operations:
             waited_s = {key: waits.hand_out(parked.version, now_s) for key, waits in self._waits.items()}
             counters = self.counters() | waited_s
             batch = batch_frames(parked.version, taken, counters, self.limits)
-        elif self.store.end_reason and not (is_push and self.store.state.is_draining):
-            # A push that shuts admission waits for running groups alone, and so not for ever.
+        elif self.store.end_reason and self._waits_for_new_groups(is_push):
             result = {"end": self.store.end_reason}
         if not (result or batch):
             if not is_push:
@@ -293,7 +305,8 @@ class Operations:
                         waits.begin(now_s)
             if now_s < parked.until_s:
                 return
-            result = {"state": self.describe(now_s)}
+            flat = self.store.flat.why_none_differs(parked.version) if self._waits_for_new_groups(is_push) else ""
+            result = {"state": self.describe(now_s), "flat": flat}
             for waits in self._waits.values():
                 waits.end(now_s)
         del self._parked[LEARNER, ""]

@@ -6,20 +6,23 @@
 A request is repeated with the same id until its reply arrives; the buffer carries it out only once. Requests of
 one client that have the same answer may be answered together, as those of `put` often are.
 
-    admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s.
-    prompts     With task.difficulty a worker tells, before it asks for slots, how many prompts each source of task.path
-                has, and how many of them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
+    admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s. For each
+                group that it ends meanwhile it may get one more.
+    prompts     A worker tells, before it asks for slots, how many prompts each source of the task has, and how many of
+                them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
                 comes at once. That to a group is {stored: whether it was new, flat_groups: [how many groups in a row,
                 of all workers, had one and the same reward for every answer, how many had one reward each]}.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
-    take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after
-                wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
+    take        The learner asks for a batch. Without frames the answer is, after wait_s, {state: what the batch waits
+                for, flat: why to end rather than fail if that takes too long, or ""}, or {end: why}: there will
+                probably be no further batch, so the learner saves and ends.
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
-                {state: what it waits for} after wait_s. It has to wait only in exact mode or with on_update: drain. In
-                exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
+                {state: what it waits for, flat: as above} after wait_s. It has to wait only in exact mode or with
+                on_update: drain. In exact mode the answer may be {end: why}: the groups that it waits for would all be
+                dropped.
     trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
                 answer comes at once. With `served` it may move the number of slots, and says why: the move is in the
                 journal before the answer is sent. -1 slots: their number stays.
@@ -150,7 +153,9 @@ def decode_batch(frames: Sequence[bytes | memoryview]) -> Batch:
     fields = Fields(unpack(frames[0]), ("version", "finished_versions", "counters", "limits"), "batch ")
     sizes = fields.nested("limits")
     size_fields = Fields(sizes, (f.name for f in dataclasses.fields(Limits)), "batch limits.")
-    limits = Limits(**{name: size_fields.integer(name, 0) for name in sizes})
+    flag = "needs_baseline"
+    read: dict[str, Any] = {name: size_fields.integer(name, 0) for name in sizes if name != flag}
+    limits = Limits(**read, needs_baseline=size_fields.boolean(flag))
     finished = fields.items("finished_versions", 0, _MAX_BATCH)
     if len(finished) != len(frames) - 1:
         raise WireError(f"batch: {len(frames) - 1} groups, allowed {len(finished)} as its header says")

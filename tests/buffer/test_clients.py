@@ -77,6 +77,35 @@ def test_admission_waits_for_every_worker_and_shares_evenly() -> None:
         learner.close()
 
 
+def train_first_batch(learner: LearnerClient) -> None:
+    learner.take(0)
+    learner.trained(1)
+    learner.served(1)
+
+
+def test_slots_are_shared_by_what_workers_can_start_by_then_and_not_when_they_asked() -> None:
+    async def two_batches(address: str, learner: LearnerClient) -> list[int]:
+        first, second = workers = [WorkerClient(address, f"rollout/{i}", TIMEOUTS) for i in range(2)]
+        granted, (last,) = await asyncio.gather(first.admit(4), second.admit(1))
+        await second.put(make_group(last))
+        await first.put(make_group(granted[0]))
+        asking = [asyncio.create_task(worker.admit(number)) for worker, number in zip(workers, (1, 4), strict=True)]
+        await asyncio.sleep(0.05)
+        for slot in granted[1:]:
+            await first.put(make_group(slot))
+        await asyncio.to_thread(train_first_batch, learner)
+        again = await asyncio.gather(*asking)
+        for worker in workers:
+            await worker.close()
+        return [len(granted), *map(len, again)]
+
+    with serving(buffer_config(prompts_per_step=4, workers=2)) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(0)
+        assert asyncio.run(two_batches(server.address, learner)) == [3, 2, 2]
+        learner.close()
+
+
 def test_shares_go_to_the_workers_with_the_fewest_running() -> None:
     assert fair_shares(8, {"a": 100, "b": 100}, {}) == {"a": 4, "b": 4}
     assert fair_shares(8, {"a": 100, "b": 100}, {"a": 6}) == {"a": 1, "b": 7}

@@ -13,7 +13,7 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import Config
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, WireError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.run_dir import open_run_dir, write_config
 from async_rl.types import Slot
@@ -124,6 +124,29 @@ def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Pat
     assert main(["export-trajectories", str(resumed.run_dir), str(target)]) == 0
     rows = [row for row in pq.read_table(target).to_pylist() if row["state"] == "trained"]
     assert len(rows) == 4 and all(len(row["tokens"]) == row["response_tokens"] > 1 for row in rows)
+
+
+def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_again(tmp_path: Path) -> None:
+    again = changed(
+        run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), algorithm={"advantage": "remax"}
+    )
+    with open_run_dir(again) as resumed, serving(resumed) as server:
+        counters = server.counters()
+        assert (counters["buffer/depth"], counters["buffer/dropped_failed"], counters["buffer/requeued"]) == (0, 4, 4)
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(1)
+
+        async def make_again(worker: WorkerClient) -> list[int]:
+            slots = await worker.admit(4)
+            with pytest.raises(WireError, match="baseline_reward: got None, allowed the reward of a greedy answer"):
+                await worker.put(make_group(slots[0]))
+            for slot in slots:
+                await worker.put(make_group(slot, baseline_reward=0.5))
+            return [slot.prompt_index for slot in slots]
+
+        assert with_worker(server.address, make_again) == [2, 3, 4, 5]
+        assert [group.baseline_reward for group in learner.take(1).groups] == [0.5, 0.5]
+        learner.close()
 
 
 def test_a_damaged_journal_of_the_past_is_an_error(tmp_path: Path) -> None:

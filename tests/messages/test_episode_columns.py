@@ -236,6 +236,7 @@ def test_the_limits_follow_from_the_config() -> None:
     assert Limits.from_config(dataclasses.replace(config, task=task, rollout=rollout)) == Limits(
         group_size=4, fewest_episodes=2, max_rows=12, max_turns=5, max_prompt_tokens=16, max_response_tokens=500
     )
+    assert Limits.from_config(buffer_config(algorithm={"advantage": "remax"})).needs_baseline
 
 
 def check_by_hand(group: Group) -> None:

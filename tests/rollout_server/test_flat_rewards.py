@@ -31,15 +31,15 @@ def mixed_warnings(flat: FlatRewards, number: int) -> Iterator[tuple[int, str]]:
 
 
 def test_many_groups_flat_at_different_rewards_are_told_ever_more_seldom() -> None:
-    told = dict(mixed_warnings(FlatRewards(8, lambda *_: None, are_dropped=True), 5 * MIXED_WARNING_GROUPS))
+    told = dict(mixed_warnings(FlatRewards(8, lambda *_: None, ends_after=64), 5 * MIXED_WARNING_GROUPS))
     assert list(told) == [256, 512, 1024]
     assert told[256].startswith("256 groups in a row had one reward for all of their answers, though not each the same")
     assert "The newest had 1, 0, 1, 0" in told[256] and "a larger rollout.group_size" in told[256]
 
 
-@pytest.mark.parametrize(("limit", "are_dropped", "expected"), [(300, True, [300]), (8, False, [])])
+@pytest.mark.parametrize(("limit", "ends_after", "expected"), [(300, 1200, [300]), (8, 0, [])])
 def test_the_warning_waits_for_two_batches_and_for_groups_that_are_dropped(
-    limit: int, are_dropped: bool, expected: list[int]
+    limit: int, ends_after: int, expected: list[int]
 ) -> None:
-    flat = FlatRewards(limit, lambda *_: None, are_dropped=are_dropped)
+    flat = FlatRewards(limit, lambda *_: None, ends_after)
     assert [in_row for in_row, _ in mixed_warnings(flat, 400)] == expected

@@ -7,9 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from async_rl.config import TaskConfig
+from async_rl.errors import NothingToLearnError
 from rollout_server.question import Question
-from tests.kit.configs import worker_config
+from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import EchoEngine
 from tests.kit.worker import kind_of, rolled_out
 
@@ -37,6 +40,15 @@ def test_groups_without_a_difference_in_reward_are_told_with_an_answer() -> None
     assert note.startswith("rollout/0: 8 groups in a row had the same reward, 0, for every answer: they have")
     assert re.search(r"Of their last \d+ answers 0% were cut off .*in 0% the reward found no answer", note)
     assert re.search(r"The newest one ends: '\w+'$", note)
+
+
+def test_a_run_of_flat_groups_ends_after_an_epoch_of_them_and_is_told_so_before() -> None:
+    config, numbers = changed(worker_config(), algorithm={"filter_zero_variance": True}), itertools.count()
+    with pytest.raises(NothingToLearnError, match=r"^5\d groups in a row had the same reward, 0, for every answer: "):
+        rolled_out(config, EchoEngine(), lambda question, text: 0.0)
+    _, reports, *_ = rolled_out(config, EchoEngine(), lambda question, text: float(max(0, next(numbers) - 60)))
+    (note,) = [note for report in reports for note in report.notes]
+    assert "they have nothing to teach. The run goes on, and ends after 50 in a row. Of their last" in note
 
 
 def test_answers_in_which_the_rule_finds_no_number_are_reported() -> None:

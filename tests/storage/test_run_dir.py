@@ -20,6 +20,7 @@ from async_rl.storage.checkpoints import (
     checkpoint_folder,
     find_checkpoint,
     list_checkpoints,
+    model_folder,
     write_training_state,
 )
 from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, write_config
@@ -165,6 +166,12 @@ def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, t
     assert (folder / "training_state.json").is_file()
 
 
+def save_model(run_dir: Path, version: int, text: str) -> None:
+    folder = model_folder(run_dir, version)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(text)
+
+
 @pytest.fixture
 def stopped(config: Config, tmp_path: Path) -> Config:
     """A resume from step 1 of a run that has gone on to step 2, with all the files of a run."""
@@ -176,6 +183,7 @@ def stopped(config: Config, tmp_path: Path) -> Config:
             version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}
         )
         write_training_state(folder, state)
+        save_model(run_dir, version, f"version {version} of the first run")
     (run_dir / "trajectories.sqlite-payloads").mkdir()
     for name in ("trajectories.sqlite", "trajectories.sqlite-wal", "trajectories.sqlite-payloads/0", "timeline.json"):
         (run_dir / name).write_text(f"{name} of the first run")
@@ -190,10 +198,11 @@ def files(run_dir: Path) -> dict[str, str]:
 
 
 def begin_anew(run_dir: Path) -> None:
-    """Write what the processes of a resumed run write before their first step."""
+    """Write what the processes of a resumed run write before their first step is logged."""
     (run_dir / "trajectories.sqlite-payloads").mkdir()
     for name in ("trajectories.sqlite", "trajectories.sqlite-shm", "trajectories.sqlite-payloads/7", "timeline.json"):
         (run_dir / name).write_text("of the resumed run")
+    save_model(run_dir, 2, "version 2 of the resumed run")
 
 
 @pytest.mark.parametrize("error", [ConfigError("other shapes"), WaitTimeoutError("no start"), KeyboardInterrupt()])
@@ -283,3 +292,8 @@ def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path:
     assert (after["metrics.jsonl"], after["metrics.lineage_0.jsonl"]) == ('{"step": 1}\n', '{"step": 2}\n')
     assert after["timeline.json"] == "of the resumed run" and "staleness" in after["config.yaml"]
     assert list(list_checkpoints(run_dir)) == [1] and (run_dir / "checkpoints" / "step_2.lineage_0").is_dir()
+    assert {name: text for name, text in after.items() if name.startswith("models/")} == {
+        "models/step_1/config.json": "version 1 of the first run",
+        "models/step_2/config.json": "version 2 of the resumed run",
+        "models/step_2.lineage_0/config.json": "version 2 of the first run",
+    }

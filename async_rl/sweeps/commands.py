@@ -87,18 +87,25 @@ def _sweep(args: argparse.Namespace) -> int:
     check(args.max_cells is None or args.max_cells > 0, "--max-cells", args.max_cells, "1 or more; without it all run")
     is_name = args.name is None or (Path(args.name).name == args.name and args.name not in ("", ".."))
     check(is_name, "--name", args.name, "the name of a folder in run.dir, without / (set run.dir)")
-    run = load_config(args.config, args.overrides).run
+    base = load_config(args.config, args.overrides)
     axes = [staleness_axis(args.staleness), seed_axis(args.seeds, args.first_seed)]
     if args.mode:
         axes.append(named_axis("mode", "bounded,exact" if args.mode == "both" else args.mode, MODES))
     if args.correction:
         axes.append(named_axis("correction", args.correction, CORRECTIONS))
     axes += [key_axis(text) for text in args.axis]
-    folder = Path(run.dir) / (args.name or f"{run.name}-sweep")
+    folder = Path(base.run.dir) / (args.name or f"{base.run.name}-sweep")
     sweep = Sweep(
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
         max_cells=args.max_cells, parallel=int(args.parallel) if is_number else None,
     )
+    if args.seconds and base.learner.decay_fraction:
+        print(
+            f"learner.decay_fraction {base.learner.decay_fraction} has no effect with --seconds: the learning rate "
+            "falls over the last share of run.steps, before which cells of a given time end. Leave --seconds out and "
+            "set run.steps if it is to fall",
+            flush=True,
+        )
     if args.dry_run:
         print(plan_of(sweep), end="")
         return 0

@@ -63,6 +63,7 @@ def test_the_help_of_every_command_begins_with_a_sentence_and_an_example(capsys:
     names = re.findall(r"^    ([a-z-]+) ", help_of(), re.MULTILINE)
     assert {"train", "sweep", "report", "plan", "sft", "eval", "export", "doctor", "config"} <= set(names)
     assert "a YAML file, e.g. quickstart.yaml, which `async-rl init` writes" in " ".join(help_of("train").split())
+    assert "staleness.max=" not in help_of("sweep"), "its axes set that one"
     for name in names:
         assert "configs/" not in help_of(name), "a wheel has no such folder"
         begin = rf"[A-Z][^\n]+\.\n\nexample: async-rl {name} [^\n]+\n\nusage: async-rl {name} "

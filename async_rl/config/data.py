@@ -325,7 +325,8 @@ class EvalConfig:
         )
         check(
             self.temperature != 0 or self.samples == 1, "eval.samples", self.samples,
-            "1 with eval.temperature 0", "All greedy answers to a prompt are the same. Set a temperature above 0.",
+            "1 with eval.temperature 0",
+            "All greedy answers to a prompt are the same. Set eval.samples=1, or a temperature above 0.",
         )
 
     def sampling(self, rollout: RolloutConfig) -> tuple[float, float]:

@@ -97,6 +97,12 @@ def test_overrides_without_a_config_say_that_it_is_missing(
     assert error.endswith(hint)
 
 
+def test_eval_without_words_asks_for_the_model_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: MODEL\n")
+
+
 def test_export_of_a_missing_folder_names_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

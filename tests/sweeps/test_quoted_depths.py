@@ -116,6 +116,21 @@ def test_the_documents_say_what_pairs_of_equal_seeds_say_of_the_worst_steps() ->
     assert f"maximum there, {more[0]:.2f} and {more[1]:.1f} times as many" in page
 
 
+def test_the_page_of_staleness_says_in_how_many_seeds_a_depth_ends_above_its_bound() -> None:
+    def above(sweep: str, depth: str, bound: str) -> str:
+        rows = by_staleness(sweep)
+        pairs = list(zip(*(rows[name].values["accuracy_end"] for name in (depth, bound)), strict=True))
+        return f"{sum(a > b for a, b in pairs)} of {len(pairs)}"
+
+    sweeps = ("sweep_agent_hard_7e-4", "sweep_agent_grid", "sweep_agent_sglang")
+    near, two = ([above(sweep, *pair) for sweep in sweeps] for pair in (("1.25/8", "1"), ("2/8", "2")))
+    page = text_of("docs/staleness.md")
+    assert above("sweep_agent_hard", "1.25/8", "1") == "0 of 5" and "ended below bound 1 in 5 of 5 seeds" in page
+    assert f"and `2/8` above bound 2 in {above('sweep_agent_hard', '2/8', '2')}. At 7e-4" in page
+    assert "ended above bound 1 in {}, {} and {} seeds of three sweeps,".format(*near) in page
+    assert "and `2/8` above bound 2 in {}, {} and {}. So".format(*two) in page
+
+
 def test_the_tails_of_depths_and_bounds_are_those_of_the_sweeps() -> None:
     page = text_of("docs/depth.md")
     most = 0.0

@@ -53,6 +53,7 @@ def test_an_evaluation_of_several_answers_reports_avg_and_pass_at_k() -> None:
         {"eval/avg_at_5": 0.2, "eval/pass_at_2": 0.35, "eval/pass_at_4": 0.5, "eval/pass_at_5": 0.5}
     )
     assert list(_at_k_metrics([[1.0]], EvalConfig())) == []
+    assert "| `eval/avg_at_<n>`, `eval/pass_at_<k>` |" in DOCUMENTS["docs/metrics.md"]
 
 
 def test_accuracy_is_reported_by_source_where_there_are_several() -> None:

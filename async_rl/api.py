@@ -23,7 +23,7 @@ from async_rl.config.loading import load_config, text_override
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+from async_rl.storage.checkpoints import find_checkpoint, run_dir_of, run_dir_of_model
 from async_rl.storage.hub_names import find_model
 from async_rl.storage.run_dir import find_run, is_complete
 
@@ -213,10 +213,15 @@ def evaluate(model: str | Path, config: Configuration | None = None, overrides: 
 def evaluation_config(model: str | Path, config: Configuration | None, overrides: Sequence[str] = ()) -> Config:
     """Return the Config by which `evaluate` measures a model; its arguments and errors are those of `evaluate`."""
     if config is None:
-        config = Path(model).parent / "config.yaml"
+        config = run_dir_of_model(Path(os.path.abspath(model))) / "config.yaml"
         if not config.is_file():
             if not Path(model).is_dir() and not find_model(str(model), "MODEL"):
                 raise ConfigError(f"MODEL must be a folder, e.g. RUN_DIR/model, got {model}: there is no such folder")
+            if (Path(model) / "config.yaml").is_file():
+                raise ConfigError(
+                    f"MODEL must be a model's folder, got {model}: that is a run. Name {Path(model) / 'model'}, which "
+                    "is written at its end"
+                )
             raise ConfigError(f"async-rl eval needs a CONFIG with the task: there is no {config} beside the model")
     return config_of(config, [*overrides, text_override("model.path", model)])
 

@@ -193,9 +193,9 @@ def _add_guard(add: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
     """Add the arguments CONFIG and key=value. The error for a CONFIG that is needed and missing ends with `or_else`."""
     parser.add_argument(
-        "words", nargs="*", metavar="CONFIG key=value",
+        "words", nargs="*", metavar="CONFIG key=value", default=[],
         help="a YAML file, e.g. quickstart.yaml, which `async-rl init` writes, and settings over it, e.g. "
-        "staleness.max=2 run.steps=60",
+        "learner.lr=1e-5 run.steps=60",
     )
     parser.set_defaults(needs_config=is_needed, or_else=or_else)
 

@@ -277,6 +277,19 @@ def test_a_model_without_a_configuration_beside_it_is_not_evaluated(tmp_path: Pa
         async_rl.evaluate(tmp_path / "nothing")
     with pytest.raises(async_rl.ConfigError, match="needs a CONFIG with the task"):
         async_rl.evaluate(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(async_rl.ConfigError, match=rf"got {tmp_path}: that is a run\. Name {tmp_path}/model"):
+        async_rl.evaluate(tmp_path)
+
+
+@pytest.mark.parametrize(("folder", "model"), [(".", "model"), ("model", "."), (".", "models/step_2")])
+def test_a_model_is_evaluated_by_the_configuration_of_the_run_that_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, model: str
+) -> None:
+    begin(tmp_path, staleness={"max": 6})
+    (tmp_path / folder / model).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / folder)
+    assert evaluation_config(model, None).staleness.max == 6
 
 
 def test_every_public_name_is_there_and_others_are_errors() -> None:

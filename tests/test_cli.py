@@ -63,6 +63,7 @@ def test_the_help_of_every_command_begins_with_a_sentence_and_an_example(capsys:
     names = re.findall(r"^    ([a-z-]+) ", help_of(), re.MULTILINE)
     assert {"train", "sweep", "report", "plan", "sft", "eval", "export", "doctor", "config"} <= set(names)
     assert "a YAML file, e.g. quickstart.yaml, which `async-rl init` writes" in " ".join(help_of("train").split())
+    assert "staleness.max=" not in help_of("sweep"), "its axes set that one"
     for name in names:
         assert "configs/" not in help_of(name), "a wheel has no such folder"
         begin = rf"[A-Z][^\n]+\.\n\nexample: async-rl {name} [^\n]+\n\nusage: async-rl {name} "
@@ -94,6 +95,12 @@ def test_overrides_without_a_config_say_that_it_is_missing(
     error = capsys.readouterr().err
     assert f"{command} needs a CONFIG, e.g. quickstart.yaml, which `async-rl init` writes" in error
     assert error.endswith(hint)
+
+
+def test_eval_without_words_asks_for_the_model_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: MODEL\n")
 
 
 def test_export_of_a_missing_folder_names_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

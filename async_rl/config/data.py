@@ -71,8 +71,8 @@ class TaskConfig:
     max_concurrent_calls: PositiveInt = 256
     """Calls of tools and environments, or agents, that one worker runs at once."""
     reward: str = ""
-    """The function that scores answers: gsm8k, gsm8k_flexible, math_verify, code or package.module:function. Empty: the
-    task's own verifier."""
+    """The function that scores answers: gsm8k, gsm8k_flexible, math_verify, code, judge, judge_pairwise, judge_listwise
+    or package.module:function. Empty: the task's own verifier."""
     rewards: List[tuple[RewardConfig, ...]] = ()
     """Several rewards in place of `reward`, each with a name, a weight and settings. With `env` or `agent` their
     weighted sum is added to what these give."""
@@ -191,8 +191,8 @@ class RolloutConfig(OnePart):
     """Rows of an episode that are trained, at most. An episode has several if its conversation is forked or rewritten;
     the last ones are kept, the others counted."""
     tool_parser: str = ""
-    """The format in which the model calls tools: hermes, llama3, another parser of SGLang's, or `module:name` of an
-    `async def` that takes the text of a reply and the tools' schemas and returns a
+    """The format in which the model calls tools: hermes, llama3, another parser of SGLang's, or `module:name` of a
+    `def` or an `async def` that takes the text of a reply and the tools' schemas and returns a
     rollout_server.episodes.conversation.reply_reader.Parsed. Empty: found in the chat template."""
     temperature: PositiveFloat = 1.0
     """The sampling temperature. Greedy replies have no spread to learn from."""
@@ -329,7 +329,8 @@ class EvalConfig:
         )
         check(
             self.temperature != 0 or self.samples == 1, "eval.samples", self.samples,
-            "1 with eval.temperature 0", "All greedy answers to a prompt are the same. Set a temperature above 0.",
+            "1 with eval.temperature 0",
+            "All greedy answers to a prompt are the same. Set eval.samples=1, or a temperature above 0.",
         )
 
     def sampling(self, rollout: RolloutConfig) -> tuple[float, float]:

@@ -72,6 +72,12 @@ def later_models(run_dir: Path, version: int) -> list[Path]:
     return [folder for name, folder in found if name and int(name[1]) > version]
 
 
+def run_dir_of_model(folder: Path) -> Path:
+    """Return the run directory of RUN_DIR/model, or of a version's `model_folder`; of another folder the one above."""
+    is_of_version = folder.parent.name == "models" and _NAME.fullmatch(folder.name)
+    return folder.parents[1] if is_of_version else folder.parent
+
+
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Return {version: folder} of the complete checkpoints, oldest first."""
     found = {}

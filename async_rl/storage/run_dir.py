@@ -265,6 +265,8 @@ def _prepare_resume(config: Config, version: int) -> None:
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
         file.rename(run_dir / f"{stem}.{suffix}.{rest}")
+    if (status := run_dir / "status.json").exists():  # copied, as it is shown until the driver writes the next one
+        write_whole(run_dir / f"status.{suffix}.json", status.read_text())
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
         lines = _whole_lines(metrics)

@@ -103,14 +103,21 @@ def _sweep(args: argparse.Namespace) -> int:
         axes.append(named_axis("correction", args.correction, CORRECTIONS))
     axes += [key_axis(text) for text in args.axis]
     first = all_cells(axes, Path())[0]
-    run = load_config(args.config, [*args.overrides, *first.overrides]).run  # without the axes it need not be valid
-    folder = Path(run.dir) / (args.name or f"{run.name}-sweep")
+    base = load_config(args.config, [*args.overrides, *first.overrides])  # without the axes it need not be valid
+    folder = Path(base.run.dir) / (args.name or f"{base.run.name}-sweep")
     sweep = Sweep(
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
         max_cells=args.max_cells, parallel=int(args.parallel) if is_number else None,
     )
     if told := unused_depth(args.config):
         print(told, flush=True)
+    if args.seconds and base.learner.decay_fraction:
+        print(
+            f"learner.decay_fraction {base.learner.decay_fraction} has no effect with --seconds: the learning rate "
+            "falls over the last share of run.steps, before which cells of a given time end. Leave --seconds out and "
+            "set run.steps if it is to fall",
+            flush=True,
+        )
     if args.dry_run:
         print(plan_of(sweep), end="")
         return 0

@@ -116,10 +116,15 @@ def format_status(run_dir: Path) -> str:
     text += "".join(f"{saved[key]}\n" for key in ("depth", "alarms") if saved.get(key))
     if saved["note"] == NORMAL_END:
         return text
+    before = ""
     if not goes_on(saved["note"]):
-        text += "The processes before that end:\n"
+        before = "The processes before that end:\n"
     elif age_s > STALE_S:
-        text += "The driver has stopped writing its status: it was killed, or hangs. The processes before that:\n"
+        text += "The driver has stopped writing its status: it was killed, or hangs.\n"
+        before = "The processes before that:\n"
+    if not statuses:
+        return text
+    text += before
     rows = [("process", "host", "does", "waits on", "for", "at most")]
     for status in statuses:
         limit = f"{status.limit_s:.0f} s" if status.limit_s else "-"

@@ -8,8 +8,9 @@ from typing import Any
 
 from async_rl.config.loading import load_config
 from async_rl.config.yaml_text import read_yaml
+from async_rl.errors import ConfigError
 from async_rl.storage.hub import located
-from async_rl.storage.model_folder import load_tokenizer
+from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
 from async_rl.types import Prompt
 from rollout_server.tasks.base import open_task
 
@@ -23,7 +24,7 @@ class TrajectoryTexts:
 
     def __init__(self, run_dir: Path) -> None:
         config = located(load_config(run_dir / "config.yaml"), ["model.path"])
-        self._tokenizer = load_tokenizer(config.model.path)
+        self._tokenizer = load_tokenizer(_with_tokenizer(Path(config.model.path), run_dir / "model"))
         self._task = open_task(config, self._tokenizer)
         self._has_one_task = _num_tasks(run_dir) == 1
         self.num_without = 0
@@ -50,6 +51,19 @@ class TrajectoryTexts:
         if "prompt_tokens" in row and not row["turns"]:
             return list(row["prompt_tokens"]) == prompt.tokens.tolist()
         return self._has_one_task and row["data_row"] == prompt.data_row
+
+
+def _with_tokenizer(*folders: Path) -> Path:
+    """Return the first of these folders that holds a tokenizer: a copied run may have its model and not model.path."""
+    found = next((folder for folder in folders if has_tokenizer(folder)), None)
+    if found is None:
+        said = ["holds none" if folder.is_dir() else "does not exist" for folder in folders]
+        raise ConfigError(
+            "--text needs the run's tokenizer in model.path or in RUN_DIR/model, got "
+            f"{'; '.join(f'{folder}, which {why}' for folder, why in zip(folders, said, strict=True))}. "
+            "Copy the folder of the model to one of them"
+        )
+    return found
 
 
 def _num_tasks(run_dir: Path) -> int:

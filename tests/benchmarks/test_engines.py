@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_rl.config.loading import load_config
 from benchmarks import engines
 from benchmarks.engines import comparison
+from tests.kit.documents import DOCUMENTS, ROOT
 
 
 def cell(number: int, engine: str, rate: float, **more: float) -> dict[str, Any]:
@@ -22,6 +25,14 @@ def test_the_table_has_the_median_of_the_rounds_for_each_engine() -> None:
     assert comparison(cells).rows == [
         ["6", "a", "3", "20.0", "10.0 to 40.0", "120", "5"], ["6", "trl", "1", "1.0", "1.0 to 1.0", "6", "-"],
     ]
+
+
+def test_the_page_of_results_says_how_many_answers_a_step_has() -> None:
+    page = (ROOT / "benchmarks" / "results" / "engines.md").read_text()
+    overrides = re.findall(r" ([\w.]+=\S+)", re.findall(r"`python -m benchmarks\.engines (.*)`", page)[0])
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    text = f"{config.learner.prompts_per_step} prompts x {config.rollout.group_size} answers a step, a random model"
+    assert text in " ".join(DOCUMENTS["docs/results.md"].split())
 
 
 def test_a_repeated_command_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

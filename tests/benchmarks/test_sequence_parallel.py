@@ -43,6 +43,16 @@ def test_a_gradient_that_misses_what_was_asked_is_named_beside_float64() -> None
     assert "| 2 x 2 | 8, 4 of keys: exchanged | no | bias | 3.0e-06 | 2.0e-06 | 9.5e-07 |" in page
 
 
+def test_the_guide_quotes_by_how_much_less_a_rank_keeps() -> None:
+    kept = {
+        (case["exchange"], case["sequence"]): case["kept_bytes"]
+        for case in results_of("sequence_parallel")["memory"] if not case["recomputes"]
+    }  # fmt: skip
+    two, four, keys = (kept["heads", 1] / kept[case] for case in (("heads", 2), ("heads", 4), ("keys", 4)))
+    exchanged = f"factors of {two:.2f} with 2 ranks and {four:.2f} with 4 where ranks exchange heads"
+    assert f"{exchanged}, and of {keys:.1f} with 4" in " ".join(DOCUMENTS["docs/guide.md"].split())
+
+
 def test_the_guide_names_the_gradients_that_missed_what_was_asked() -> None:
     missed_by: dict[str, list[tuple[float, float]]] = {}
     for case in results_of("sequence_parallel")["missed"]:

@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
+from async_rl.seams import ENGINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +22,12 @@ def test_every_key_of_ours_on_the_page_for_verls_users_exists() -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(ROOT / "configs" / "quickstart.yaml", [f"{key}=[[]]"])  # fits no key, so unknown ones differ
         assert "unknown key" not in str(caught.value), key
+
+
+def test_the_page_for_verls_users_names_every_engine() -> None:
+    page = (ROOT / "docs" / "from-verl.md").read_text()
+    (row,) = [line for line in page.splitlines() if "`rollout.engine`" in line]
+    assert all(name in row for name in ENGINES)
 
 
 def test_the_single_gpu_config_has_the_settings_that_users_of_verl_know() -> None:

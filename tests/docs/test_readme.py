@@ -12,6 +12,7 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from rollout_server.episodes.episode import EPISODE_METRICS
 from rollout_server.question import Question
+from rollout_server.rewards.verdict_cache import FILE_NAME as VERDICTS
 from tests.kit.configuration_page import PAGE, page
 from tests.kit.documents import DOCUMENTS, FILES, ROOT, blocks, run
 from tests.kit.models import save_tiny_model
@@ -83,7 +84,7 @@ ELSEWHERE = {
     "async-rl eval runs/quickstart/model": "tests/rollout_server/test_run_eval.py",
     "async-rl eval runs/quickstart/model eval.temperature=0.6 eval.top_p=0.95 eval.samples=8":
         "tests/rollout_server/test_run_eval.py",
-    "async-rl eval runs/quickstart/model eval.temperature=0": "tests/rollout_server/test_run_eval.py",
+    "async-rl eval runs/quickstart/model eval.temperature=0 eval.samples=1": "tests/rollout_server/test_run_eval.py",
     "async-rl view runs/quickstart": "tests/view/test_browser.py",
     "async-rl train configs/quickstart.yaml --view": "tests/view/test_command.py, without the training",
     "bash scripts/chromium.sh": ".ci/run",
@@ -191,6 +192,17 @@ def test_a_long_command_runs(command: str, checkout: Path) -> None:
     run(command, checkout, timeout_s=2800)
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+def test_the_doctor_is_asked_when_the_model_is_made(document: str) -> None:
+    shown = commands(DOCUMENTS[document])
+    assert shown.index("async-rl sft configs/quickstart.yaml") < shown.index("async-rl doctor configs/quickstart.yaml")
+
+
+def test_the_page_of_the_run_directory_lists_the_verdicts_and_the_keys_of_a_run() -> None:
+    files = DOCUMENTS["docs/run-directory.md"]
+    assert f"| `{VERDICTS}` |" in files and "| `keys/` |" in files
+
+
 def test_the_config_in_the_guide_sets_what_it_says(tmp_path: Path) -> None:
     (block,) = blocks(GUIDE, "yaml")
     (tmp_path / "config.yaml").write_text(block)
@@ -229,8 +241,8 @@ def test_every_config_key_in_the_documents_exists() -> None:
 
 COMPOSED = (
     "utilisation/", "occupancy/", "gpu/", "buffer/dropped_", "buffer/trained/", "eval/accuracy/",
-    "eval/reward/", "eval/reward_on/", "alarm/<", "guard/<", "loss/", "reward/<", "by_staleness/", "scoring/",
-    "episode/env/", "episode/end_", "episode/dropped_rows", "endpoint/",
+    "eval/reward/", "eval/reward_on/", "eval/avg_at_<", "eval/pass_at_<", "alarm/<", "guard/<", "loss/", "reward/<",
+    "by_staleness/", "scoring/", "episode/env/", "episode/end_", "episode/dropped_rows", "endpoint/",
 )  # fmt: skip
 """Metric keys that the code puts together from parts."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from async_rl.config.loading import load_config
 from learner.models.reward_model import RewardModel
 from learner.ranks import Ranks
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.base import REWARDS, open_rewards
 from rollout_server.rewards.code.checker import CodeSettings
 from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.judge.rewards import ListSettings, PairSettings, ScoreSettings
@@ -33,6 +34,7 @@ from tests.kit.rewards import told
 
 PAGE = DOCUMENTS["docs/rewards.md"]
 EXAMPLES = blocks(PAGE, "yaml")
+SETTINGS = DOCUMENTS["docs/configuration.md"]
 
 
 @pytest.fixture
@@ -184,3 +186,8 @@ def test_the_page_quotes_what_the_sandbox_was_measured_at() -> None:
     together = {row[0]: round(float(row[2])) for row in memory["rows"]}
     others = f"{together['namespaces']} with namespaces, {together['subprocess']} as processes of their own"
     assert f"20 that sleep take {together['fork server']} MiB ({others})" in text
+
+
+def test_the_setting_of_the_reward_names_all_that_are_built_in() -> None:
+    (row,) = re.findall(r"^\| `reward` \|.* The function that scores answers: (.*) or package", SETTINGS, re.MULTILINE)
+    assert row.split(", ") == list(REWARDS)

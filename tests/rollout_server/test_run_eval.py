@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.api import evaluation_config
 from async_rl.cli import main
 from async_rl.config import Config, EvalConfig
 from async_rl.errors import ConfigError, RewardError
@@ -32,6 +34,7 @@ from rollout_server.run_eval import (
 from rollout_server.tasks.base import open_task
 from rollout_server.worker_stats import WorkerStats
 from tests.kit.configs import changed, worker_config
+from tests.kit.documents import DOCUMENTS, ROOT
 from tests.kit.engines.fakes import TOKENIZER
 from tests.kit.models import save_tiny_model
 
@@ -50,6 +53,7 @@ def test_an_evaluation_of_several_answers_reports_avg_and_pass_at_k() -> None:
         {"eval/avg_at_5": 0.2, "eval/pass_at_2": 0.35, "eval/pass_at_4": 0.5, "eval/pass_at_5": 0.5}
     )
     assert list(_at_k_metrics([[1.0]], EvalConfig())) == []
+    assert "| `eval/avg_at_<n>`, `eval/pass_at_<k>` |" in DOCUMENTS["docs/metrics.md"]
 
 
 def test_accuracy_is_reported_by_source_where_there_are_several() -> None:
@@ -157,8 +161,16 @@ def test_with_a_reward_model_the_rewards_of_held_out_answers_are_the_gold_ones()
 
 
 def test_several_greedy_answers_to_a_prompt_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.samples must be 1 with eval\.temperature 0, got 4"):
+    with pytest.raises(ConfigError, match=r"eval\.samples must be 1 with .* 0, got 4\..*Set eval\.samples=1, or"):
         EvalConfig(temperature=0, samples=4)
+
+
+@pytest.mark.parametrize("config", ["configs/quickstart.yaml", "async_rl/starters/quickstart/quickstart.yaml"])
+def test_the_evaluations_that_the_guide_shows_go_with_the_quickstart(config: str) -> None:
+    lines = DOCUMENTS["docs/guide.md"].splitlines()
+    shown = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("async-rl eval ")]
+    temperatures = [evaluation_config(model, ROOT / config, words).eval.temperature for model, *words in shown]
+    assert temperatures == [0.6, 0, "rollout"]
 
 
 def test_an_evaluation_reports_which_versions_sampled_its_answers() -> None:
@@ -185,7 +197,7 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
     }
     for overrides, keys in (
         (["eval.temperature=0.6", "eval.top_p=0.95", "eval.samples=8"], {"eval/avg_at_8", "eval/pass_at_4"}),
-        (["eval.temperature=0"], {"eval/accuracy"}),
+        (["eval.temperature=0", "eval.samples=1"], {"eval/accuracy"}),
     ):
         assert main(["eval", str(tmp_path / "model"), "eval.size=4", *overrides]) == 0
         assert keys <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}

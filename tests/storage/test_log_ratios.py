@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from async_rl.config.loading import load_config
 from async_rl.storage import log_ratios
 from async_rl.storage.log_ratios import (
     FOLDER,
@@ -17,6 +18,7 @@ from async_rl.storage.log_ratios import (
     link_past,
     read_log_ratios,
 )
+from tests.kit.documents import DOCUMENTS, ROOT, blocks
 
 
 def ratios(group_id: int = 7, learner: bool = True) -> StepLogRatios:
@@ -48,6 +50,20 @@ def test_the_ratios_of_an_answer_are_read_back(tmp_path: Path) -> None:
     assert read_log_ratios(tmp_path, 3, 7, 1) is None
     assert read_log_ratios(tmp_path, 4, 7, 2) is None
     assert read_log_ratios(tmp_path / "none", 3, 7, 2) is None
+
+
+def test_the_program_on_the_page_reads_a_file_that_the_quickstart_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    run_dir = tmp_path / config.run_dir
+    run_dir.mkdir(parents=True)
+    for step in (40, config.run.steps):
+        write(run_dir, range(step, step + 1), config.journal_kept_steps)
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks(DOCUMENTS["docs/run-directory.md"], "python")
+    exec(program, {})
+    assert float(capsys.readouterr().out) == pytest.approx(np.e)
 
 
 def test_the_file_of_each_rank_is_searched(tmp_path: Path) -> None:

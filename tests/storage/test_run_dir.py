@@ -188,6 +188,7 @@ def stopped(config: Config, tmp_path: Path) -> Config:
     for name in ("trajectories.sqlite", "trajectories.sqlite-wal", "trajectories.sqlite-payloads/0", "timeline.json"):
         (run_dir / name).write_text(f"{name} of the first run")
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (run_dir / "status.json").write_text("the first run ended normally, with alarms")
     (run_dir / "config.yaml").write_text(f"run: {{name: run, dir: {tmp_path}}}\n")
     return changed(config, run={"resume": checkpoint_folder(run_dir, 1)})
 
@@ -200,6 +201,7 @@ def files(run_dir: Path) -> dict[str, str]:
 def begin_anew(run_dir: Path) -> None:
     """Write what the processes of a resumed run write before their first step is logged."""
     (run_dir / "trajectories.sqlite-payloads").mkdir()
+    (run_dir / "status.json").write_text("the resumed run was interrupted")
     for name in ("trajectories.sqlite", "trajectories.sqlite-shm", "trajectories.sqlite-payloads/7", "timeline.json"):
         (run_dir / name).write_text("of the resumed run")
     save_model(run_dir, 2, "version 2 of the resumed run")
@@ -287,7 +289,8 @@ def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path:
         write_config(opened)
         raise WaitTimeoutError("later")
     after = files(run_dir)
-    for name in ("trajectories{}.sqlite", "trajectories{}.sqlite-payloads/0", "timeline{}.json", "config{}.yaml"):
+    journal = ("trajectories{}.sqlite", "trajectories{}.sqlite-payloads/0")
+    for name in (*journal, "timeline{}.json", "status{}.json", "config{}.yaml"):
         assert after[name.format(".lineage_0")] == before[name.format("")]
     assert (after["metrics.jsonl"], after["metrics.lineage_0.jsonl"]) == ('{"step": 1}\n', '{"step": 2}\n')
     assert after["timeline.json"] == "of the resumed run" and "staleness" in after["config.yaml"]

@@ -44,6 +44,21 @@ def test_the_table_at_the_head_shows_auto_beside_the_best_bound_of_each_sweep() 
     assert f"below that of bound 8 in 5 of 5 seeds, by {behind.text('{:.3f}')}" in page
 
 
+def test_the_documents_count_the_sweeps_in_which_auto_learned_less() -> None:
+    sweeps = {folder.name: by_staleness(folder.name) for folder in RESULTS.glob("sweep_*/")}
+    less = []
+    for rows in (rows for rows in sweeps.values() if "auto/8" in rows):
+        key = "policy_reward" if rows["auto/8"].has("policy_reward") else "reward_less_lag"
+        best = max((name for name in rows if "/" not in name), key=lambda name: rows[name].estimate(key).mean)
+        auto, bound = (rows[name].values[key] for name in ("auto/8", best))
+        less.append(np.mean(auto) < np.mean(bound))
+        assert less[-1] or p_value(auto, bound) > 0.05
+    assert (len(less), sum(less)) == (9, 6)
+    said = "it has learned more than the best bound in none beyond the errors, and less in the mean in six"
+    assert f"in nine sweeps {said}" in text_of("README.md")
+    assert f"In the nine sweeps with `auto` {said}." in text_of("docs/depth.md")
+
+
 def test_the_documents_take_the_lag_off_the_rewards_that_they_compare() -> None:
     """The lag is staleness times the seconds of a step; the seconds of a run are those of its last evaluation."""
     page = text_of("docs/depth.md")
@@ -99,6 +114,21 @@ def test_the_documents_say_what_pairs_of_equal_seeds_say_of_the_worst_steps() ->
         for rows, depth, bound in ((slow, "2/8", "2"), (hard, "1.25/8", "1"))
     ]
     assert f"maximum there, {more[0]:.2f} and {more[1]:.1f} times as many" in page
+
+
+def test_the_page_of_staleness_says_in_how_many_seeds_a_depth_ends_above_its_bound() -> None:
+    def above(sweep: str, depth: str, bound: str) -> str:
+        rows = by_staleness(sweep)
+        pairs = list(zip(*(rows[name].values["accuracy_end"] for name in (depth, bound)), strict=True))
+        return f"{sum(a > b for a, b in pairs)} of {len(pairs)}"
+
+    sweeps = ("sweep_agent_hard_7e-4", "sweep_agent_grid", "sweep_agent_sglang")
+    near, two = ([above(sweep, *pair) for sweep in sweeps] for pair in (("1.25/8", "1"), ("2/8", "2")))
+    page = text_of("docs/staleness.md")
+    assert above("sweep_agent_hard", "1.25/8", "1") == "0 of 5" and "ended below bound 1 in 5 of 5 seeds" in page
+    assert f"and `2/8` above bound 2 in {above('sweep_agent_hard', '2/8', '2')}. At 7e-4" in page
+    assert "ended above bound 1 in {}, {} and {} seeds of three sweeps,".format(*near) in page
+    assert "and `2/8` above bound 2 in {}, {} and {}. So".format(*two) in page
 
 
 def test_the_tails_of_depths_and_bounds_are_those_of_the_sweeps() -> None:

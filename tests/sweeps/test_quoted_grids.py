@@ -27,6 +27,12 @@ def over_bounds(rows: dict[str, Setting], depth: str, key: str) -> list[float]:
     return [float(np.mean(each)) - bound for each, bound in zip(below, rows[depth].values[key], strict=True)]
 
 
+def seconds_of_reward(rows: dict[str, Setting]) -> str:
+    """The time over which the reward of the policy is averaged, the same in all runs."""
+    (seconds,) = {value for row in rows.values() for value in row.values["policy_seconds"]}
+    return f"{seconds:.1f}"
+
+
 @pytest.mark.parametrize(
     ("sweep", "seeds", "others"), [("sweep_agent_grid", 5, []), ("sweep_agent_sglang", 4, ["auto/8"])]
 )
@@ -86,7 +92,7 @@ def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
     rows, page, readme = by_staleness("sweep_agent_grid"), text_of("docs/depth.md"), text_of("README.md")
     times, one, two = assert_gains_are_quoted(rows, page)
     assert f"makes {min(times):.2f} to {max(times):.2f} times as many steps" in readme
-    assert f"is higher by {one}; at that of bound 2 by {two}." in readme
+    assert f"over the first {seconds_of_reward(rows)} s is higher by {one}; at that of bound 2 by {two}." in readme
     assert_tails_are_quoted(rows, page, "the largest weight by {} and {}.")
     for key, form, text in (
         ("steps_per_minute", "{:.1f}", "bound 8 makes {} more steps a minute than bound 3"),
@@ -110,7 +116,8 @@ def test_what_the_grid_of_depths_and_bounds_says_is_what_is_written() -> None:
 def test_what_the_grid_with_sglang_says_is_what_is_written() -> None:
     rows, page, readme = by_staleness("sweep_agent_sglang"), text_of("docs/depth.md"), text_of("README.md")
     _, one, two = assert_gains_are_quoted(rows, page)
-    assert f"With SGLang, 45 s and four seeds, it is by {one} and {two}." in readme
+    seconds = seconds_of_reward(rows)
+    assert f"With SGLang, over the first {seconds} s of 45 and four seeds, it is by {one} and {two}." in readme
     largest = max(rows["2/8"].values["is_weight_largest"])
     step = f"one run of `2/8` has a step with a weight of {largest:,.0f}."
     assert_tails_are_quoted(rows, page, f"the largest weight by {{}} and {{}}: {step}")

@@ -53,6 +53,8 @@ def test_a_status_of_a_run_that_has_ended_shows_no_process_as_running(tmp_path: 
     lines = format_status(tmp_path).splitlines()
     assert lines[:2] == [f"{tmp_path}, 0 s ago: ended: learner/0 died", "The processes before that end:"]
     assert lines[3].startswith("learner/0")
+    write_status(tmp_path, [], "ended: KeyboardInterrupt", "Alarms: reward since step 57")
+    assert format_status(tmp_path).splitlines()[1:] == ["Alarms: reward since step 57"], "it ended before any process"
 
 
 @pytest.mark.parametrize("note", ["running", "ended normally"])
@@ -71,7 +73,7 @@ def test_the_depth_of_a_run_stands_below_its_state(tmp_path: Path) -> None:
     lines = format_status(tmp_path).splitlines()
     assert lines[1:3] == ["depth 1.5 of at most 8 since step 23", "Alarms: reward since step 57"]
     write_status(tmp_path, [], "running")
-    assert format_status(tmp_path).splitlines()[1].startswith("process ")
+    assert len(format_status(tmp_path).splitlines()) == 1
 
 
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
+from async_rl.errors import ConfigError
 from rollout_server.tasks.base import open_task
 from rollout_server.tasks.trajectory_texts import TrajectoryTexts
 from tests.kit.configs import changed, make_config
@@ -68,3 +70,13 @@ def test_rows_from_before_another_file_of_as_many_rows_have_no_ground_truth(conf
     (tmp_path / "config.yaml").rename(tmp_path / "config.lineage_0.yaml")
     (tmp_path / "config.yaml").write_text(dump_config(again))
     assert truths(tmp_path, *before) == [None, None]
+
+
+def test_a_copied_run_has_texts_by_the_tokenizer_of_its_model(config: Config, tmp_path: Path) -> None:
+    row, gone = journalled_row(config, 0), tmp_path / "sft" / "model"
+    (tmp_path / "config.yaml").write_text(dump_config(changed(config, model={"path": str(gone)})))
+    assert truths(tmp_path, row) == [str(row["data_row"])]
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=f"got {gone}, which does not exist; {tmp_path}/model, which holds none"):
+        TrajectoryTexts(tmp_path)

@@ -67,7 +67,7 @@ class LearnerClient:
 
         Raises:
             WaitTimeoutError: there was no batch within timeouts.work_s; the message says what is missing.
-            NothingToLearnError: there will probably be no further batch.
+            NothingToLearnError: there will be no further batch.
         """
         reply = self._poll("take", version, f"for batch {version}", interrupted)
         if reply and "end" in reply.result:
@@ -116,8 +116,7 @@ class LearnerClient:
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> BufferReply | None:
         """Repeat the request `op` until it is fulfilled, and return the answer; None once `interrupted()` is True.
 
-        Raises WaitTimeoutError after timeouts.work_s, which says what the learner waited for: `purpose`. If only groups
-        without a difference in reward have come, and many, it raises NothingToLearnError.
+        Raises WaitTimeoutError after timeouts.work_s, which says what the learner waited for: `purpose`.
         """
         limit, start_s = self._timeouts.limit("work_s"), time.monotonic()
         while not interrupted():
@@ -126,10 +125,7 @@ class LearnerClient:
             if "state" not in reply.result:
                 return reply
             if time.monotonic() - start_s >= limit.seconds:
-                waited = f"the learner waited {limit} {purpose}"
-                if flat := reply.result["flat"]:
-                    raise NothingToLearnError(f"{waited}: {flat}")
-                raise WaitTimeoutError(f"{waited}: {reply.result['state']}")
+                raise WaitTimeoutError(f"the learner waited {limit} {purpose}: {reply.result['state']}")
         return None
 
     def _call(self, op: str, **fields: Any) -> BufferReply:

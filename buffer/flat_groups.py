@@ -39,7 +39,6 @@ class FlatGroups:
 
     def __init__(self, prompts_per_step: int, is_right: Callable[[float], bool]) -> None:
         self._prompts_per_step = prompts_per_step
-        self._fewest = FLAT_BATCHES * prompts_per_step
         self._is_right = is_right
         self._reward = 0.0
         self.num_same = 0
@@ -63,39 +62,26 @@ class FlatGroups:
             epoch: the number of prompts in an epoch; 0 if it is not known.
         """
         if self.num_same >= most_of_one_reward(self._prompts_per_step, epoch):
-            return self._said_of_one_reward(version)
-        if self.num_in_row >= max(self._fewest, MANY_GROUPS, epoch):
-            return self._said_of_each_reward(version)
+            return f"{self.num_same} groups in a row had the same reward, {self._reward:g}, for every answer: " + (
+                self._said_of_one_reward(version)
+            )
+        if self.num_in_row >= max(FLAT_BATCHES * self._prompts_per_step, MANY_GROUPS, epoch):
+            return (
+                f"{self.num_in_row} groups in a row had one reward for all of their answers, though not each the same: "
+                "no prompt's answers differed when it was asked last, and so none seems to have anything left to teach "
+                f"at version {version}. Raise rollout.group_size or rollout.temperature, choose another data set, or "
+                "set algorithm.filter_zero_variance: false, with which such groups are trained on."
+            )
         return ""
 
-    def why_none_differs(self, version: int) -> str:
-        """Return what to tell a learner that has waited too long for a batch; "" if flat groups are not the reason.
-
-        They are if FLAT_BATCHES batches' worth of them were dropped, and no other group has come since.
-        """
-        if min(self.num_in_row, self.num_dropped) < self._fewest:
-            return ""
-        has_one_reward = self.num_same >= self._fewest
-        return self._said_of_one_reward(version) if has_one_reward else self._said_of_each_reward(version)
-
-    def _said_of_each_reward(self, version: int) -> str:
-        return (
-            f"{self.num_in_row} groups in a row had one reward for all of their answers, though not each the same: "
-            f"their prompts seem to have nothing left to teach at version {version}. Raise rollout.group_size or "
-            "rollout.temperature, choose another data set, or set algorithm.filter_zero_variance: false, with which "
-            "such groups are trained on."
-        )
-
     def _said_of_one_reward(self, version: int) -> str:
-        same = f"{self.num_same} groups in a row had the same reward, {self._reward:g}, for every answer"
-        left = f"have nothing left to teach at version {version}"
+        left = f"and to have nothing left to teach at version {version}"
         if self._is_right(self._reward):
-            return f"{same}: the task seems to be solved and to {left}. Choose a harder one."
+            return f"the task seems to be solved {left}. Choose a harder one."
         if self._reward <= 0:
-            advice = "Choose an easier one, or raise rollout.group_size."
-            return f"{same}: the task seems to be out of reach and to {left}. {advice}"
+            return f"the task seems to be out of reach {left}. Choose an easier one, or raise rollout.group_size."
         return (
-            f"{same}: the task seems to {left}. This reward is neither that of a right answer (eval.right_above) nor 0 "
-            "or less: see what gives it to every answer, and raise rollout.temperature or choose a reward that tells "
-            "answers apart."
+            f"the task seems to have nothing left to teach at version {version}. This reward is neither that of a "
+            "right answer (eval.right_above) nor 0 or less: see what gives it to every answer, and raise "
+            "rollout.temperature or choose a reward that tells answers apart."
         )

@@ -282,10 +282,6 @@ class Operations:
             return fair_shares(capacity, asked, self.store.running_by_worker())
         return {}
 
-    def _waits_for_new_groups(self, is_push: bool) -> bool:
-        """Whether the learner waits for groups that may never come: not in a push that waits for running ones alone."""
-        return not (is_push and self.store.state.is_draining)
-
     def _reply_to_learner(self, parked: Parked, now_s: float) -> None:
         result: dict[str, Any] = {}
         batch: Sequence[Frame] = ()
@@ -296,7 +292,8 @@ class Operations:
             waited_s = {key: waits.hand_out(parked.version, now_s) for key, waits in self._waits.items()}
             counters = self.counters() | waited_s
             batch = batch_frames(parked.version, taken, counters, self.limits)
-        elif self.store.end_reason and self._waits_for_new_groups(is_push):
+        elif self.store.end_reason and not (is_push and self.store.state.is_draining):
+            # A push that shuts admission waits for running groups alone, and so not for ever.
             result = {"end": self.store.end_reason}
         if not (result or batch):
             if not is_push:
@@ -305,8 +302,7 @@ class Operations:
                         waits.begin(now_s)
             if now_s < parked.until_s:
                 return
-            flat = self.store.flat.why_none_differs(parked.version) if self._waits_for_new_groups(is_push) else ""
-            result = {"state": self.describe(now_s), "flat": flat}
+            result = {"state": self.describe(now_s)}
             for waits in self._waits.values():
                 waits.end(now_s)
         del self._parked[LEARNER, ""]

@@ -16,13 +16,11 @@ one client that have the same answer may be answered together, as those of `put`
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
-    take        The learner asks for a batch. Without frames the answer is, after wait_s, {state: what the batch waits
-                for, flat: why to end rather than fail if that takes too long, or ""}, or {end: why}: there will
-                probably be no further batch, so the learner saves and ends.
+    take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after
+                wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
-                {state: what it waits for, flat: as above} after wait_s. It has to wait only in exact mode or with
-                on_update: drain. In exact mode the answer may be {end: why}: the groups that it waits for would all be
-                dropped.
+                {state: what it waits for} after wait_s. It has to wait only in exact mode or with on_update: drain. In
+                exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
     trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
                 answer comes at once. With `served` it may move the number of slots, and says why: the move is in the
                 journal before the answer is sent. -1 slots: their number stays.

@@ -69,7 +69,7 @@ def test_groups_that_are_flat_at_different_rewards_end_the_run_in_order() -> Non
         arrival = make_arrival(equal_rewards=True, reward=float(number % 2))
         store.finish(slot.group_id, b"", arrival, drop_equal=True)
     assert store.end_reason.startswith("4096 groups in a row had one reward for all of their answers, though not each")
-    assert "their prompts seem to have nothing left to teach at version 0" in store.end_reason
+    assert "no prompt's answers differed when it was asked last" in store.end_reason
     assert "4096 dropped as zero_variance since the last batch" in store.describe(0.0)
 
 

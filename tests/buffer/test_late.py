@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -156,34 +155,6 @@ def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
         counters = server.counters()
         assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0
         assert counters["buffer/dropped_zero_variance/reward"] == 0.5
-        learner.close()
-
-
-@pytest.mark.parametrize(("rewards", "told"), [
-    ((0.0,), "16 groups in a row had the same reward, 0, for every answer: the task seems to be out of reach"),
-    ((0.0, 1.0), "16 groups in a row had one reward for all of their answers, though not each the same"),
-])
-def test_a_learner_that_waits_too_long_for_groups_that_differ_ends_the_run_in_order(
-    rewards: tuple[float, ...], told: str
-) -> None:
-    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig())
-    with serving(config) as server:
-        learner = LearnerClient(server.address, replace(QUICK, work_s=0.1))
-        learner.served(0)
-        numbers = itertools.count()
-
-        async def put_flat(worker: WorkerClient) -> None:
-            await worker.tell_prompts([(5000, 5000)])
-            for slot in await worker.admit(2):
-                reward = rewards[next(numbers) % len(rewards)]
-                await worker.put(make_group(slot, rows=(make_row(reward=reward),) * 2))
-
-        for _ in range(FLAT_BATCHES):
-            with pytest.raises(WaitTimeoutError, match=r"waited 0 s \(timeouts\.work_s\) for batch 0: "):
-                learner.take(0)
-            with_worker(server.address, put_flat)
-        with pytest.raises(NothingToLearnError, match=rf"waited 0 s \(timeouts\.work_s\) for batch 0: {told}"):
-            learner.take(0)
         learner.close()
 
 

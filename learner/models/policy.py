@@ -142,10 +142,11 @@ def layout_of(lms: Sequence[Any]) -> Layout:
     names = {kernel_of(lm) for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
     flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
-    slides = any(key in WINDOWS or key.startswith(RECURRENT) for key in keys)
+    is_recurrent = any(key.startswith(RECURRENT) for key in keys)
+    is_whole = not is_recurrent and keys.isdisjoint(WINDOWS)
     return Layout(
-        masked=names <= {*MASKED, "flex_attention"} and not slides,
-        sparse=flash == names or (names <= {*flash, "flex_attention"} and not slides),
+        masked=names <= {*MASKED, "flex_attention"} and is_whole,
+        sparse=(flash == names and not is_recurrent) or (names <= {*flash, "flex_attention"} and is_whole),
         pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import Llama4TextConfig, Qwen2Config
+from transformers import Lfm2Config, Llama4TextConfig, Qwen2Config, Qwen3NextConfig
 
 from learner.models.policy import layout_of
 
@@ -28,3 +28,12 @@ def test_rows_are_not_masked_apart_where_layers_see_chunks_or_windows() -> None:
     for config in (Llama4TextConfig(attention_chunk_size=8192), Qwen2Config(use_sliding_window=True, sliding_window=8)):
         config._attn_implementation_internal = "sdpa"
         assert not layout_of([SimpleNamespace(config=config)]).masked
+
+
+def test_flash_attention_gives_each_row_of_a_recurrent_model_a_pack_of_its_own() -> None:
+    """Flash attention begins anew where positions do; the state of a convolution runs on from row to row."""
+    windows = Qwen2Config(use_sliding_window=True, sliding_window=8)
+    for config, shares_packs in ((Lfm2Config(), False), (Qwen3NextConfig(), False), (windows, True)):
+        config._attn_implementation_internal = "flash_attention_2"
+        layout = layout_of([SimpleNamespace(config=config)])
+        assert (layout.masked, layout.sparse) == (False, shares_packs)

@@ -166,9 +166,9 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 
 
 def _check_loading(key: str, path: str, config: Config) -> None:
-    """Check that the model in `path`, the value of `key`, is not quantised, loads with the configured attention, is of
-    a kind that the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen
-    weights (policy), reads the policy's rows (critic and reference), and can be split (all but reward encoders).
+    """Check that the model in `path`, the value of `key`, is not quantised, loads with its attention, is of a kind that
+    the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen weights
+    (policy), reads the policy's rows (critic and reference), and can be split (all but reward encoders).
     """
     from async_rl.storage.model_loading import load_without_weights
 

@@ -42,7 +42,7 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
         Rule(
             "truncated", "offpolicy/truncated_fraction", 0.05, False,
             "truncated importance weights bias the gradient. Lower staleness.depth or learner.lr, or raise "
-            "algorithm.correction.cap",
+            "algorithm.correction.cap, or lower algorithm.correction.floor if it is set",
         ),
         Rule(
             "mismatch", "mismatch/mean_abs", mismatch, False,

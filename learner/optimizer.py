@@ -99,7 +99,8 @@ class Optimizer:
         self._warmup_steps = config.warmup_steps
         self._grad_clip = config.grad_clip
         self._max_skipped = config.max_skipped_steps
-        self._steps = 0
+        self.steps = 0
+        """The number of steps taken, also before a resume."""
         self._skipped_in_a_row = 0
         self._begun = torch.empty(0)
         self.average = WeightAverage(module, config.ema_decay) if averages and config.ema_decay else None
@@ -122,7 +123,7 @@ class Optimizer:
         dist.all_reduce(totals)
         squared_norm, total_loss = totals.tolist()
         grad_norm = squared_norm**0.5
-        lr = self._lr * decay * min(1.0, (self._steps + 1) / max(1, self._warmup_steps))
+        lr = self._lr * decay * min(1.0, (self.steps + 1) / max(1, self._warmup_steps))
         finite = bool(torch.isfinite(totals).all())
         if finite:
             scale = self._grad_clip / (grad_norm + 1e-6)
@@ -130,7 +131,7 @@ class Optimizer:
                 torch._foreach_mul_(gradients, scale)
             for inner in self._inner:
                 self._step_part(inner, lr)
-            self._steps += 1
+            self.steps += 1
             if self.average:
                 self.average.update()
         self.drop()
@@ -176,10 +177,10 @@ class Optimizer:
         With them are those that the optimizer itself counts or estimates for a group of parameters, as some do.
         """
         own = {key: number for key, number in self._numbers().items() if number != self._given[key]}
-        return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row, **own}
+        return {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row, **own}
 
     def set_counts(self, counts: Mapping[str, float]) -> None:
-        self._steps, self._skipped_in_a_row = int(counts["steps"]), int(counts["skipped_in_a_row"])
+        self.steps, self._skipped_in_a_row = int(counts["steps"]), int(counts["skipped_in_a_row"])
         for key, group, name in self._entries():
             if key in counts:
                 group[name] = type(group[name])(counts[key])

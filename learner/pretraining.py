@@ -75,30 +75,29 @@ class PretrainingTerm:
         self._rows = read_texts(config)
         self._policy, self._ranks, self._layout, self._device = policy, ranks, layout, device
 
-    def rows(self, version: int, number: int) -> list[int]:
-        """Return the rows of text for optimizer step `number`, from 0, of the batch that is trained at `version`.
+    def rows(self, step: int) -> list[int]:
+        """Return the rows of text for the policy's optimizer step `step`, from 0.
 
-        All steps that are due so take every row once before they take one again, each time in another order, so that
-        a resumed run goes on where it was.
+        All steps so take every row once before they take one again, each time in another order. Checkpoints keep the
+        number of steps, so a resumed run goes on where it was.
         """
         count = self._rows_per_step
-        first = (version * self._config.algorithm.steps_per_batch + number) * count
-        places = [divmod(place, len(self._rows)) for place in range(first, first + count)]
+        places = [divmod(place, len(self._rows)) for place in range(step * count, (step + 1) * count)]
         seed = self._config.run.seed
         orders = {
             epoch: np.random.default_rng([seed, epoch]).permutation(len(self._rows)) for epoch, _ in places
         }
         return [int(orders[epoch][place]) for epoch, place in places]
 
-    def backward(self, version: int, number: int, sums: MetricAccumulator) -> Tensor:
+    def backward(self, step: int, sums: MetricAccumulator) -> Tensor:
         """Add the gradient of the term to the policy's, and return this rank's part of the term. Collective.
 
         Args:
-            version, number: as for `rows`.
+            step: as for `rows`.
             sums: gets what the metrics are made of.
         """
-        groups = tuple(_group(self._rows[index], version) for index in self.rows(version, number))
-        batch = Batch(version=version, groups=groups, finished_versions=(version,) * len(groups))
+        groups = tuple(_group(self._rows[index]) for index in self.rows(step))
+        batch = Batch(version=0, groups=groups, finished_versions=(0,) * len(groups))
         zeros = [[np.zeros(len(row.tokens), np.float32) for row in group.rows] for group in groups]
         budget, shares = self._config.learner.max_tokens_per_forward, self._ranks.shares
         pieces = make_pieces(groups, [(g, 0) for g in range(len(groups))], budget, 1, self._layout)
@@ -123,14 +122,14 @@ def ptx_metrics(totals: Totals) -> list[Metric]:
     return [Metric("ptx/loss", float(totals["ptx_nll"]) / tokens, weight=tokens)] if tokens else []
 
 
-def _group(tokens: IntArray, version: int) -> Group:
-    """Return a row of text as a group whose prompt is its first token."""
+def _group(tokens: IntArray) -> Group:
+    """Return a row of text as a group whose prompt is its first token. Nothing reads its versions, which are 0."""
     count = len(tokens) - 1
     row = Row(
-        tokens=tokens[1:], logprobs=np.zeros(count, np.float32), versions=np.full(count, version, np.int32),
+        tokens=tokens[1:], logprobs=np.zeros(count, np.float32), versions=np.zeros(count, np.int32),
         mask=np.ones(count, np.bool_), reward=0.0, finish_reason="stop",
     )
     return Group(
-        group_id=0, prompt_index=0, start_version=version, temperature=1.0, prompt_tokens=tokens[:1], duration_s=0.0,
+        group_id=0, prompt_index=0, start_version=0, temperature=1.0, prompt_tokens=tokens[:1], duration_s=0.0,
         rows=(row,),
     )

@@ -147,7 +147,7 @@ class Updater:
                 steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
             if trains_policy:
                 if self._pretraining:
-                    losses["policy"] += self._pretraining.backward(batch.version, len(steps["policy"]), sums)
+                    losses["policy"] += self._pretraining.backward(self.optimizers["policy"].steps, sums)
                 steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
             elif self.critic is None:
                 break

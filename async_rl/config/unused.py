@@ -14,7 +14,7 @@ from async_rl.config.presets import PRESETS
 
 
 def unused_settings(config: Config) -> list[str]:
-    """Return a sentence for each setting, other than its default or the preset's, that nothing reads."""
+    """Return a sentence for each setting, other than its default or the preset's, that nothing reads, or not all."""
     algorithm, learner, critic = config.algorithm, config.learner, config.critic
     preset, advantage = PRESETS[algorithm.preset], f"algorithm.advantage {algorithm.advantage}"
     entry, found = algorithm.advantage_entry, []
@@ -37,4 +37,10 @@ def unused_settings(config: Config) -> list[str]:
     if entry.carries_correction:
         normalised = algorithm.correction.batch_normalised
         compare("algorithm.correction.batch_normalised", normalised, (False,), advantage)
+    if algorithm.kl.kind == "k1_reward" and config.task.has_turns and config.rollout.max_rows > 1:
+        found.append(
+            "algorithm.kl.kind k1_reward has no effect from row to row: in an episode of several rows "
+            f"(rollout.max_rows {config.rollout.max_rows}) the penalty of a token counts for those before it in its "
+            "own row alone. k2_loss has the same gradient in the mean, and no such limit."
+        )
     return found

@@ -140,7 +140,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     ]
     if path := config.reward_model.path:
         needs = (TASK, "reward_model.path")
-        checks.append(PreflightCheck("reward_model's prompts", path, lambda: _check_prompts(config, task()), needs))
+        checks.append(PreflightCheck("reward_model's rows", path, lambda: _check_rewarded(config, task()), needs))
     return checks
 
 
@@ -166,9 +166,9 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
 
 
 def _check_loading(key: str, path: str, config: Config) -> None:
-    """Check that the model in `path`, the value of `key`, is not quantised, loads with the configured attention, is of
-    a kind that the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen
-    weights (policy), reads the policy's rows (critic and reference), and can be split (all but reward encoders).
+    """Check that the model in `path`, the value of `key`, is not quantised, loads with its attention, is of a kind that
+    the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen weights
+    (policy), reads the policy's rows (critic and reference), and can be split (all but reward encoders).
     """
     from async_rl.storage.model_loading import load_without_weights
 
@@ -286,11 +286,11 @@ def _check_reward(config: Config, task: Task) -> list[str]:
     return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
 
 
-def _check_prompts(config: Config, task: Task) -> list[str]:
-    from learner.models.reward_rows import prompt_cautions
+def _check_rewarded(config: Config, task: Task) -> list[str]:
+    from learner.models.reward_rows import row_cautions
 
     prompt = task.prompt(0)
-    return prompt_cautions(config, prompt.tokens.tolist(), prompt.source)
+    return row_cautions(config, prompt.tokens.tolist(), prompt.source)
 
 
 def _check_judge(config: Config) -> list[str]:

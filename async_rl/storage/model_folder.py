@@ -25,7 +25,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "critic.path": (), "reference.path": _CAUSAL, "reward_model.path": ("ForSequenceClassification",)
 }
 """[key] endings of which the architecture's name must have one, for the models besides the policy; (): any name."""
-_LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_LOGIT_KEYS = ("final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap")
 _HEAD_BIASES = ("lm_head.bias", "embed_out.bias")
 
 

@@ -23,13 +23,17 @@ _MAY_LACK_HEAD = ("critic.path", "reward_training.base")
 def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
     """Return the model in `path`, the value of `key`, with meta tensors: only names and shapes of weights are read.
 
+    A reward model has the attention that transformers chooses for it, as in the learner: it may be an encoder that the
+    policy's does not fit.
+
     Raises:
         ConfigError: transformers can't build the model, or its files lack weights or hold weights of another shape.
     """
+    attention = None if key == "reward_model.path" else attn_implementation
     with quiet_loading():
         try:
             lm, loaded = _HEADS.get(key, AutoModelForCausalLM).from_pretrained(
-                path, device_map="meta", attn_implementation=attn_implementation, output_loading_info=True,
+                path, device_map="meta", attn_implementation=attention, output_loading_info=True,
                 ignore_mismatched_sizes=True, local_files_only=True,
             )
         except Exception as error:  # transformers raises errors of many types

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_positions(model: PretrainedConfig, key: str, path: str, config: Config) -> None:
+    """Check that the model that `model` describes, in `path`, the value of `key`, has positions for the longest row.
+
+    Raises:
+        ConfigError: it has too few.
+    """
+    longest, positions = config.longest_tokens, getattr(model.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"{key} {path} must have {longest} or more positions, which are task.max_prompt_tokens + "
+            f"rollout.max_response_tokens, or rollout.max_episode_tokens if set, got {positions}. Lower these, or take "
+            "a model with more positions"
+        )
 
 
 def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
@@ -19,14 +37,8 @@ def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
     Raises:
         ConfigError: it has too few positions, too few embeddings, or a tokenizer that has another token for an id.
     """
-    policy, longest = config.model.path, config.longest_tokens
-    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions < longest:
-        raise ConfigError(
-            f"{key} {path} must have {longest} or more positions, which are task.max_prompt_tokens + "
-            f"rollout.max_response_tokens, or rollout.max_episode_tokens if set, got {positions}. Lower these, or take "
-            "a model with more positions"
-        )
+    policy = config.model.path
+    check_positions(lm.config, key, path, config)
     tokenizer = load_tokenizer(policy)
     vocabulary = tokenizer.get_vocab()
     needed, rows = max(vocabulary.values()) + 1, lm.get_input_embeddings().num_embeddings

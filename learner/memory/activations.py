@@ -84,18 +84,20 @@ def _pass_bytes(
     if getattr(config, "layer_types", None):
         config.layer_types = (list(config.layer_types) * layers)[:layers]
     attention = "eager" if config._attn_implementation == "eager" else "sdpa"
-    with FakeTensorMode():
-        base: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-        for parameter in base.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # as FSDP takes them over, block by block
-        if checkpoints:
-            blocks = set(base._no_split_modules or ())  # type: ignore[arg-type]
-            for block in [module for module in base.modules() if type(module).__name__ in blocks]:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-        mask = torch.zeros(rows, 1, row_tokens, row_tokens, dtype=dtype) if masked else None
-        where = torch.arange(rows * row_tokens)
-        existing = [*base.parameters(), *base.buffers(), where, *([] if mask is None else [mask])]
-        try:
+    try:
+        with FakeTensorMode():
+            base: nn.Module = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+            for parameter in base.parameters():
+                if parameter.requires_grad:  # some models have parameters that are never trained
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)  # as FSDP takes them over, by block
+            if checkpoints:
+                blocks = set(base._no_split_modules or ())  # type: ignore[arg-type]
+                for block in [module for module in base.modules() if type(module).__name__ in blocks]:
+                    forward = partial(checkpoint, block.forward, use_reentrant=False)
+                    block.forward = forward  # type: ignore[method-assign]
+            mask = torch.zeros(rows, 1, row_tokens, row_tokens, dtype=dtype) if masked else None
+            where = torch.arange(rows * row_tokens)
+            existing = [*base.parameters(), *base.buffers(), where, *([] if mask is None else [mask])]
             with LiveBytes(existing) as counter:
                 # not tokens: the gradient of the embeddings, which is no block's, may take more than all else
                 embedded = torch.zeros(rows, row_tokens, config.hidden_size, dtype=dtype, requires_grad=True)
@@ -104,9 +106,9 @@ def _pass_bytes(
                 del states
                 kept = counter.live
                 chosen.backward(torch.empty_like(chosen))
-        except (RuntimeError, TypeError, ValueError) as error:
-            name = type(error).__name__
-            raise NotImplementedError(f"{type(base).__name__} can't run without data ({name}: {error})") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise NotImplementedError(f"a model of type {config.model_type} can't run without data ({reason})") from error
     return kept, counter.peak
 
 

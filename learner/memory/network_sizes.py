@@ -73,7 +73,8 @@ def networks_of(config: Config) -> list[NetworkSizes]:
 
 
 def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
-    lm = load_without_weights(key, path, "eager" if config.model.attn_implementation == "eager" else "sdpa")
+    lm = load_without_weights(key, path, "eager")  # which every model has, and sizes are the same with any other
+    lm.config._attn_implementation = config.model.attn_implementation
     base = _count(lm.parameters())
     if role == "policy" and config.model.lora.rank:
         add_adapters(lm, config.model.lora)

@@ -10,6 +10,7 @@ tensors, as of the experts of a layer, it is that of its shards and of those ten
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,8 +46,11 @@ def open_model(model_class: Any, path: str, dtype: torch.dtype, **settings: Any)
     for module in lm.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-                module._is_hf_initialized = False
+                empty = torch.empty_like(buffer, device="cpu")
+                # NaN in what nothing computes is found by read_weights
+                module._buffers[name] = empty.fill_(math.nan) if buffer.is_floating_point() else empty
+        if next(module.buffers(), None) is not None:  # a module around its own may compute it
+            module._is_hf_initialized = False
     lm.initialize_weights()  # skips what is marked as initialised, which are all weights
     lm.stored_weights = StoredWeights(lm, path, sorted(loaded["missing_keys"]))
     return lm.eval()
@@ -118,7 +122,7 @@ def read_weights(module: nn.Module, lm: Any, device: torch.device | str) -> None
     """Allocate on `device` what this rank keeps of the weights of `lm`, part of `module`, and read it from the files.
 
     Raises:
-        ConfigError: the files lack weights, or one of this rank's is NaN or infinite.
+        ConfigError: the files lack weights, one of this rank's is NaN or infinite, or nothing has computed a buffer.
     """
     stored: StoredWeights = lm.stored_weights
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
@@ -128,6 +132,12 @@ def read_weights(module: nn.Module, lm: Any, device: torch.device | str) -> None
         stored.fill(lm)
     del lm.stored_weights
     check_finite(lm, stored.path)
+    if lacking := [name for name, buffer in lm.named_buffers() if buffer.isnan().any()]:
+        raise ConfigError(
+            f"the model in {stored.path}, of type {lm.config.model_type}, must have numbers in all its buffers, got "
+            f"NaN in {len(lacking)}: {', '.join(lacking[:3])}. No file holds them, and transformers does not compute "
+            "them. Take another model, e.g. of the Llama or Qwen3 family"
+        )
 
 
 def _fill(weight: Tensor, read: Callable[[slice], Tensor]) -> None:

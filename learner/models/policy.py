@@ -142,12 +142,18 @@ def layout_of(lms: Sequence[Any]) -> Layout:
     names = {kernel_of(lm) for lm in lms}
     keys = {key for lm in lms for key, value in lm.config.to_dict().items() if value}
     flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
-    slides = any(key in WINDOWS or key.startswith(RECURRENT) for key in keys)
+    restarts = not any(key.startswith(RECURRENT) for key in keys) and all(_reads_positions(lm.config) for lm in lms)
+    is_whole = restarts and keys.isdisjoint(WINDOWS)
     return Layout(
-        masked=names <= {*MASKED, "flex_attention"} and not slides,
-        sparse=flash == names or (names <= {*flash, "flex_attention"} and not slides),
+        masked=names <= {*MASKED, "flex_attention"} and is_whole,
+        sparse=(flash == names and restarts) or (names <= {*flash, "flex_attention"} and is_whole),
         pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )
+
+
+def _reads_positions(config: Any) -> bool:
+    """Whether a model takes position ids. One with ALiBi counts the tokens of the pack instead, and needs no limit."""
+    return not getattr(config, "alibi", False) and getattr(config, "max_position_embeddings", None) is not None
 
 
 def full_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

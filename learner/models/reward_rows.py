@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from async_rl.config import Config, TaskConfig
 from async_rl.storage.model_folder import load_tokenizer
+from async_rl.storage.policy_rows import check_positions
 from learner.models.prompt_messages import REPLY, SYSTEM, USER, Messages, PromptReader
 
 
@@ -72,19 +75,34 @@ class RewardRows:
         return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *others]
 
 
-def prompt_cautions(config: Config, prompt: Sequence[int], source: str) -> list[str]:
-    """Return a caution if the reward model of a run gets its prompts with the text of the policy's chat template.
+def row_cautions(config: Config, prompt: Sequence[int], source: str) -> list[str]:
+    """Return cautions if the reward model of a run may get rows that are longer than it has positions, or if it gets
+    its prompts with the text of the policy's chat template.
 
     Args:
         prompt: the tokens of the first prompt, which is of `source`.
+
+    Raises:
+        ConfigError: it reads the policy's tokens, and has too few positions for the longest row.
     """
-    if RewardRows(config.model.path, config.reward_model.path, config.task).can_read(prompt):
+    path, cautions = config.reward_model.path, []
+    rows, model = RewardRows(config.model.path, path, config.task), AutoConfig.from_pretrained(path)
+    if not rows.reads_text:
+        check_positions(model, "reward_model.path", path, config)
         return []
-    return [
-        f"reward_model.path: the model gets a prompt of {source} with the text of the policy's chat template, as one "
-        "message of the user. It has another tokenizer, and the prompt is not messages of user and assistant in turn, "
-        "the user's last, after at most one system message. batch/unread_prompts counts such prompts."
-    ]
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions and positions < config.longest_tokens:
+        cautions.append(
+            f"reward_model.path: the model has {positions} positions, and an answer with more tokens of its own "
+            f"tokenizer, prompt included, ends the run. In the policy's tokens they may be {config.longest_tokens}."
+        )
+    if not rows.can_read(prompt):
+        cautions.append(
+            f"reward_model.path: the model gets a prompt of {source} with the text of the policy's chat template, as "
+            "one message of the user. It has another tokenizer, and the prompt is not messages of user and assistant "
+            "in turn, the user's last, after at most one system message. batch/unread_prompts counts such prompts."
+        )
+    return cautions
 
 
 def _takes_system(tokenizer: Any) -> bool:

@@ -34,7 +34,7 @@ _PREFIX = "sequence_parallel_"
 """The beginning of the names of these attention functions in transformers' table; the name of a kernel follows."""
 RECURRENT = ("mamba_", "ssm_", "linear_", "lru_", "conv_")
 """Beginnings of configuration keys of models with recurrent layers, which no attention mask keeps apart."""
-WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size")
+WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size", "window_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

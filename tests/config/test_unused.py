@@ -50,6 +50,14 @@ def test_a_setting_is_told_where_nothing_reads_it_and_only_there(
     assert unused_settings(load(tmp_path, *without, setting)) == [f"{key} {value} has no effect with {beside}."]
 
 
+def test_a_penalty_that_does_not_reach_the_earlier_rows_of_an_episode_is_told(tmp_path: Path) -> None:
+    penalised, plays = "algorithm.kl.kind=k1_reward", ["task.name=", "task.env=my_module:Play"]
+    (told,) = unused_settings(load(tmp_path, penalised, *plays))
+    assert told.startswith("algorithm.kl.kind k1_reward has no effect from row to row: ") and "max_rows 4)" in told
+    for others in ([penalised], [penalised, *plays, "rollout.max_rows=1"], ["algorithm.kl.kind=k2_loss", *plays]):
+        assert unused_settings(load(tmp_path, *others)) == []
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_a_preset_sets_is_not_told_beside_another_loss_and_advantage(tmp_path: Path, preset: str) -> None:
     others = ["algorithm.loss=dppo_tv", "algorithm.advantage=rloo"]

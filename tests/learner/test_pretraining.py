@@ -62,10 +62,11 @@ def gradients(updater: Updater) -> dict[str, torch.Tensor]:
     return found
 
 
-def batch() -> Batch:
+def batch(version: int = 0) -> Batch:
     """12 answers, of which half are better."""
     rows = [make_row(TOKENIZER("abc")["input_ids"], [-2.0] * 3, float(i % 2)) for i in range(4)]
-    return batch_of(*(make_group(number, TOKENIZER("1+1")["input_ids"], rows) for number in range(3)))
+    groups = [make_group(number, TOKENIZER("1+1")["input_ids"], rows, version) for number in range(3)]
+    return batch_of(*groups, version=version)
 
 
 @pytest.mark.parametrize("max_tokens", [4096, 21])
@@ -74,8 +75,8 @@ def test_the_term_is_the_mean_cross_entropy_of_plain_transformers(
 ) -> None:
     updater = Updater(config_of(model, max_tokens), CPU)
     term, sums = term_of(updater), MetricAccumulator()
-    found = term.backward(0, 0, sums)
-    rows = [read_texts(updater.config)[index].tolist() for index in term.rows(0, 0)]
+    found = term.backward(0, sums)
+    rows = [read_texts(updater.config)[index].tolist() for index in term.rows(0)]
     assert len(rows) == 12  # one for each episode
     lm, total, count = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), torch.zeros(()), 0
     for row in rows:
@@ -118,7 +119,7 @@ def test_an_update_adds_both_gradients_before_its_step(model: Path, one_rank: No
     ])))
     alone.forward_backward(minibatch, MetricAccumulator(), trains_policy=True, is_first_epoch=True)
     text = Updater(config_of(model), CPU)
-    term_of(text).backward(0, 0, MetricAccumulator())
+    term_of(text).backward(0, MetricAccumulator())
     of_both = [a + b for a, b in zip(gradients(alone).values(), gradients(text).values(), strict=True)]
     assert found == pytest.approx(float(torch.nn.utils.get_total_norm(of_both)), rel=1e-3)
 
@@ -136,13 +137,34 @@ def test_text_is_learned_where_answers_teach_nothing(model: Path, one_rank: None
 def test_every_row_of_text_is_learned_once_before_one_is_learned_again(model: Path, one_rank: None) -> None:
     config = config_of(model, minibatches=2, epochs=2, ptx_rows=2)
     term = term_of(Updater(config, CPU))
-    steps = [term.rows(version, number) for version in range(2) for number in range(4)]
+    steps = [term.rows(step) for step in range(8)]
     assert [len(step) for step in steps] == [12] * 8  # 2 for each of the 6 episodes of a minibatch
     assert Counter(index for step in steps for index in step) == dict.fromkeys(range(4), 24)
     places = [index for step in steps for index in step]
     epochs = [places[start : start + 4] for start in range(0, 96, 4)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len(set(map(tuple, epochs))) > 5
-    assert term_of(Updater(config, CPU)).rows(1, 2) == steps[6]  # a resumed run goes on there
+    assert term_of(Updater(config, CPU)).rows(6) == steps[6]  # a resumed run goes on there
+
+
+def test_steps_that_the_policy_does_not_take_pass_over_no_text(
+    model: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of the critic's warm-up, and two of which a KL limit ends all steps but the first."""
+    config = learner_config(
+        model, algorithm={"advantage": "gae", "minibatches": 2, "ptx_coef": 0.5, "early_stop_kl": 1e-9},
+        task={"pretrain_path": model.parent / "texts.jsonl"}, critic={"warmup_steps": 1},
+    )
+    updater, steps = Updater(config, CPU), list[int]()
+    rows = term_of(updater).rows
+
+    def noted(step: int) -> list[int]:
+        steps.append(step)
+        return rows(step)
+
+    monkeypatch.setattr(term_of(updater), "rows", noted)
+    for version in range(3):
+        updater.update(batch(version))
+    assert steps == [0, 1]
 
 
 def test_texts_end_with_the_eos_token_and_long_ones_are_cut(model: Path, tmp_path: Path) -> None:

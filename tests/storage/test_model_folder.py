@@ -197,6 +197,8 @@ def test_a_model_with_a_plain_head_can_be_trained(model_type: str, changes: dict
     ("granite", "lm_head.weight", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
     ("cohere", "lm_head.weight", {}, "logit_scale = 0.0625"),
     ("gemma2", "lm_head.weight", {}, "final_logit_softcapping = 30.0"),
+    ("falcon_h1", "lm_head.weight", {"lm_head_multiplier": 0.25}, "lm_head_multiplier = 0.25"),
+    ("recurrent_gemma", "lm_head.weight", {}, "logits_soft_cap = 30.0"),
     ("phi", "lm_head.bias", {}, "lm_head.bias"),
 ])
 def test_a_head_that_the_learner_can_not_train_is_refused_without_loading_it(

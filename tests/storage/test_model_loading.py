@@ -16,6 +16,7 @@ from async_rl.config import LoraConfig, ModelConfig
 from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.model_loading import load_without_weights, quiet_loading
+from learner.memory.network_sizes import networks_of
 from learner.sft import base_tokenizer
 from rollout_server.eval_command import evaluate_model
 from tests.kit.configs import make_config
@@ -100,6 +101,16 @@ def test_weights_that_the_files_lack_are_refused_but_for_the_critics_value_head(
     with pytest.raises(ConfigError, match=r"reward_model\.path .* lack 1 weights .*: score.weight"):
         check(good, "reward_model.path")
     check(saved("qwen2", tmp_path / "judge", AutoModelForSequenceClassification, num_labels=1), "reward_model.path")
+
+
+@pytest.mark.parametrize("kind", ["mpnet", "modernbert"])
+def test_an_encoder_of_rewards_has_an_attention_of_its_own(good: Path, tmp_path: Path, kind: str) -> None:
+    folder = saved(kind, tmp_path, AutoModelForSequenceClassification, num_labels=1)
+    for attention in ("sdpa", "flex_attention"):
+        model = {"path": str(good), "attn_implementation": attention}
+        config = make_config(model=model, reward_model={"path": str(folder)})
+        next(each for each in input_checks(config) if each.what == "reward_model.path loads").run()
+        assert networks_of(config)[-1].role == "reward model"
 
 
 @pytest.mark.parametrize(

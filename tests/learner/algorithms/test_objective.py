@@ -200,8 +200,10 @@ def test_the_two_sided_clip_holds_weights_between_floor_and_cap(one_rank: None) 
     logprobs = micro.proximal.clone().requires_grad_()  # ratio 1: the gradient is -weight * advantage
     log_rho = torch.linspace(-2, 2, len(logprobs), dtype=torch.float64)
     micro = with_response(micro, behaviour=micro.proximal - log_rho)
-    (gradient,) = torch.autograd.grad(policy_loss(objective, micro, logprobs, entropy), logprobs)
+    losses = objective.losses(make_minibatch(micro), micro, logprobs, entropy, None)
+    (gradient,) = torch.autograd.grad(losses.policy, logprobs)
     weights = log_rho.exp().clamp(0.5, 2.0)
+    assert torch.equal(losses.truncated, weights != log_rho.exp()) and losses.truncated[[0, -1]].all()
     torch.testing.assert_close(gradient, -weights * micro.response.advantages, atol=1e-6, rtol=1e-5)
     assert float(weights.min()) == 0.5 and float(weights.max()) == 2.0
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import Llama4TextConfig, Qwen2Config
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    GPTNeoConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    MptConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
 
 from learner.models.policy import layout_of
 
@@ -25,6 +34,24 @@ def test_flash_attention_packs_rows_also_as_a_kernel_of_the_hub(name: str, maske
 
 
 def test_rows_are_not_masked_apart_where_layers_see_chunks_or_windows() -> None:
-    for config in (Llama4TextConfig(attention_chunk_size=8192), Qwen2Config(use_sliding_window=True, sliding_window=8)):
+    windows = Qwen2Config(use_sliding_window=True, sliding_window=8)
+    for config in (Llama4TextConfig(attention_chunk_size=8192), windows, GPTNeoConfig()):
         config._attn_implementation_internal = "sdpa"
         assert not layout_of([SimpleNamespace(config=config)]).masked
+
+
+def test_flash_attention_gives_each_row_of_a_recurrent_model_a_pack_of_its_own() -> None:
+    """Flash attention begins anew where positions do; the state of a convolution runs on from row to row."""
+    windows = Qwen2Config(use_sliding_window=True, sliding_window=8)
+    for config, shares_packs in ((Lfm2Config(), False), (Qwen3NextConfig(), False), (windows, True)):
+        config._attn_implementation_internal = "flash_attention_2"
+        layout = layout_of([SimpleNamespace(config=config)])
+        assert (layout.masked, layout.sparse) == (False, shares_packs)
+
+
+def test_rows_share_no_pack_where_attention_counts_tokens_as_alibi_does() -> None:
+    for config, shares_packs in (
+        (FalconConfig(alibi=True), False), (MptConfig(), False), (BloomConfig(), False), (FalconConfig(), True),
+    ):
+        config._attn_implementation_internal = "sdpa"
+        assert layout_of([SimpleNamespace(config=config)]).masked == shares_packs

@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -107,6 +109,35 @@ def test_a_head_in_the_folder_wins_over_the_start_of_a_fresh_one(tmp_path: Path)
 def test_weights_that_no_file_holds_are_refused(tmp_path: Path) -> None:
     lm = open_model(AutoModelForTokenClassification, str(save_bare_model(tmp_path)), torch.float32, num_labels=1)
     with pytest.raises(ConfigError, match=r"lack 2 weights of the model: score\.bias, score\.weight\. Take"):
+        read_weights(lm, lm, "cpu")
+
+
+def test_a_buffer_that_a_module_around_its_own_computes_has_its_value(tmp_path: Path) -> None:
+    multipliers = [0.5, 0.25, 2.0, 3.0, 4.0]
+    config = FalconH1Config(
+        vocab_size=23, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8,
+        ssm_multipliers=multipliers,
+    )
+    FalconH1ForCausalLM(config).save_pretrained(tmp_path)
+    lm = open_model(AutoModelForCausalLM, str(tmp_path), torch.float32)
+    read_weights(lm, lm, "cpu")
+    check_equal(lm, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    vector = lm.get_buffer("model.layers.0.mamba.mup_vector").flatten()  # of parts of 32, 32, 8, 8 and 4 numbers
+    assert vector.tolist() == [m for m, count in zip(multipliers, (32, 32, 8, 8, 4), strict=True) for _ in range(count)]
+
+
+class WithUnknownBuffer(Qwen2ForCausalLM):
+    """A model with a buffer that no file holds, and that is not computed where transformers initialises weights."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        self.register_buffer("unknown", torch.ones(3), persistent=False)
+
+
+def test_a_buffer_that_nothing_computes_is_refused_by_its_name(tmp_path: Path) -> None:
+    lm = open_model(WithUnknownBuffer, str(save_bare_model(tmp_path)), torch.float32)
+    with pytest.raises(ConfigError, match=r"of type qwen2, must have numbers .* got NaN in 1: unknown\. No file"):
         read_weights(lm, lm, "cpu")
 
 

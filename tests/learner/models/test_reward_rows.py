@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config import Config, RewardModelConfig, TaskConfig
 from async_rl.driver.preflight import input_checks
+from async_rl.errors import ConfigError
 from learner.models.reward_model import RewardModel
 from learner.models.reward_rows import RewardRows
 from learner.models.tiny_model import character_tokenizer
@@ -167,7 +169,7 @@ def unread_run(tmp_path: Path) -> tuple[Config, list[int], list[int]]:
 
 def test_a_prompt_of_another_form_is_a_caution_and_is_given_whole(tmp_path: Path) -> None:
     config, unread, _ = unread_run(tmp_path)
-    (found,) = (each for each in input_checks(config) if each.what == "reward_model's prompts")
+    (found,) = (each for each in input_checks(config) if each.what == "reward_model's rows")
     (caution,) = found.run() or ()
     assert caution.startswith("reward_model.path: the model gets a prompt of x with the text of the policy's chat")
     policy = AutoTokenizer.from_pretrained(tmp_path / "policy")
@@ -177,8 +179,20 @@ def test_a_prompt_of_another_form_is_a_caution_and_is_given_whole(tmp_path: Path
     )
     row = json.loads((tmp_path / "rows.jsonl").read_text()) | {"prompt": said("2 + 3?")}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    (found,) = (each for each in input_checks(config) if each.what == "reward_model's prompts")
+    (found,) = (each for each in input_checks(config) if each.what == "reward_model's rows")
     assert found.run() == []
+
+
+def test_too_few_positions_for_the_longest_row_are_refused_or_a_caution(tmp_path: Path) -> None:
+    config, *_ = unread_run(tmp_path)
+    (found,) = (each for each in input_checks(config) if each.what == "reward_model's rows")
+    save_bare_reward_model(tmp_path / "rm", vocab=len(character_tokenizer()), max_position_embeddings=100)
+    caution, _ = found.run() or ()
+    assert "has 100 positions" in caution and f"they may be {config.longest_tokens}." in caution
+    shutil.rmtree(tmp_path / "rm")
+    save_bare_reward_model(tmp_path / "rm", max_position_embeddings=100)  # without a tokenizer it reads the policy's
+    with pytest.raises(ConfigError, match=rf"reward_model.path .* must have {config.longest_tokens} or more positions"):
+        found.run()
 
 
 def test_prompts_of_another_form_are_counted_in_each_step(tmp_path: Path, one_rank: None) -> None:

@@ -66,7 +66,9 @@ def _number(parsed: Any) -> Any:
         number = parsed.evalf(_DIGITS) if isinstance(parsed, Expr) and parsed.is_number else None
     except Exception:  # sympy raises many kinds, and the verdict stands without the number
         return None
-    return number if isinstance(number, Float) or number == 0 else None
+    if not isinstance(number, Float):
+        return number if number == 0 else None
+    return number if number.is_comparable else 0  # no digit is left of `1 - 1`, which math-verify does not evaluate
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Expr, Float
+from sympy import Eq, Expr, Float, Symbol
 
 _MEMORY_BYTES = 4 * 2**30
 _SMALL, _CLOSE = 1e-3, 1e-3
@@ -44,14 +44,16 @@ def main() -> None:
 
 def _is_equal(gold: list[Any], response: list[Any]) -> bool:
     """Return math-verify's verdict on what it has parsed; of two numbers that are small, or of which one has floats,
-    whether they are close for their size.
+    whether they are close for their size. A number may have a name, as in `x = 2`, but two may not have different ones.
     """
     verdict = bool(verify(gold, response, timeout_seconds=None))
     parsed = *gold[:1], *response[:1]
-    has_floats = any(isinstance(each, Expr) and each.has(Float) for each in parsed)
-    if gold[:1] == response[:1] or not (verdict or has_floats):
+    names = {each.lhs for each in parsed if _is_named(each)}
+    values = [each.rhs if _is_named(each) else each for each in parsed]
+    has_floats = any(isinstance(each, Expr) and each.has(Float) for each in values)
+    if gold[:1] == response[:1] or len(names) > 1 or not (verdict or has_floats):
         return verdict
-    numbers = [_number(each) for each in parsed]
+    numbers = [_number(each) for each in values]
     if len(numbers) < 2 or None in numbers:
         return verdict
     difference, size = abs(numbers[0] - numbers[1]), max(map(abs, numbers))
@@ -60,13 +62,19 @@ def _is_equal(gold: list[Any], response: list[Any]) -> bool:
     return verdict or bool(has_floats and difference <= _ACCURACY * size)
 
 
+def _is_named(parsed: Any) -> bool:
+    return isinstance(parsed, Eq) and isinstance(parsed.lhs, Symbol)
+
+
 def _number(parsed: Any) -> Any:
     """Return the real number that a parsed answer is; None if it is none."""
     try:
         number = parsed.evalf(_DIGITS) if isinstance(parsed, Expr) and parsed.is_number else None
     except Exception:  # sympy raises many kinds, and the verdict stands without the number
         return None
-    return number if isinstance(number, Float) or number == 0 else None
+    if not isinstance(number, Float):
+        return number if number == 0 else None
+    return number if number.is_comparable else 0  # no digit is left of `1 - 1`, which math-verify does not evaluate
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ _FULL_STOP = re.compile(r"(?<=\d)\.$")
 _MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\\\])")
 """A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
 _BOX = re.compile(r"\\boxed\{")
+_ANSWER = re.compile(r"<answer>((?:[^<]|<(?!/?answer>))*)(</answer>)?")
+_MATHEMATICS = re.compile(r"[\d\\$]")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 
@@ -48,13 +50,17 @@ def with_marked_math(text: str) -> str:
 
 
 def final_answer(response: str) -> str:
-    """Return the last <answer> of a response, also one that was not closed; without one what follows its thoughts, and
-    if nothing does all of it.
+    """Return the last <answer> of a response that has a digit or mathematics, also one that was not closed if no box
+    stands before it; without one what follows its thoughts, and if nothing does all of it.
     """
     after = response.rpartition("</think>")[2]
-    _, tag, answer = after.rpartition("<answer>")
-    choices = (answer.partition("</answer>")[0] if tag else "", after, response)
-    return next((each for each in choices if each.strip()), "")
+    box = _BOX.search(after)
+    first_box = box.start() if box else len(after)
+    answers = [
+        found[1] for found in _ANSWER.finditer(after)
+        if _MATHEMATICS.search(found[1]) and (found[2] or found.start() < first_box)
+    ]  # fmt: skip
+    return next((each for each in (*answers[-1:], after, response) if each.strip()), "")
 
 
 def after_replaced_boxes(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, is_async
 from rollout_server.rewards.contract import RewardResult, Score, read_verdict
 from rollout_server.rewards.reward_tasks import RewardTasks
-from rollout_server.rewards.reward_threads import RewardThreads, raised
+from rollout_server.rewards.reward_threads import RewardThreads
 from rollout_server.rewards.verdict_cache import VerdictCache, verdict_key
 
 Waiting = Callable[[str, str, float], AbstractContextManager[None]]
@@ -141,6 +141,8 @@ class _Scorer:
         named = self.named
         has_settings = named.settings is not None and named.reward.function is not None
         self._function = partial(function, settings=named.settings) if has_settings else function
+        if named.reward.of == "group":
+            self._function = _listing(self._function, is_async(function))
         calls = RewardTasks if is_async(function) else RewardThreads
         self._calls = calls(named.timeout_s, named.at_once(function), named.limit)
 
@@ -159,7 +161,7 @@ class _Scorer:
         try:
             if of == "group":
                 ((results,), began_s) = await self._run([partial(self._function, question, list(episodes))])
-                verdicts = [read_verdict(each) for each in _of_all(results, len(episodes))]
+                verdicts = list(map(read_verdict, results))
             elif of == "episode":
                 results, began_s = await self._run([partial(self._function, question, each) for each in episodes])
                 verdicts = list(map(read_verdict, results))
@@ -238,13 +240,27 @@ def _weighted(named: NamedReward, result: RewardResult) -> float:
     return sum(weight * result.metrics[name] for name, weight in named.weights.items())
 
 
-def _of_all(results: Any, size: int) -> Sequence[Any]:
+def _listing(function: Score, is_async: bool) -> Score:
+    """Return the function of a group's reward such that its call makes the list of verdicts: the code of a generator
+    runs within the limits of the call.
+    """
+
+    async def listed_later(question: Question, episodes: list[Episode]) -> list[Any]:
+        return _of_all(await function(question, episodes), len(episodes))
+
+    def listed(question: Question, episodes: list[Episode]) -> list[Any]:
+        return _of_all(function(question, episodes), len(episodes))
+
+    return listed_later if is_async else listed
+
+
+def _of_all(results: Any, size: int) -> list[Any]:
     """Return the verdicts of a reward of a group as a list with one for each episode."""
-    has_order = isinstance(results, Iterable) and not isinstance(results, Mapping | Set)
     try:
-        found = list(results) if has_order else []
-    except Exception as error:  # the code of a generator runs here
-        raise raised(error) from error
+        verdicts = iter(() if isinstance(results, Mapping | Set) else results)  # these have no order
+    except TypeError:
+        verdicts = iter(())
+    found = list(verdicts)
     if len(found) != size:
         raise RewardError(f"the reward of a group must return a list of {size} verdicts, got {shown(results)}")
     return found

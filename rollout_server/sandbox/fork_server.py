@@ -234,11 +234,14 @@ def execute(file: int) -> int:
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc(limit=-8)
-    try:
-        for stream in (sys.stdout, sys.stderr, output):
-            stream.flush()
-    except BaseException:
-        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except BaseException:
+            code = code or 1
+    with suppress(ValueError):  # the program has closed or detached it
+        output.flush()
     return code & 255
 
 

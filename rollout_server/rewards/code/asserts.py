@@ -266,12 +266,16 @@ class _Parts(ast.NodeTransformer):
         if not can_evaluate(part, [f"_{self._first + number}" for number in range(len(self.values))]):
             raise _CanNotBeTakenApartError
         if isinstance(part, ast.Name) and values:  # only its truth counts, which any object has
-            self.values[-1] = ast.Call(ast.Name("bool", ast.Load()), values, [])
+            self.values[-1] = ast.Call(_builtin("bool"), values, [])
         return part
 
     def visit(self, node: ast.AST) -> Any:
         if not (isinstance(node, ast.expr) and self._owned.has(node)):
             return super().visit(node)
+        for each in ast.walk(node):
+            match each:
+                case ast.Call(ast.Name(name)) if name in _OF_OBJECTS and name not in self._owned.bound:
+                    each.func = _builtin(name)
         self.values.append(node)
         return ast.Name(f"_{self._first + len(self.values) - 1}", ast.Load())
 
@@ -282,6 +286,11 @@ class _Parts(ast.NodeTransformer):
         node.args = [self.visit(each) for each in node.args]
         node.keywords = [self.visit(each) for each in node.keywords]
         return node
+
+
+def _builtin(name: str) -> ast.expr:
+    """Return an expression for a builtin whose name the answer may have given to a thing of its own; see ENCODE."""
+    return ast.Attribute(ast.Name("_builtins", ast.Load()), name, ast.Load())
 
 
 def _expects_more_than_yes_or_no(part: ast.expr) -> bool:

@@ -76,12 +76,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(tests, Mapping):
         raise ValueError(f"tests must be {_SCHEMAS}, got {type(tests).__name__}")
-    for key in ("assert_case", "inputs", "outputs"):
-        if isinstance(tests.get(key), str):  # a sequence too, whose every letter would be a case
-            raise ValueError(f"{key} must be a list with an item for each case, got the text {tests[key]!r:.80}")
-    if tests.get("assert_case"):
-        return [_assert_case(_text(code)) for code in tests["assert_case"]]
-    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if asserts := _listed(tests, "assert_case"):
+        return [_assert_case(_text(code)) for code in asserts]
+    inputs, outputs = _listed(tests, "inputs"), _listed(tests, "outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise ValueError(f"tests must be {_SCHEMAS}, with as many outputs as inputs, got keys {sorted(tests)}")
     if not inputs:
@@ -92,6 +89,18 @@ def read_cases(ground_truth: Any) -> list[Case]:
     return [
         Case(stdin=_lines(each), expected=_lines(output)) for each, output in zip(inputs, outputs, strict=True)
     ]
+
+
+def _listed(tests: Mapping[str, Any], key: str) -> Any:
+    """Return what tests have by a key, which is an empty text in a column that a question does not use.
+
+    Raises:
+        ValueError: it is one text, of which every letter would be a case.
+    """
+    listed = tests.get(key)
+    if isinstance(listed, str) and listed:
+        raise ValueError(f"{key} must be a list with an item for each case, got the text {listed!r:.80}")
+    return listed
 
 
 def first_cheatable(cases: Sequence[Case]) -> str:

@@ -20,14 +20,21 @@ _TO = r"(?:,|\.{2,}|[ \t]*[-~\u2010-\u2015\u2026][ \t]*|[ \t]+(?:to|or|and)[ \t]
 """The signs between two numbers that make them a range, a choice, or one number with a decimal comma."""
 _TITLED = re.compile(rf"(?:score|rating)\W{{0,6}}?{_NUMBER}(?!\w){_OUT_OF}({_TO}\.?\d)?", re.IGNORECASE)
 _WHOLE = re.compile(rf"\s*{_NUMBER}{_OUT_OF}()\s*")
+_OF_ANSWER = r"(?: (?:the|this) (?:answer|response|solution))?"
 _SCORE_WORD = (
-    r"(?:\b(?:grade|marks?|note|points?|rate|rating|say|score|verdict)\b"
-    r"|\u8bc4\u5206|\u5206\u6570|\u5f97\u5206|\u6253\u5206)"
+    rf"(?:assessment|correctness|evaluation|final|(?:give|grade|(?<!the )rate){_OF_ANSWER}|helpfulness|marks?|note"
+    r"|overall|points?|quality|rating|reward|say|scores?|total|verdict"
+    r"|\w{0,8}(?:\u603b\u5206|\u8bc4\u5206|\u5206\u6570|\u5f97\u5206|\u6253\u5206))\b"
 )
-_AFTER_COLON = re.compile(
-    rf"^[^\n]{{0,40}}?{_SCORE_WORD}[^\n]{{0,40}}[:\uff1a]\W{{0,4}}?{_NUMBER}[^\w%]*$", re.MULTILINE | re.IGNORECASE
+_BESIDE = (
+    rf"(?:an?|as|at|d|i|(?<!result )(?<!total )is|it|my|(?:for|of){_OF_ANSWER}|result|so|the|this|would|your)\b"
 )
-"""A line with a word that calls a number a score; after another colon, as in `The right answer is: 4`, it is none."""
+"""The words that may stand beside one in a label; others may name another number: `The points where f is zero: 3`."""
+_LABEL = (
+    rf"^(?=[^\n]*\b{_SCORE_WORD})[^\w\n]*(?:\d+[.)][^\w\n]*)?(?:(?:{_SCORE_WORD}|{_BESIDE})[^\w\n]+)*"
+    rf"(?:{_SCORE_WORD}|{_BESIDE})[^\w\n]*?(?:\([^()\n]*\)[^\w\n]*?|out of \d+\W*?)?"
+)
+_AFTER_COLON = re.compile(rf"{_LABEL}[:\uff1a]\W{{0,4}}?{_NUMBER}[^\w%]*$", re.MULTILINE | re.IGNORECASE)
 _STATED = re.compile(
     r"(?i:better|winner|verdict)\W{0,3}[:=]\W{0,4}"
     r"(?i:an?[ \t]+(?=tie\b))?(A|B|(?i:tie))\b(?![ \t]+(?!(?:is|was|wins?|because|since|as|by|with)\b)[a-z])"

@@ -215,13 +215,14 @@ def _with_counts(results: list[RewardResult], counts: Counts) -> list[RewardResu
     return [replace(result, counts=counts if index == 0 else {}) for index, result in enumerate(results)]
 
 
-def _limits(config: Config, num_requests: int, most_requests: int = 0) -> CallLimits:
-    """Return the limits of calls of so many requests, of which some may have `most_requests`: at once, as many as
-    have a place for each of their requests.
+def _limits(config: Config, num_requests: int, of_evaluation: int = 0) -> CallLimits:
+    """Return the limits of calls of so many requests; those for the prompts of an evaluation have `of_evaluation`, if
+    that is more. At once there are as many as have a place for each of their requests.
     """
     judge, workers = config.judge, len(config.server_names)
-    at_once = max(1, judge.concurrency // max(1, num_requests))
-    most = max(num_requests, most_requests) * at_once
+    at_once = max(1, judge.concurrency // max(1, num_requests or of_evaluation))
+    evaluations = min(at_once, config.eval.size)
+    most = evaluations * max(num_requests, of_evaluation) + (at_once - evaluations) * num_requests
     turns = -(-most // judge.concurrency)
     rate = judge.requests_per_minute
     held_back_s = 60 / rate * most * workers if rate else 0.0
@@ -233,10 +234,8 @@ def _limits_of_score(config: Config, settings: ScoreSettings) -> CallLimits:
 
 
 def _limits_of_pairs(config: Config, settings: PairSettings) -> CallLimits:
-    of_group, of_evaluation = (
-        2 * len(pairs_of(size, settings.opponents))
-        for size in (config.rollout.group_size, config.eval.samples if config.eval.size else 0)
-    )
+    sizes = config.rollout.group_size, config.eval.samples
+    of_group, of_evaluation = (2 * len(pairs_of(size, settings.opponents)) for size in sizes)
     return _limits(config, of_group, of_evaluation)
 
 
@@ -285,7 +284,8 @@ def _checks(
         )
         check(
             needed_s < config.timeouts.work_s, "timeouts.work_s", config.timeouts.work_s,
-            f"more than {needed_s:g} s, which a verdict may take", "Raise it, or lower judge.patience_s.",
+            f"more than {needed_s:g} s, which a verdict may take",
+            "Raise it, or lower judge.patience_s, or eval.samples where pairs are compared.",
         )
 
     return check_judge

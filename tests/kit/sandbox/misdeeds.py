@@ -274,6 +274,12 @@ SOUND = {
         "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
         "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(int(input()) + 1)", "8",
     ),
+    "detached output": (
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding='utf-8')\n"
+        "print(int(input()) + 1)", "8",
+    ),
+    "closed output": ("import sys\nprint(int(input()) + 1)\nsys.stdout.close()\nsys.stderr.close()", "8"),
+    "no output any more": ("import sys\nprint(int(input()) + 1, flush=True)\nsys.stdout = sys.stderr = None", "8"),
     "asyncio": ("import asyncio\nasync def f(): await asyncio.sleep(.01); return 5\nprint(asyncio.run(f()))", "5"),
     "deep recursion in a thread": (
         "import threading, sys\nsys.setrecursionlimit(1 << 20)\nthreading.stack_size(1 << 28)\n"

@@ -121,10 +121,19 @@ def test_two_results_are_none() -> None:
     assert not case.is_passed_by(f"\n{case.marker} 2\n{case.marker} 1\n")
 
 
+@pytest.mark.parametrize("empty", ["", [], None])
+def test_a_column_that_a_question_does_not_use_may_be_empty(empty: object) -> None:
+    (case,) = read_cases({"assert_case": empty, "fn_name": empty, "inputs": ["1"], "outputs": ["2"]})
+    assert (case.stdin, case.expected) == ("1", "2")
+    (case,) = read_cases({"assert_case": ["assert f(1) == 2"], "inputs": empty, "outputs": empty})
+    assert case.kind == "outside"
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
         ([], "got list"), ({}, "got keys"), ({"inputs": ["1"], "outputs": []}, "as many outputs"),
+        ({"inputs": "", "outputs": "", "assert_case": ""}, "at least one"), ({"inputs": "", "outputs": [1]}, "as many"),
         ({"inputs": [], "outputs": []}, "at least one"), ({"assert_case": [1]}, "list of code"),
         ({"assert_case": "assert f(1) == 2"}, "assert_case must be a list with .* each case, got the text 'ass"),
         ({"inputs": "3\n", "outputs": "6\n"}, r"inputs must be a list with an item for each case, got the text '3\\n'"),

@@ -125,10 +125,20 @@ def test_a_function_with_the_name_of_a_builtin_is_the_answers() -> None:
 
 
 @needs_sandbox
-@pytest.mark.parametrize("tests", [CALLS, ASSERTS, INSIDE], ids=["calls", "asserts", "asserts inside"])
+@pytest.mark.parametrize(
+    "tests",
+    [CALLS, ASSERTS, INSIDE, {"assert_case": [
+        "assert add(1, 2)", "assert not add(1, -1)", "assert str(add(1, 2)) == '3'", "assert repr(add(1, 2)) == '3'",
+        "assert abs(add(1, 2) - 3) < 1e-9", "assert next(each(3)) == 3",
+    ]}],
+    ids=["calls", "asserts", "asserts inside", "asserts of one value"],
+)
 def test_an_answer_may_give_the_names_of_builtins_to_things_of_its_own(tests: Any) -> None:
-    names = "bytes", "dict", "globals", "hasattr", "int", "isinstance", "list", "print", "set", "str", "type"
-    mine = "".join(f"{name} = 'mine'\n" for name in (*names, "json", "__import__"))
+    names = (
+        "abs", "bool", "bytes", "dict", "globals", "hasattr", "int", "isinstance", "list", "next", "print", "repr",
+        "set", "str", "type",
+    )  # fmt: skip
+    mine = "".join(f"{name} = 'mine'\n" for name in (*names, "json", "__import__")) + "def each(x): yield x\n"
     assert scores([RIGHT + mine], tests, cheatable="count") == [1]
 
 

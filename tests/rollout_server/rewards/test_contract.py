@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from async_rl.config.section import section
 from async_rl.errors import ConfigError, RewardError
+from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.contract import Reward, RewardResult, read_verdict
@@ -126,6 +129,39 @@ def test_verdicts_of_a_group_that_raise_or_have_no_order_fail_the_reward(returne
 def test_verdicts_of_a_group_may_come_one_by_one() -> None:
     reward = Reward(function=lambda question, episodes: (float(len(each.answer)) for each in episodes), of="group")
     verdicts, _ = scored([named(reward)], "a", "bb")
+    assert [each.reward for each in verdicts] == [1, 2]
+
+
+def test_verdicts_of_a_group_that_come_too_late_end_at_the_limit_of_the_call() -> None:
+    ended = threading.Event()
+
+    def later(question: Question, episodes: list[Episode]) -> Iterator[float]:
+        for _ in episodes:
+            ended.wait(60)
+            yield 1.0
+
+    with pytest.raises(RewardError, match=r"took longer than timeouts\.reward_s"):
+        scored([named(Reward(function=later, of="group"), timeout_s=0.1, limit="timeouts.reward_s")], "a", "b")
+    ended.set()
+
+
+class Verdicts:
+    """A sequence that has no `__iter__`."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        return [1.0, 2.0][index]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_verdicts_of_a_group_may_be_any_sequence(is_async: bool) -> None:
+    async def later(question: Question, episodes: list[Episode]) -> Verdicts:
+        return Verdicts()
+
+    function = later if is_async else lambda question, episodes: Verdicts()
+    verdicts, _ = scored([named(Reward(function=function, of="group"))], "a", "b")
     assert [each.reward for each in verdicts] == [1, 2]
 
 

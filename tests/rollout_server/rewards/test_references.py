@@ -54,6 +54,12 @@ def test_a_number_with_very_many_digits_stays_as_it_is_and_is_read_at_once(text:
     assert with_marked_math(f"${text}$") == f"${text}$"
 
 
+ZEROS = (
+    "1-1", "\\sqrt3-\\sqrt3", "\\pi-\\pi", "0.5-\\frac12", "\\frac13+\\frac23-1", "\\sqrt{12}-2\\sqrt3",
+    "\\cos\\frac{\\pi}{2}", "\\sin(\\pi)", "e^{\\ln 2}-2",
+)  # fmt: skip
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("answer", "right", "wrong"),
@@ -72,7 +78,11 @@ def test_a_number_with_very_many_digits_stays_as_it_is_and_is_read_at_once(text:
         (5.97e24, ["5.97 \\cdot 10^{24}", "5.97e24"], ["5.98 \\cdot 10^{24}", "5970000000000000000000001"]),
         ("1/3", ["0.333333"], ["0.33333"]),
         ("50\\%", ["50", "0.5"], ["5"]),
-        ("0", ["0.0", "-0"], ["0.0000001"]),
+        ("0", ["0.0", "-0", *ZEROS], ["0.0000001", "10^{-31}", "9.1\\times10^{-31}", "1-1+10^{-9}"]),
+        *((zero, ["0", "1-1"], ["10^{-31}", "0.0000001"]) for zero in ZEROS),
+        ("1e-7", ["x=10^{-7}", "x=0.0000001"], ["x=2\\times10^{-7}", "x=0", "x=1-1"]),
+        ("x=0.0000001", ["10^{-7}", "x=10^{-7}"], ["2\\times10^{-7}", "x=0.0000002", "y=10^{-7}", "y=0.0000001"]),
+        ("6.02e23", ["N=6.02\\times10^{23}", "N_A = 6.02\\times10^{23}"], ["N=6.03\\times10^{23}"]),
     ],
 )
 def test_math_verify_finds_equal_what_people_do(answer: object, right: list[str], wrong: list[str]) -> None:

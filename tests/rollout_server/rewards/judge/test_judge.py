@@ -13,7 +13,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.base import open_gold_reward, open_rewards
 from rollout_server.rewards.judge.rewards import pairs_of
 from rollout_server.rewards.scoring import Verdict
 from tests.kit.configs import changed, make_config
@@ -217,14 +217,28 @@ def test_a_call_may_take_as_long_as_the_patience_and_the_rate_need() -> None:
 
 
 def test_the_comparisons_of_an_evaluation_have_the_time_that_they_need() -> None:
+    judge = judged_by("http://h/v1", "judge_pairwise", timeout_s=5.0, concurrency=100, requests_per_minute=600.0)
+
     def limits(**evaluation: int) -> tuple[float, int]:
-        judge = judged_by("http://h/v1", "judge_pairwise", timeout_s=5.0, concurrency=100, requests_per_minute=600.0)
         config = changed(judge, rollout={"group_size": 4}, eval=evaluation)
         (named,) = open_rewards(config, None)  # type: ignore[arg-type]
         return named.timeout_s, named.concurrency
 
     assert limits(size=0, samples=16) == limits(size=2, samples=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
-    assert limits(size=2, samples=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
+    assert limits(size=8, samples=16) == limits(size=99, samples=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
+    assert limits(size=2, samples=16) == (600 + 5 * 7 + (2 * 240 + 6 * 12) * 0.1, 8)
+    with pytest.raises(ConfigError, match=r"timeouts\.work_s must be more than 78944 s.* or eval\.samples where pairs"):
+        limits(size=8, samples=256)
+
+
+def test_a_gold_judge_that_compares_has_places_for_the_answers_of_an_evaluation() -> None:
+    config = make_config(
+        judge={"urls": ("http://h/v1",), "timeout_s": 5.0}, rollout={"group_size": 1},
+        algorithm={"advantage": "reinforce_pp"},
+        eval={"gold_reward": "judge_pairwise", "samples": 4, "size": 16, "every_steps": 1, "temperature": 1.0},
+    )  # fmt: skip
+    (named,) = open_gold_reward(config, None)  # type: ignore[arg-type]
+    assert (named.timeout_s, named.concurrency) == (600 + 5 * 2, 5)  # 12 requests each, and 64 places
 
 
 def test_a_time_limit_that_would_cut_an_outage_short_is_refused() -> None:

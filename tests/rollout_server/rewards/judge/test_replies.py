@@ -43,8 +43,18 @@ def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
     ("My final grade: 7", 7), ("I rate it so: 7.", 7), ("Points for the answer: 7", 7), ("Marks: 7", 7),
     ("\u8bc4\u5206\uff1a7", 7), ("\u6700\u7ec8\u5f97\u5206\uff1a7", 7), ("The right answer is: 4", None),
     ("Steps: 3", None), ("Steps: 3\nGrade: 7", 7), ("We iterate: 4", None),
+    *((f"{label}: 7", 7) for label in (
+        "Total", "**Overall**", "Final", "Final result", "Evaluation", "Assessment", "Reward", "Scores", "Quality",
+        "Helpfulness", "Rate", "My grade is", "2. Final grade (0-10)", "Grade out of 10", "I'd rate this answer",
+    )),
+    ("\u603b\u5206\uff1a7", 7), ("\u7b54\u6848\uff1a4", None),
+    *((f"{label}: 4", None) for label in (
+        "Note: the right answer is", "I would say that the correct answer is", "The candidates say the answer is",
+        "The points where f crosses zero", "The interest rate", "The rate is", "The total is", "The final result is",
+        "Final answer", "The answer points to", "It is", "Key points", "Result",
+    )),
 ])
-def test_a_number_after_a_colon_is_a_score_only_where_a_word_says_so(reply: str, score: float | None) -> None:
+def test_a_number_after_a_colon_is_a_score_only_where_all_words_say_so(reply: str, score: float | None) -> None:
     assert read_score(reply, 0, 10) == score
 
 

@@ -278,8 +278,8 @@ class Learner:
 
     def _end_early(self, no_batch: NoBatch) -> list[LearnerReport]:
         """Save a checkpoint and, unless the user stopped the run, push and save the policy; return the reports."""
-        events, reason = list[LearnerReport](), no_batch.reason
-        if no_batch.why == "stopped":
+        events, reason, is_stop = list[LearnerReport](), no_batch.reason, no_batch.why == "stopped"
+        if is_stop:
             if self.version > self._saved_version:
                 self._checkpoint()
             self._checkpointer.wait()
@@ -294,7 +294,7 @@ class Learner:
             self._save(is_last=True)
         measured, spans = self._measured()
         told = tuple(measured if self.rank == 0 else ())
-        return [TrainingEnded(version=self.version, reason=reason, metrics=told, spans=spans), *events]
+        return [TrainingEnded(version=self.version, reason=reason, is_stop=is_stop, metrics=told, spans=spans), *events]
 
     def status(self) -> Status:
         """Return what this rank does now, and on whom it waits since when; may be called from any thread."""

@@ -42,7 +42,7 @@ class RunGuard:
         self._guard = guard
         self._watchdog = watchdog
         self._gone_back: GuardEvent | None = None
-        """The rollback with which this run goes on, or the pause before which it begins, until its first step."""
+        """The rollback with which this run goes on, or the pause before which it begins, until it has begun."""
         self._pause: GuardEvent | None = None
         self._paused_s = 0.0
         """time.monotonic() at which the learner was paused."""
@@ -64,7 +64,7 @@ class RunGuard:
         Args:
             at_end: the learner has ended, so that nothing is left to pause.
         """
-        if not self._log.timeline.step_ends_s:  # until its first step a resumed run may be undone
+        if not self._log.has_begun:
             return
         if self._gone_back:
             self._record(self._gone_back, "resumed")

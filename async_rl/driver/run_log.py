@@ -62,6 +62,8 @@ class RunLog:
         """The policy version of the last step that was logged."""
         self.ended = ""
         """The reason for which training ended before run.steps; empty if it did not."""
+        self.has_begun = False
+        """Whether the run has made a step or come to its end. Until then a resume may be undone."""
         self._best_values: dict[int, float] = {}
         """The value of what checkpoint.best_by names, by policy version."""
         self._restored: list[dict[str, float | None]] = []
@@ -179,7 +181,7 @@ class RunLog:
                 self.timeline.add(report)
                 if process == "learner/0":
                     self.ended = self.end_reason or report.reason
-                    if not report.reason:
+                    if not report.is_stop:
                         self._begin_lineage()
                     self.logger.note(report.reason or f"step {report.version} was the last: only the end is left to do")
                     if report.metrics:
@@ -304,9 +306,10 @@ class RunLog:
 
     def _begin_lineage(self) -> None:
         """Keep what a resume has set aside, and log the steps that were trained but not logged before it."""
+        self.has_begun = True
         write_config(self._config)
-        for record in self._restored:
-            self.logger.log_restored(record)
+        while self._restored:
+            self.logger.log_restored(self._restored.pop(0))
 
     def close(self) -> None:
         """Log the steps not logged yet, complete and plot timeline.json, and close all. Also called after a crash."""

@@ -87,6 +87,8 @@ class TrainingEnded(TimedReport):
     version: int
     reason: str
     """Empty: a resume has found all of run.steps trained."""
+    is_stop: bool = False
+    """Whether the user or the driver has stopped the learner, so that the run is not over and has saved no model."""
     metrics: tuple[Metric, ...] = ()
     """The metrics measured after the last step."""
 

@@ -28,7 +28,7 @@ class GuardEvent:
     """An act of the guard, or the user's answer to a pause."""
 
     kind: Literal["pause", "go_on", "rollback", "resumed", "stop"]
-    """resumed: after a rollback, or from before a pause, the run has made its first step."""
+    """resumed: after a rollback, or from before a pause, the run has made its first step or come to its end."""
     version: int
     """The version at which the trouble was found."""
     back_to: int

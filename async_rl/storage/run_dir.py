@@ -1,7 +1,8 @@
 """Creates and locks the directory of a new run, and prepares the directory of a run that is resumed.
 
-A resume that trains no step changes nothing: `open_run_dir` sets aside what was written after the checkpoint and
-puts it back unless a step was logged. If the process is killed before that, the next resume puts it back.
+A resume that trains no step changes nothing, unless it comes to the end of its run: `open_run_dir` sets aside what was
+written after the checkpoint, and puts it back unless a step was logged, or an end that is no stop. If the process is
+killed before that, the next resume puts it back.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def resuming_since_s(run_dir: Path) -> float | None:
 
 
 def write_config(config: Config) -> None:
-    """Write the run's config.yaml. A resumed run calls this after its first step, from which on it is not undone."""
+    """Write the run's config.yaml. A resumed run calls this at its first step or its end, and is not undone then."""
     run_dir = config.run_dir
     (run_dir / RESUMING).unlink(missing_ok=True)
     kept = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=""))

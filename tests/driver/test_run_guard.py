@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from async_rl.driver.watchdog import Watchdog
 from async_rl.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.storage.guard_events import answer_pause, pending_rollback, read_guard_events
-from async_rl.storage.run_dir import open_run_dir
+from async_rl.storage.run_dir import is_complete, open_run_dir
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Span
 from tests.kit.configs import changed, make_config
@@ -221,3 +222,53 @@ def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path)
     assert again.kinds() == ["rollback"] and pending_rollback(first.run_dir) == checkpoint_folder(first.run_dir, 1)
     again.step(2)
     assert again.kinds() == ["rollback", "resumed"] and pending_rollback(first.run_dir) is None
+
+
+def test_a_rollback_is_over_too_if_the_resumed_run_ends_without_a_step(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="rollback")
+    for version in range(1, 6):
+        first.step(version, is_bad=version > 4)
+    first.log.close()
+    assert (pending := pending_rollback(first.run_dir)) == checkpoint_folder(first.run_dir, 2)
+    with open_run_dir(changed(first.config, run={"resume": str(pending)})) as config:
+        again = Run(tmp_path, config.run.resume, action="rollback")
+        again.guard.begin()
+        again.log.add("learner/0", TrainingEnded(version=2, reason="the program ended the run"))
+        again.guard.act()
+        again.log.close()
+        (first.run_dir / "summary.json").write_text(json.dumps(again.log.summary({})))
+    assert again.kinds() == ["rollback", "resumed"] and pending_rollback(first.run_dir) is None
+    assert list(list_checkpoints(first.run_dir)) == [2] and [line["step"] for line in logged(first.run_dir)] == [1, 2]
+    assert is_complete(first.run_dir, config)
+
+
+def test_a_rollback_is_not_over_if_the_user_stops_the_resumed_run_before_a_step(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="rollback")
+    first.step(1)
+    first.step(2, is_bad=True)
+    first.log.close()
+    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 1))})) as config:
+        again = Run(tmp_path, config.run.resume, action="rollback")
+        again.guard.begin()
+        again.log.add("learner/0", TrainingEnded(version=1, reason="stopped at version 1", is_stop=True))
+        again.guard.act()
+        again.log.close()
+    assert again.kinds() == ["rollback"] and list(list_checkpoints(first.run_dir)) == [1, 2]
+
+
+def test_a_resume_with_only_the_end_of_a_run_left_acts_on_its_evaluation(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="rollback")
+    for version, gold in enumerate((0.0, 1.0, 2.0, 1.0), 1):
+        first.step(version)
+        first.evaluate(version, gold)
+    first.step(5)
+    first.log.close()
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir), "steps": 5})) as config:
+        again = Run(tmp_path, config.run.resume, action="rollback")
+        again.guard.begin()
+        again.log.add("learner/0", TrainingEnded(version=5, reason=""))
+        again.evaluate(5, 0.0)
+        again.guard.act(at_end=True)
+        again.log.close()
+    (event,) = read_guard_events(first.run_dir)
+    assert (event.kind, event.version, event.back_to) == ("rollback", 5, 3)

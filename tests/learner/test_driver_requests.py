@@ -74,6 +74,7 @@ def test_a_run_that_ends_while_a_push_waits_reports_its_step_and_saves(
     *steps, ended = learner.run()
     assert [(type(report), report.version) for report in steps] == [(StepDone, 1), (StepDone, 2)]
     assert isinstance(ended, TrainingEnded) and ended.version == 2 and ended.reason.startswith(reason)
+    assert ended.is_stop == (end == "user")
     assert [call for call in publisher.calls if call[0] == "push"] == pushes
     assert list(list_checkpoints(tmp_path / "run")) == [2]
 

@@ -77,7 +77,8 @@ class RunGuard:
         if action == "rollback" and guard.rollbacks >= guard.max_rollbacks:
             self._log.logger.note(f"guard: the run has gone back {guard.rollbacks} times (guard.max_rollbacks)")
             action = "stop_at_best"
-        if action == "rollback" and self._log.ended:  # by the program, or with nothing left to learn: it must not go on
+        is_short = at_end and self._log.version < self._config.run.steps  # by run.seconds
+        if action == "rollback" and (self._log.ended or is_short):  # or by the program, or nothing is left to learn
             action = "stop_at_best"
         event = self._event(finding)
         if action == "pause" and at_end:

@@ -34,10 +34,10 @@ class Calls:
 class Run:
     """A log with a guard whose every window has two kinds of signals beyond their limits once `is_bad`."""
 
-    def __init__(self, folder: Path, resume: str = "", **guard: Any) -> None:
+    def __init__(self, folder: Path, resume: str = "", steps: int = 100, **guard: Any) -> None:
         settings = {"every_steps": 1, "kl_limit": 10.0, "kl_per_token_limit": math.inf, "tighten": "lr", **guard}
         self.config = make_config(
-            run={"dir": str(folder), "name": "r", "resume": resume}, guard=settings,
+            run={"dir": str(folder), "name": "r", "resume": resume, "steps": steps}, guard=settings,
             checkpoint={"every_steps": 1, "keep_last": 1}, eval={"every_steps": 1}, logging={"wandb": "disabled"},
         )  # fmt: skip
         self.run_dir = self.config.run_dir
@@ -186,16 +186,16 @@ def test_gold_rewards_of_evaluations_decide_where_there_are_some(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("action", "ended", "kind"),
+    ("action", "ended", "steps", "kind"),
     [
-        ("stop_at_best", "", "stop"), ("rollback", "", "rollback"), ("rollback", "the program ended the run", "stop"),
-        ("pause", "", ""),
+        ("stop_at_best", "", 5, "stop"), ("rollback", "", 5, "rollback"), ("pause", "", 5, ""),
+        ("rollback", "the program ended the run", 5, "stop"), ("rollback", "", 6, "stop"),  # by run.seconds
     ],
 )  # fmt: skip
 def test_trouble_in_the_evaluation_after_the_last_step_is_acted_on_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str, ended: str, kind: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str, ended: str, steps: int, kind: str
 ) -> None:
-    run = Run(tmp_path, action=action)
+    run = Run(tmp_path, steps=steps, action=action)
     for version, gold in enumerate((0.0, 1.0, 2.0, 1.0, 0.0), 1):
         run.step(version)
         if version == 5 and ended:
@@ -264,7 +264,7 @@ def test_a_resume_with_only_the_end_of_a_run_left_acts_on_its_evaluation(tmp_pat
     first.step(5)
     first.log.close()
     with open_run_dir(changed(first.config, run={"resume": str(first.run_dir), "steps": 5})) as config:
-        again = Run(tmp_path, config.run.resume, action="rollback")
+        again = Run(tmp_path, config.run.resume, steps=5, action="rollback")
         again.guard.begin()
         again.log.add("learner/0", TrainingEnded(version=5, reason=""))
         again.evaluate(5, 0.0)

@@ -13,7 +13,7 @@ from async_rl.storage.checkpoints import checkpoint_folder
 
 def end_early(processes: ActorGroup, log: RunLog, reason: str) -> None:
     """Have the learner stop after its step, with a checkpoint; `reason` stands in the summary."""
-    log.end_reason = reason
+    log.end_reason = log.ended = reason  # at the end of the run no report of the learner follows that would set it
     for name in [name for name in processes.actors if name.startswith("learner")]:
         processes.actors[name].stop.remote()
 

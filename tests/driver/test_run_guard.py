@@ -210,6 +210,7 @@ def test_trouble_in_the_evaluation_after_the_last_step_is_acted_on_too(
         return
     (event,) = read_guard_events(run.run_dir)
     assert (event.kind, event.version, event.back_to) == (kind, 5, 3)
+    assert run.log.summary({})["ended"].startswith("the guard ")
 
 
 def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path) -> None:

@@ -69,6 +69,10 @@ class RunGuard:
         if self._gone_back:
             self._record(self._gone_back, "resumed")
             self._gone_back = None
+        if at_end and self._pause:  # it came after the learner's last step
+            self._tell_too_late(self._pause)
+            self._record(self._pause, "ended")
+            self._pause, self._watchdog.note = None, RUNNING
         finding = self._log.take_trouble()
         if finding is None or self._ends or self._pause or self._log.end_reason:
             return
@@ -81,7 +85,8 @@ class RunGuard:
         if action == "rollback" and (self._log.ended or is_short):  # or by the program, or nothing is left to learn
             action = "stop_at_best"
         event = self._event(finding)
-        if action == "pause" and at_end:
+        is_over = at_end or self._log.ended or event.version >= self._config.run.steps
+        if action == "pause" and is_over:
             self._tell_too_late(event)
         elif action == "pause":
             take_answer(self._run_dir)  # one that came before the first step, to the pause before which the run began
@@ -130,12 +135,12 @@ class RunGuard:
         self._processes.actors["learner/0"].pause.remote()
 
     def _tell_too_late(self, event: GuardEvent) -> None:
-        """Say that there is trouble in the last version, and how to get the model before it."""
+        """Say that there is trouble when no step is left, and how to get the model before it."""
         how = ""
         if (version := checkpoint_before(self._run_dir, event.back_to)) is not None:
             self._log.kept_checkpoints.add(version)
             how = f". The model before that: async-rl export {checkpoint_folder(self._run_dir, version)} OUT_DIR"
-        self._log.logger.alarm(f"guard: {event.text}. The run has made its last step and does not pause{how}")
+        self._log.logger.alarm(f"guard: {event.text}. The run has made its last step and is not paused{how}")
 
     def _go_back(self, event: GuardEvent) -> None:
         guard = self._config.guard
@@ -169,7 +174,7 @@ class RunGuard:
         return version
 
     def _record(
-        self, pause: GuardEvent, kind: Literal["go_on", "rollback", "resumed", "stop"], back_to: int = -1
+        self, pause: GuardEvent, kind: Literal["go_on", "rollback", "resumed", "stop", "ended"], back_to: int = -1
     ) -> None:
         back_to = pause.back_to if back_to < 0 else back_to
         event = replace(pause, kind=kind, back_to=back_to, time_s=time.time())

@@ -27,8 +27,9 @@ Answer = Literal["go_on", "rollback", "stop"]
 class GuardEvent:
     """An act of the guard, or the user's answer to a pause."""
 
-    kind: Literal["pause", "go_on", "rollback", "resumed", "stop"]
-    """resumed: after a rollback, or from before a pause, the run has made its first step or come to its end."""
+    kind: Literal["pause", "go_on", "rollback", "resumed", "stop", "ended"]
+    """resumed: after a rollback, or from before a pause, the run has made its first step or come to its end. ended: the
+    pause came after the last step of the learner, and holds no more."""
     version: int
     """The version at which the trouble was found."""
     back_to: int

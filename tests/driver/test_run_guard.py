@@ -13,7 +13,7 @@ from async_rl.driver.run_log import RunLog
 from async_rl.driver.watchdog import Watchdog
 from async_rl.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.storage.guard_events import answer_pause, pending_rollback, read_guard_events
+from async_rl.storage.guard_events import answer_pause, open_pause, pending_rollback, read_guard_events
 from async_rl.storage.run_dir import is_complete, open_run_dir
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Span
@@ -211,6 +211,35 @@ def test_trouble_in_the_evaluation_after_the_last_step_is_acted_on_too(
     (event,) = read_guard_events(run.run_dir)
     assert (event.kind, event.version, event.back_to) == (kind, 5, 3)
     assert run.log.summary({})["ended"].startswith("the guard ")
+
+
+@pytest.mark.parametrize(("steps", "ended"), [(5, ""), (100, "the program ended the run")])
+def test_trouble_in_the_last_step_itself_does_not_pause_a_run_that_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, ended: str
+) -> None:
+    run = Run(tmp_path, steps=steps, action="pause")
+    for version in range(1, 5):
+        run.step(version)
+    if ended:  # told before the last step is logged, which waits for other reports
+        run.log.add("learner/0", TrainingEnded(version=5, reason=ended))
+    run.step(5, is_bad=True)
+    assert run.kinds() == run.learner.made == [] and run.watchdog.note == "running"
+    assert f"async-rl export {checkpoint_folder(run.run_dir, 2)} OUT_DIR\n" in capsys.readouterr().out
+    run.guard.act(at_end=True)
+    assert run.kinds() == []
+
+
+def test_a_pause_that_came_after_the_learners_last_step_is_over_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, action="pause")
+    for version in range(1, 6):
+        run.step(version, is_bad=version > 4)
+    assert run.kinds() == ["pause"]  # the learner has ended by run.seconds, which the driver learns only from its end
+    run.guard.act(at_end=True)
+    assert run.kinds() == ["pause", "ended"] and run.watchdog.note == "running"
+    assert f"async-rl export {checkpoint_folder(run.run_dir, 2)} OUT_DIR\n" in capsys.readouterr().out
+    assert open_pause(run.run_dir) is None
 
 
 def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path) -> None:

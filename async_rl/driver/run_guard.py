@@ -10,6 +10,7 @@ What is done is written to run_dir/guard_events.jsonl before it is done, so that
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from typing import Any, Literal
@@ -184,12 +185,14 @@ class RunGuard:
     def complete(self, summary: dict[str, Any]) -> None:
         """After the end of the processes, write the model with which the guard ends the run, and add to the summary.
 
+        A rollback removes the model in run_dir/model, which the learner has saved if it had come to its end before.
         `rolled_back` in the summary, the version from which the run goes on, says that it is not over.
         """
         event = self._ended_by
         if event is None:
             return
         if event.kind == "rollback":
+            shutil.rmtree(self._run_dir / "model", ignore_errors=True)
             summary["rolled_back"] = event.back_to
             return
         write_model_of(self._run_dir, event.back_to, summary)

@@ -92,9 +92,11 @@ def test_a_rollback_is_to_the_checkpoint_of_three_windows_before_which_was_kept(
     (event,) = read_guard_events(run.run_dir)
     assert (event.kind, event.version, event.back_to, event.signals) == ("rollback", 7, 4, ("kl", "cut"))
     assert run.learner.made == ["stop"]
+    (run.run_dir / "model").mkdir()  # as the learner saves it at its end
     summary: dict[str, Any] = {}
     run.guard.complete(summary)
     assert summary == {"rolled_back": 4}
+    assert not (run.run_dir / "model").exists(), "a life that is interrupted would upload it"
     run.step(8, is_bad=True)
     assert run.kinds() == ["rollback"], "the run is ending"
     assert 4 in list_checkpoints(run.run_dir), "also after further steps"

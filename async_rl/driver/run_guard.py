@@ -29,6 +29,7 @@ from async_rl.storage.guard_events import (
     read_guard_events,
     take_answer,
 )
+from async_rl.storage.run_dir import resumes_named_checkpoint
 from async_rl.telemetry.status import PAUSED, RUNNING
 
 
@@ -52,11 +53,14 @@ class RunGuard:
         self._ends = False
 
     def begin(self) -> None:
-        """Pause again if the run was paused when it ended, unless this one resumes it from before that trouble."""
+        """Pause again if the run was paused when it ended, unless run.resume names a checkpoint from before that."""
         event = next(reversed(read_guard_events(self._run_dir)), None)
-        if event and event.kind == "pause" and event.version <= self._log.version:
+        if event is None or event.kind not in ("pause", "rollback"):
+            return
+        goes_around = event.version > self._log.version and resumes_named_checkpoint(self._run_dir)
+        if event.kind == "pause" and not goes_around:
             self._stand(event)
-        elif event and event.kind in ("pause", "rollback"):
+        else:
             self._gone_back = event
 
     def act(self, *, at_end: bool = False) -> None:

@@ -62,7 +62,10 @@ def _whole_lines(file: Path) -> list[str]:
 
 
 def open_pause(run_dir: Path) -> GuardEvent | None:
-    """Return the pause of a run to which there is no answer yet; it holds in a resumed run that begins after it."""
+    """Return the pause of a run to which there is no answer yet.
+
+    It holds in a run that is resumed, unless run.resume names a checkpoint from before it.
+    """
     events = read_guard_events(run_dir)
     return events[-1] if events and events[-1].kind == "pause" else None
 

@@ -40,6 +40,8 @@ _ASKED_NAME = ".asked_name"
 """The file with the run.name that was asked for: a directory gets a number if the name is taken."""
 GUARD_ANSWER = "guard_answer"
 """The file with the user's answer to a pause, see guard_events.py."""
+_NAMED = " named"
+"""The end of the marker RESUMING of a resume whose checkpoint run.resume names."""
 INTERRUPTED = "interrupted"
 """The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
@@ -86,9 +88,10 @@ def _resumed(config: Config) -> Iterator[Config]:
     run_dir = run_dir_of(checkpoint)
     (run_dir / GUARD_ANSWER).unlink(missing_ok=True)  # to the run before; one that comes while this run starts stays
     undo_resume(run_dir)  # of a resume that was killed before its first step
+    is_named = Path(os.path.abspath(config.run.resume)) != run_dir
     if not checkpoint.exists():  # that resume had set it aside
         checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
-    elif Path(os.path.abspath(config.run.resume)) == run_dir:
+    elif not is_named:
         checkpoint = find_checkpoint(run_dir)  # that resume may have set aside the newest
     version = read_training_state(checkpoint).version
     if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):
@@ -99,7 +102,7 @@ def _resumed(config: Config) -> Iterator[Config]:
     run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
     config = dataclasses.replace(config, run=run)
     try:
-        _prepare_resume(config, version)
+        _prepare_resume(config, version, is_named)
         yield config
     finally:
         undo_resume(run_dir)
@@ -114,6 +117,14 @@ def resuming_since_s(run_dir: Path) -> float | None:
         return (run_dir / RESUMING).stat().st_mtime
     except OSError:
         return None
+
+
+def resumes_named_checkpoint(run_dir: Path) -> bool:
+    """Return whether run.resume names the checkpoint of a resume on its way to its first step, and not only the run."""
+    try:
+        return (run_dir / RESUMING).read_text().endswith(_NAMED)
+    except OSError:
+        return False
 
 
 def write_config(config: Config) -> None:
@@ -254,14 +265,14 @@ def is_locked(run_dir: Path) -> bool:
         return not has_locked(lock)
 
 
-def _prepare_resume(config: Config, version: int) -> None:
+def _prepare_resume(config: Config, version: int, is_named: bool) -> None:
     """Set aside what the run wrote after the checkpoint of `version`: rename its files, move lines of metrics.jsonl.
 
     The new names contain the number of the lineage that ends, so that each resume keeps its own files.
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
-    write_whole(run_dir / RESUMING, f"{suffix} {version}")
+    write_whole(run_dir / RESUMING, f"{suffix} {version}{_NAMED if is_named else ''}")
     rename_later(Path(config.run.resume), version, lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
@@ -288,7 +299,7 @@ def undo_resume(run_dir: Path) -> None:
     marker = run_dir / RESUMING
     if not marker.exists():
         return
-    suffix, _, version = marker.read_text().partition(" ")
+    suffix, _, version = marker.read_text().removesuffix(_NAMED).partition(" ")
     if not version.isdigit():  # the disk was full, so that nothing was set aside
         marker.unlink()
         return

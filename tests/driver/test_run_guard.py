@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,16 +165,34 @@ def test_a_run_resumed_from_before_its_pause_pauses_only_at_the_next_trouble(tmp
     for version in range(1, 4):
         first.step(version, is_bad=version > 2)
     first.log.close()
-    again = Run(tmp_path, str(checkpoint_folder(first.run_dir, 2)), action="pause")
-    again.guard.begin()
-    (first.run_dir / "guard_answer").write_text("go_on")  # to the pause that holds no more, given before the first step
-    again.guard.look()
-    assert again.learner.made == [] and again.kinds() == ["pause"], "before its first step the resume may be undone"
-    for version in range(3, 6):
-        again.step(version, is_bad=version > 4)
+    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 2))})) as config:
+        again = Run(tmp_path, config.run.resume, action="pause")
+        again.guard.begin()
+        (first.run_dir / "guard_answer").write_text("go_on")  # to the pause that holds no more
         again.guard.look()
+        assert again.learner.made == [] and again.kinds() == ["pause"], "before its first step the resume may be undone"
+        for version in range(3, 6):
+            again.step(version, is_bad=version > 4)
+            again.guard.look()
     assert again.kinds() == ["pause", "resumed", "pause"] and again.learner.made == ["pause"]
     assert again.watchdog.note.startswith("paused by the guard since step 5")
+
+
+def test_a_paused_run_whose_newest_checkpoint_is_from_before_its_pause_pauses_again(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    for version in range(1, 4):
+        first.step(version, is_bad=version > 2)
+    first.log.close()
+    shutil.rmtree(checkpoint_folder(first.run_dir, 3))  # as if checkpoint.every_steps were 2, and the run was killed
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
+        again = Run(tmp_path, config.run.resume, action="pause")
+        again.guard.begin()
+        assert again.log.version == 2 and again.learner.made == ["pause"]
+        assert again.watchdog.note.startswith("paused by the guard since step 3")
+        answer_pause(first.run_dir, "go_on")
+        again.guard.look()
+        again.step(3, is_bad=True)
+    assert again.kinds() == ["pause", "go_on"] and again.learner.made == ["pause", "go_on"]
 
 
 def test_gold_rewards_of_evaluations_decide_where_there_are_some(tmp_path: Path) -> None:

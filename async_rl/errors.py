@@ -46,7 +46,11 @@ class WeightSyncError(AsyncRLError):
 
 
 class ServersSilentError(WeightSyncError):
-    """Some servers did not answer before a push, which had not begun. If all answer again, it can be repeated."""
+    """The servers `names` did not answer before a push, which had not begun. If all answer again, repeat it."""
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 class RewardError(AsyncRLError):

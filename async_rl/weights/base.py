@@ -35,8 +35,7 @@ class WeightPublisher(ABC):
     def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
         self.config = config
         self.settings = config.weight_sync.settings
-        """The settings that the transport's entry declares, with the values of weight_sync.params; None: it has none.
-        """
+        """The settings of the transport's entry, with the values of weight_sync.params; None: it has none."""
         self.servers = {f"rollout/{index}": url for index, url in enumerate(engine_urls)}
         """Base URLs of the servers that get the next push, by name; rank 0 may change them between two pushes."""
         self.rank = rank
@@ -45,7 +44,8 @@ class WeightPublisher(ABC):
         self.push_limit = config.timeouts.limit("push_s")
         """How long each part of a push may take; rank 0 may change it between two pushes."""
         self.loses_slow_servers = False
-        """Whether a part of a push that takes longer costs the servers that hang, or all. If not, it is an error."""
+        """Whether a part of a push that takes longer costs the servers that hang, or all, and silence before more than
+        SILENCES pushes in a row the servers that were silent. If not, each is an error."""
         self.dtype = torch.uint8 if config.weight_sync.is_compact else serving_dtype(config, device.type)
         """The type in which tensors travel: that of the servers' weights, or bytes in a compact push."""
         self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
@@ -205,8 +205,11 @@ class WeightPublisher(ABC):
         """
         lost = wait_for_silent(self.probes(), LOST_WITHIN_S)
         repeats = not lost and self._may_repeat(error)
-        if not lost and self.loses_slow_servers and isinstance(error, WaitTimeoutError):
-            lost = self.give_up() or tuple(self.servers)
+        if not (lost or repeats) and self.loses_slow_servers:
+            if isinstance(error, ServersSilentError):
+                lost = error.names
+            elif isinstance(error, WaitTimeoutError):
+                lost = self.give_up() or tuple(self.servers)
         if not (lost or repeats):
             raise error
         self._remove(lost)

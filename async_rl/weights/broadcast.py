@@ -34,7 +34,7 @@ from async_rl.weights.silent_servers import wait_for_all
 from async_rl.weights.start_together import start_together
 
 ANSWER_WITHIN_S = 6.0
-"""A server that does not answer for so long is not asked to join a group, and counts as dead."""
+"""If a server does not answer for so long, none is asked to join a group: the push fails, and may be repeated."""
 
 TORCH_WAITS_LONGER_S = 10.0
 """By so much torch's own limits are longer than the learner's, whose error names who was waited for."""
@@ -62,7 +62,7 @@ class BroadcastPublisher(BucketPublisher):
         if not self.servers:
             return
         if silent := wait_for_all(self.probes(), ANSWER_WITHIN_S):  # the schedulers of the others would wait for them
-            raise ServersSilentError(f"joining the weight group: {', '.join(silent)} did not answer")
+            raise ServersSilentError(f"joining the weight group: {', '.join(silent)} did not answer", silent)
         self.group_name = f"weights-{time.time_ns()}"
         host, tp = self.config.network.host, self.config.placement.rollout.tp
         world_size = 1 + len(self.servers) * tp

@@ -23,8 +23,8 @@ class PushReport:
     cause: str = ""
     """The error with which the push failed, if servers were lost or `repeats` is set."""
     repeats: bool = False
-    """A server could not use the changes that a sparse push brought, or did not answer before the push and answers
-    again: repeat it on every rank, then with whole weights."""
+    """Repeat the push on every rank: a server could not use the changes that a sparse push brought, and gets whole
+    weights then, or it did not answer before the push and answers again."""
     changed_share: float = 1.0
     """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
 

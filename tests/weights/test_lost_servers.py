@@ -87,18 +87,24 @@ def test_a_server_that_is_dead_before_the_first_push_is_removed_with_the_reason(
     assert publisher.servers == {"rollout/0": urls["AcceptingHandler"]}
 
 
+@pytest.mark.parametrize("loses_slow_servers", [False, True])
 def test_a_server_that_stood_still_before_a_push_is_pushed_to_again_a_few_times(
-    urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    loses_slow_servers: bool, urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
     monkeypatch.setattr(broadcast, "wait_for_all", lambda probes, limit_s: ("rollout/0",))
-    publisher = BroadcastPublisher(CONFIG, [urls["AcceptingHandler"]], 0, CPU, backend="gloo")
+    publisher = BroadcastPublisher(CONFIG, [urls["AcceptingHandler"]] * 2, 0, CPU, backend="gloo")
+    publisher.loses_slow_servers = loses_slow_servers
     for _ in range(publisher_module.SILENCES):
         report = publisher.connect_living()
         assert (report.lost, report.has_failed) == ((), True)
         assert report.cause == "joining the weight group: rollout/0 did not answer"
-    with pytest.raises(WeightSyncError, match="rollout/0 did not answer"):
-        publisher.push([("w", torch.zeros(1))], 1)
+    if loses_slow_servers:
+        assert publisher.connect_living().lost == ("rollout/0",)
+        assert list(publisher.servers) == ["rollout/1"]
+    else:
+        with pytest.raises(WeightSyncError, match="rollout/0 did not answer"):
+            publisher.push([("w", torch.zeros(1))], 1)
 
 
 @pytest.mark.parametrize("loses_slow_servers", [False, True])

@@ -212,7 +212,7 @@ class RolloutConfig(OnePart):
     """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
     --gpu-memory-utilization of vLLM. Servers that share a GPU start one after the other, and divide it."""
     server_url: Annotated[str, checked(lambda url: not url or is_server_url(url), (
-        "http:// or https:// with a host and maybe a port, such as http://127.0.0.1:30000, or empty"
+        "empty, or http:// or https:// with a host, such as http://127.0.0.1:30000, and without spaces, ? and #"
     ))] = ""  # fmt: skip
     """The URL of a running SGLang server to use. The run loads model.path into it as version 0 and does not end it.
     With weight_sync.on_update in_place it must run with --disable-overlap-schedule. If it is on another host, it must

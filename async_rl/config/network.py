@@ -27,7 +27,9 @@ def _is_range(ports: str) -> bool:
 
 
 def is_server_url(url: str) -> bool:
-    """Whether requests can be sent below `url`; a user and a password in it can't be."""
+    """Whether requests can be sent below `url`: it has no query or fragment, and no user, which can't be sent."""
+    if re.search(r"[\s?#]", url):
+        return False
     try:
         parts = urlsplit(url)
         is_address = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc

@@ -21,10 +21,14 @@ def test_the_url_of_a_server_may_be_any_address_of_http(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["nonsense", "there:30000", "ftp://there", "http://", "http://127.0.0.1:abc", "http://h:99999", "http://a:b@h"]
-)
+    "url",
+    [
+        "nonsense", "there:30000", "ftp://there", "http://", "http://127.0.0.1:abc", "http://h:99999", "http://a:b@h",
+        "http://h h:3", "http://127.0.0.1:3/ ", "http://h:3\n", "http://h:3/?x=1", "http://h:3/#a", "http://h:3?",
+    ],
+)  # fmt: skip
 def test_a_url_to_which_no_request_can_be_sent_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"server_url must be http:// or https:// with a host .*, or empty, got"):
+    with pytest.raises(ConfigError, match=r"server_url must be empty, or http:// or https:// with a host, .*, got"):
         RolloutConfig(server_url=url)
 
 

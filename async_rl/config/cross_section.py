@@ -12,7 +12,6 @@ from async_rl.config.depths import check_slots
 from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
 from async_rl.config.learning import check_average
-from async_rl.config.server_url import check_server_reaches_learner
 from async_rl.config.staging import check_staging
 from async_rl.seams import ADVANTAGES, ENGINES, TRANSPORTS, EngineEntry
 
@@ -53,9 +52,6 @@ def check_cross_section(config: Config) -> None:
         _check_transport(config)
         check_staging(config.weight_sync, config.rollout, config.shares_gpus)
         check_compact(config.weight_sync, config.rollout, config.model)
-        check_server_reaches_learner(
-            config.rollout, config.weight_sync, config.network, config.placement.num_nodes
-        )
     if config.staleness.mode == "exact":
         _check_exact(config)
 

@@ -18,8 +18,8 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.config.compact import check_compact_transport, check_compact_type
-from async_rl.config.server_url import check_server_reaches_learner
 from async_rl.config.staging import check_staging_transport
+from async_rl.driver.addresses import check_server_reaches_learner
 from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError, WaitTimeoutError
@@ -127,9 +127,7 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
         config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
         check_staging_transport(config.weight_sync)
         check_compact_transport(config.weight_sync)
-        check_server_reaches_learner(
-            config.rollout, config.weight_sync, config.network, config.placement.num_nodes
-        )
+        check_server_reaches_learner(config)
     check_ipc(config, parts)
     return config
 

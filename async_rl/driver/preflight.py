@@ -18,12 +18,12 @@ from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.config.unused import unused_settings
 from async_rl.cores import usable_cores
+from async_rl.driver.addresses import check_addresses
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
 from async_rl.driver.memory import check_memory
 from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
-from async_rl.network import interface_of
 from async_rl.network.ports import check_ports
 from async_rl.storage.free_space import check_disk
 from async_rl.storage.hub_upload import check_login
@@ -110,7 +110,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     room = f"room in {config.run.dir}"
     checks.append(PreflightCheck("disk", room, lambda: _check_disk(config), (MODEL,), everywhere=True))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
-        checks.append(PreflightCheck("network.host", host, partial(_check_host, host)))
+        checks.append(PreflightCheck("network.host", host, lambda: check_addresses(config)))
     if config.network.ports:
         checks.append(PreflightCheck("network.ports", config.network.ports, lambda: check_ports(config)))
     if runs_here(config):
@@ -236,10 +236,6 @@ def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
             "ServerAdmin in async_rl/weights/server_admin.py. Write them, or let the engine's entry declare less"
             + (", or set weight_sync.verify: false" if "score_tokens" in lacking or "erase_weights" in lacking else "")
         )
-
-
-def _check_host(host: str) -> None:
-    interface_of(host)
 
 
 def _check_sampling(config: Config) -> list[str]:

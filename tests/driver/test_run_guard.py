@@ -280,7 +280,8 @@ def test_a_rollback_is_over_too_if_the_resumed_run_ends_without_a_step(tmp_path:
     for version in range(1, 6):
         first.step(version, is_bad=version > 4)
     first.log.close()
-    assert (pending := pending_rollback(first.run_dir)) == checkpoint_folder(first.run_dir, 2)
+    pending = checkpoint_folder(first.run_dir, 2)
+    assert pending_rollback(first.run_dir) == pending
     with open_run_dir(changed(first.config, run={"resume": str(pending)})) as config:
         again = Run(tmp_path, config.run.resume, action="rollback")
         again.guard.begin()

@@ -62,14 +62,20 @@ class CellProcesses:
                 print(f"{what}; another Ctrl-C ends them at once", file=sys.stderr, flush=True)
             wait(None)
         except KeyboardInterrupt:
-            self.stop()
-            wait(shutdown_s)
-            self._is_left.set()
-            with self._lock:
-                left = [f"process {process.pid}, {log}" for process, log in self._running.items()]
-            if left:
-                text = f"interrupted, but runs go on {shutdown_s:g} s (timeouts.shutdown_s) after the second signal"
-                raise StillRunningInterrupt(f"{text}: {'; '.join(left)}. `kill -9` ends them") from None
+            try:
+                self.stop()
+                wait(shutdown_s)
+            finally:  # a second signal may come here, where an error and no signal has begun to end the runs
+                self._leave(shutdown_s)
+
+    def _leave(self, shutdown_s: float) -> None:
+        """Have `train` return at once; raise StillRunningInterrupt, which names the runs that go on, if some do."""
+        self._is_left.set()
+        with self._lock:
+            left = [f"process {process.pid}, {log}" for process, log in self._running.items()]
+        if left:
+            text = f"interrupted, but runs go on that were to end within {shutdown_s:g} s (timeouts.shutdown_s)"
+            raise StillRunningInterrupt(f"{text}: {'; '.join(left)}. `kill -9` ends them") from None
 
     def stop(self) -> int:
         """Ask all runs to end, each with its own processes, and let no other begin; return their number.

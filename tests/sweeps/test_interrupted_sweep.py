@@ -7,11 +7,16 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from async_rl.cli import main
+from async_rl.errors import StillRunningInterrupt
+from async_rl.sweeps.cell_process import CellProcesses
+from async_rl.sweeps.cells import Cell
+from async_rl.sweeps.places import CellPlace
 from benchmarks.marked_command import wait_until
 from tests.kit.sweeps import base_yaml
 
@@ -73,5 +78,27 @@ def test_cells_that_do_not_end_at_once_are_named(
     told = capfd.readouterr().err
     assert code == 130 and seconds < 10
     assert "every process of the run has ended" not in told
-    assert "runs go on 1 s (timeouts.shutdown_s) after the second signal: process " in told
+    assert "runs go on that were to end within 1 s (timeouts.shutdown_s): process " in told
     assert all(f"process {pid}, {tmp_path}" in told for pid in pids)
+
+
+def test_two_signals_after_an_error_leave_a_cell_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, cell = tmp_path / "started", tmp_path / "cell"
+    cell.write_text(f"#!/bin/sh\ntrap '' TERM\necho $$ > {started}\nfor i in $(seq 400); do sleep 0.05; done\n")
+    cell.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(cell))
+    processes = CellProcesses(tmp_path)
+
+    def wait_in_vain(seconds: float | None) -> None:
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(processes.train, ["async-rl"], Cell({}, (), tmp_path / "named"), CellPlace())
+        wait_until(lambda: started.exists() and started.read_text().endswith("\n"), 60, "the cell")
+        pid = int(started.read_text())
+        with pytest.raises(StillRunningInterrupt, match=rf"60 s .*: process {pid}, {tmp_path}/named\.log\. `kill -9`"):
+            processes.end(wait_in_vain, shutdown_s=60.0)
+        assert trained.result(timeout=10).startswith("exit code -15")
+    os.killpg(pid, signal.SIGKILL)

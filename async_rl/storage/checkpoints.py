@@ -28,8 +28,8 @@ FORMAT = 4
 """The format number of checkpoints. Raise it when `TrainingState`, its field `buffer` or the tensors change."""
 STATE_FILE = "training_state.json"
 RESUMING = ".resuming"
-"""The file that a resume keeps until its first step; it holds the suffix of what was set aside, the version, and
-"named" if run.resume names the checkpoint."""
+"""The file that a resume keeps until its first step; it holds the suffix of what was set aside, the version, MODELS,
+and "named" if run.resume names the checkpoint. Versions of this program that set aside no models wrote no MODELS."""
 _OLD_STATE_FILE = "cut.json"  # of format 1
 _NAME = re.compile(r"step_(\d+)")
 _PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")

@@ -272,7 +272,7 @@ def _prepare_resume(config: Config, version: int, is_named: bool) -> None:
     """
     run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
     suffix = f"lineage_{lineage}"
-    write_whole(run_dir / RESUMING, f"{suffix} {version}{_NAMED if is_named else ''}")
+    write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
     rename_later(Path(config.run.resume), version, lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
@@ -299,7 +299,8 @@ def undo_resume(run_dir: Path) -> None:
     marker = run_dir / RESUMING
     if not marker.exists():
         return
-    suffix, _, version = marker.read_text().removesuffix(_NAMED).partition(" ")
+    suffix, _, rest = marker.read_text().removesuffix(_NAMED).partition(" ")
+    version, _, also = rest.partition(" ")
     if not version.isdigit():  # the disk was full, so that nothing was set aside
         marker.unlink()
         return
@@ -307,7 +308,8 @@ def undo_resume(run_dir: Path) -> None:
         marker.unlink()
         return
     if (run_dir / f"config.{suffix}.yaml").exists():
-        for file in [*_files_in_use(run_dir), *later_models(run_dir, int(version))]:
+        own_models = later_models(run_dir, int(version)) if also == MODELS else []  # else they are of before the resume
+        for file in [*_files_in_use(run_dir), *own_models]:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         (run_dir / f"config.{suffix}.yaml").unlink()
     patterns = (f"*.{suffix}.*", f"{FOLDER}/*.{suffix}", f"{MODELS}/*.{suffix}")

@@ -23,7 +23,7 @@ from async_rl.storage.checkpoints import (
     model_folder,
     write_training_state,
 )
-from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, write_config
+from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, undo_resume, write_config
 from async_rl.sweeps.cell_process import claimed
 from async_rl.sweeps.cells import Cell
 from tests.kit.configs import changed, make_config
@@ -230,6 +230,18 @@ def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(st
         assert again.run.resume == str(checkpoint_folder(tmp_path / "killed" / "run", 2))
         raise KeyboardInterrupt
     assert files(tmp_path / "killed" / "run") == before
+
+
+def test_an_undone_resume_that_left_the_models_alone_costs_none(stopped: Config, tmp_path: Path) -> None:
+    """Versions of this program that set aside no models have begun such resumes."""
+    killed, before = tmp_path / "killed" / "run", files(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+        shutil.copytree(opened.run_dir, killed)
+        raise KeyboardInterrupt
+    (killed / "models" / "step_2.lineage_0").rename(killed / "models" / "step_2")
+    (killed / ".resuming").write_text("lineage_0 1")
+    undo_resume(killed)
+    assert files(killed) == before
 
 
 @pytest.mark.parametrize("name", ["step_2", "step_2.lineage_0"])

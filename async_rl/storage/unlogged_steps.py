@@ -64,7 +64,8 @@ def restored_records(
     """Return the records of those of `steps` whose metrics the folder of a checkpoint has, in order.
 
     They lack what only the driver knows: the metrics of rollout workers, and utilisation. `time/written_at_s` goes on
-    from the last record in `logged` by the time of each step.
+    from the last record in `logged` by the time of each step. `time/since_first_step_s` is 0 at step 1, whose warm-up
+    counts in no time of the run, and missing at the others.
     """
     file = checkpoint / FILE_NAME
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -74,7 +75,8 @@ def restored_records(
     for step in steps:
         if record := kept.get(step):
             written_at_s += record.get("time/step_s") or 0.0
-            found.append({**record, "time/written_at_s": round(written_at_s, 3), RESTORED: 1.0})
+            began = {"time/since_first_step_s": 0.0} if step == 1 else {}
+            found.append({**record, **began, "time/written_at_s": round(written_at_s, 3), RESTORED: 1.0})
     return found
 
 

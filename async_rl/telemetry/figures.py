@@ -203,8 +203,8 @@ def seconds_at(records: Iterable[Mapping[str, float | None]]) -> list[float]:
     """Return when each step ended, in seconds since the end of the first step, given their records in metrics.jsonl.
 
     `time/since_first_step_s` begins again at 0 where a run went on from a checkpoint. Here the time goes on from there,
-    without that step, which includes a warm-up. A step that was restored from a checkpoint lacks it, and has its own
-    time. So the last value is `seconds` of summary.json.
+    without that step, which includes a warm-up. A step that was restored from a checkpoint lacks it, but for step 1,
+    and has its own time. So the last value is `seconds` of summary.json.
     """
     seconds, before_s, newest_s = [], 0.0, 0.0
     for record in records:

@@ -53,6 +53,11 @@ def changed_setting(cell: Cell, config: Config) -> str:
     return ""
 
 
+def has_settings(cell: Cell, config: Config) -> bool:
+    """Return whether the run in the folder of a cell says that it has the settings of `config`."""
+    return (cell.folder / "config.yaml").is_file() and not changed_setting(cell, config)
+
+
 def make_way(cell: Cell, config: Config) -> None:
     """Have no folder at the place of a cell that starts anew: what is left of its run goes, but one with other settings
     is moved aside, and told.

@@ -30,7 +30,7 @@ from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
 from async_rl.storage.run_dir import is_complete, is_locked
 from async_rl.sweeps.cell_process import CellProcesses, claimed
 from async_rl.sweeps.cells import SEED, Axis, Cell, all_cells, cell_config, check_used
-from async_rl.sweeps.cut_cells import changed_setting, make_way, run_seconds
+from async_rl.sweeps.cut_cells import has_settings, make_way, run_seconds
 from async_rl.sweeps.machine import describe_machine
 from async_rl.sweeps.places import CellPlace, places_here
 from async_rl.sweeps.records import (
@@ -242,17 +242,17 @@ def _train(
 
 def is_kept(cell: Cell, config: Config) -> bool:
     """Return whether the cell is trained to its end already: of a sweep that is killed the runs go on to theirs."""
-    return is_complete(cell.folder, config) and not changed_setting(cell, config)
+    return is_complete(cell.folder, config) and has_settings(cell, config)
 
 
 def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
     """Return the version from which a cell that was cut short goes on, or None if it starts anew.
 
-    It starts anew if it began with other settings, as its results would be of neither. If that is the version of its
-    last step, what is left is its end: the evaluation and the summary.
+    It starts anew if it began with other settings, or does not say with which, as its results would be of neither. If
+    that is the version of its last step, what is left is its end: the evaluation and the summary.
     """
     newest = max(list_checkpoints(cell.folder), default=None)
-    if newest is None or sweep.seconds or changed_setting(cell, config):
+    if newest is None or sweep.seconds or not has_settings(cell, config):
         return None
     return newest
 

@@ -20,7 +20,7 @@ from async_rl.sweeps.cut_cells import run_seconds
 from async_rl.sweeps.places import CellPlace
 from async_rl.sweeps.records import read_record
 from async_rl.sweeps.results import read_runs
-from async_rl.sweeps.sweep import Sweep, plan_of, resumed_version, run_sweep
+from async_rl.sweeps.sweep import Sweep, is_kept, plan_of, resumed_version, run_sweep
 from tests.kit.hub import open_hub
 from tests.kit.models import save_tiny_model
 from tests.kit.sweeps import Trainer, make, write_cell
@@ -184,6 +184,18 @@ def test_a_cell_that_ended_without_its_sweep_is_kept(tmp_path: Path, capsys: pyt
     record = read_record(cell.folder)
     assert record is not None and (record.seconds, record.resumed) == (33.5, 0)
     assert run_seconds(cell.folder) == 33.5
+
+
+def test_a_cell_whose_run_does_not_say_its_settings_starts_anew(tmp_path: Path) -> None:
+    sweep, trainer = make(tmp_path, overrides=("run.steps=12",)), Trainer()
+    cell, config = begin(sweep)
+    write_cell(cell, steps=12)
+    folder = save(cell, 7)
+    assert is_kept(cell, config) and resumed_version(sweep, cell, config) == 7
+    (cell.folder / "config.yaml").unlink()
+    assert not is_kept(cell, config) and resumed_version(sweep, cell, config) is None
+    run_sweep(sweep, trainer)
+    assert "--resume" not in trainer.commands[0] and not folder.exists() and len(trainer.cells) == 4
 
 
 @pytest.mark.parametrize("summary", [{"steps": 12}, {"steps": 7, "ended": "stopped at version 7"}])

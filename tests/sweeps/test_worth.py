@@ -235,3 +235,14 @@ def test_a_setting_with_a_run_that_was_evaluated_at_its_start_alone_says_so(tmp_
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
     told = "at staleness 1 can't be told: staleness-1.seed-0 had no held-out evaluation after the start."
     assert told in write_report(folder)
+
+
+def test_a_run_without_later_evaluations_is_no_reason_where_two_others_have_them(tmp_path: Path) -> None:
+    rows = settings_of(read_results(make_sweep(tmp_path, (0, 1), seeds=3)))
+    rows[1].runs[0].evals[1:] = []
+    rows = settings_of([run for row in rows for run in row.runs])
+    assert efficiency_unknown(rows) == []
+    for run in rows[1].runs[1:]:
+        run.evals[1:] = [(step, seconds, 5.0) for step, seconds, _ in run.evals[1:]]
+    (told,) = efficiency_unknown(settings_of([run for row in rows for run in row.runs]))
+    assert told.endswith("staleness 1 can't be told: its held-out accuracy lies above all of synchronous training's.")

@@ -206,8 +206,18 @@ def _check_apart(axes: Sequence[Axis]) -> None:
                 )
 
 
-def check_used(overrides: Iterable[str], axes: Sequence[Axis]) -> None:
-    """Check that no setting of the command line is of a key that an axis sets in every cell, as it would go unused."""
+def check_used(overrides: Iterable[str], axes: Sequence[Axis], limit: Sequence[str]) -> None:
+    """Check that no setting of the command line is of a key that an axis sets in every cell, as it would go unused.
+
+    Args:
+        limit: the settings that --seconds makes in every cell.
+    """
+    for text, key in itertools.product(overrides, (_key_of(text) for text in limit)):
+        if _overlap(_key_of(text), key):
+            raise ConfigError(
+                f"a setting must be of a key that --seconds does not set, got {text} and --seconds, which sets {key}. "
+                "Leave the setting out, or leave --seconds out to give every cell the same steps"
+            )
     for axis in axes:
         keys = set.intersection(*({_key_of(text) for text in level} for level in axis.levels.values()))
         for text, key in itertools.product(overrides, sorted(keys)):

@@ -68,8 +68,12 @@ class Sweep:
     """The number of cells that run at the same time; None: as many as the host holds."""
 
     def base_overrides(self) -> tuple[str, ...]:
-        limit = (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
-        return ("logging.wandb=disabled", "logging.trackio=false", *self.overrides, *limit)
+        return ("logging.wandb=disabled", "logging.trackio=false", *self.overrides, *self.limit)
+
+    @property
+    def limit(self) -> tuple[str, ...]:
+        """The overrides by which cells have a given time."""
+        return (f"run.seconds={self.seconds}", f"run.steps={UNLIMITED_STEPS}") if self.seconds else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +264,7 @@ def resumed_version(sweep: Sweep, cell: Cell, config: Config) -> int | None:
 def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
     """Return the cells of a sweep and their configurations by name; see `run_sweep` for what is refused."""
     cells = all_cells(sweep.axes, sweep.folder)
-    check_used(sweep.overrides, sweep.axes)
+    check_used(sweep.overrides, sweep.axes, sweep.limit)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
     finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))

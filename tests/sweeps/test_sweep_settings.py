@@ -33,6 +33,18 @@ def test_a_setting_that_no_cell_would_have_is_refused(
     assert f"no axis of the sweep sets, got {setting} and {axis}. Leave one of them out, or set it by the other" in told
 
 
+@pytest.mark.parametrize(
+    ("setting", "key"), [("run.steps=100", "run.steps"), ("run.seconds=9", "run.seconds"), ("run={}", "run.seconds")]
+)
+def test_a_setting_that_the_given_time_would_replace_is_refused(
+    tmp_path: Path, setting: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--staleness", "0", "--seeds", "1", "--seconds", "60", f"run.dir={tmp_path / 'runs'}", setting]
+    assert main(["sweep", str(base_yaml(tmp_path)), *words, "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert f"that --seconds does not set, got {setting} and --seconds, which sets {key}. Leave the setting out" in told
+
+
 def test_a_setting_that_only_some_levels_replace_goes_for_the_others(tmp_path: Path) -> None:
     axes = (staleness_axis("1"), seed_axis(1, 0), named_axis("mode", "bounded,exact", MODES))
     _, configs = checked_cells(make(tmp_path, axes=axes, overrides=("weight_sync.on_update=abort",)))

@@ -17,6 +17,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.messages.reports import StepDone
 from async_rl.storage.model_folder import end_tokens, load_tokenizer, writing
 from async_rl.storage.model_loading import load_without_weights
+from async_rl.storage.policy_rows import usable_positions
 from async_rl.telemetry.metrics import Metric
 from learner.algorithms.comparisons import bradley_terry, comparison_metrics
 from learner.models.loading import open_model, read_weights
@@ -123,7 +124,7 @@ def _open_scorer(config: Config, device: torch.device) -> Scorer:
 
 def _check_lengths(scorer: Scorer, data: RewardData) -> None:
     rows = [row for each in (*data.train, *data.held_out) for row in each.rows]
-    longest, positions = max(map(len, (*rows, *data.zero))), getattr(scorer.lm.config, "max_position_embeddings", None)
+    longest, positions = max(map(len, (*rows, *data.zero))), usable_positions(scorer.lm)
     if positions and longest > positions:
         raise ConfigError(
             f"reward_training: a prompt with its answer has {longest} tokens, the model {positions} positions. Lower "

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+
+def usable_positions(lm: Any) -> int | None:
+    """Return how many tokens the longest row of a model may have, or None where it has no limit.
+
+    A table of positions with a row for padding, as in RoBERTa, is used from the row after that one on.
+    """
+    positions: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    unused = [
+        table.padding_idx + 1
+        for name, table in lm.named_modules()
+        if "position" in name and getattr(table, "num_embeddings", None) == positions and table.padding_idx is not None
+    ]
+    return positions - max(unused, default=0)
 
 
-def check_positions(model: PretrainedConfig, key: str, path: str, config: Config) -> None:
-    """Check that the model that `model` describes, in `path`, the value of `key`, has positions for the longest row.
+def check_positions(lm: Any, key: str, path: str, config: Config) -> None:
+    """Check that `lm`, the model in `path`, the value of `key`, has positions for the longest row.
 
     Raises:
         ConfigError: it has too few.
     """
-    longest, positions = config.longest_tokens, getattr(model.get_text_config(), "max_position_embeddings", None)
+    longest, positions = config.longest_tokens, usable_positions(lm)
     if positions is not None and positions < longest:
         raise ConfigError(
             f"{key} {path} must have {longest} or more positions, which are task.max_prompt_tokens + "
@@ -38,7 +51,7 @@ def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
         ConfigError: it has too few positions, too few embeddings, or a tokenizer that has another token for an id.
     """
     policy = config.model.path
-    check_positions(lm.config, key, path, config)
+    check_positions(lm, key, path, config)
     tokenizer = load_tokenizer(policy)
     vocabulary = tokenizer.get_vocab()
     needed, rows = max(vocabulary.values()) + 1, lm.get_input_embeddings().num_embeddings

@@ -123,6 +123,18 @@ def unused_depth(config: str) -> str:
     )
 
 
+def unused_decay(configs: Iterable[Config]) -> str:
+    """Return a sentence on the values of learner.decay_fraction in cells of a given time, or "" if it is 0 in all."""
+    found = sorted({config.learner.decay_fraction for config in configs} - {0.0})
+    if not found:
+        return ""
+    return (
+        f"learner.decay_fraction {', '.join(map(str, found))} has no effect with --seconds: the learning rate falls "
+        "over the last share of run.steps, before which cells of a given time end. Leave --seconds out and set "
+        "run.steps if it is to fall"
+    )
+
+
 def staleness_axis(text: str) -> Axis:
     return Axis(STALENESS, {str(bound): bound.overrides for bound in bounds_of(text)})
 

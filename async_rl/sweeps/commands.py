@@ -87,9 +87,10 @@ def _sweep(args: argparse.Namespace) -> int:
         named_axis,
         seed_axis,
         staleness_axis,
+        unused_decay,
         unused_depth,
     )  # fmt: skip
-    from async_rl.sweeps.sweep import Sweep, plan_of, run_and_report
+    from async_rl.sweeps.sweep import Sweep, checked_cells, plan_of, run_and_report
 
     is_number = args.parallel.isdecimal() and int(args.parallel) > 0
     check(is_number or args.parallel == "auto", "--parallel", args.parallel, "1 or more, or auto")
@@ -111,13 +112,8 @@ def _sweep(args: argparse.Namespace) -> int:
     )
     if told := unused_depth(args.config):
         print(told, flush=True)
-    if args.seconds and base.learner.decay_fraction:
-        print(
-            f"learner.decay_fraction {base.learner.decay_fraction} has no effect with --seconds: the learning rate "
-            "falls over the last share of run.steps, before which cells of a given time end. Leave --seconds out and "
-            "set run.steps if it is to fall",
-            flush=True,
-        )
+    if args.seconds and (told := unused_decay(checked_cells(sweep)[1].values())):
+        print(told, flush=True)
     if args.dry_run:
         print(plan_of(sweep), end="")
         return 0

@@ -25,6 +25,7 @@ from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
 from learner.models.lora import AdapterParcels, adapter_starts, add_adapters, dropouts, merged_parameters
 from learner.models.network import MASKED, Network
+from learner.models.position_probe import attention_gets_positions
 from learner.models.sequence import RECURRENT, WINDOWS, kernel_of, owners, split_attention
 from learner.models.split_vocabulary import split_vocabulary
 from learner.models.token_scores import score_tokens
@@ -144,9 +145,10 @@ def layout_of(lms: Sequence[Any]) -> Layout:
     flash = {name for name in names if "flash" in name}  # also a kernel that transformers has fetched in its place
     restarts = not any(key.startswith(RECURRENT) for key in keys) and all(_reads_positions(lm.config) for lm in lms)
     is_whole = restarts and keys.isdisjoint(WINDOWS)
+    packs = (flash == names and restarts) or (names <= {*flash, "flex_attention"} and is_whole)
     return Layout(
         masked=names <= {*MASKED, "flex_attention"} and is_whole,
-        sparse=(flash == names and restarts) or (names <= {*flash, "flex_attention"} and is_whole),
+        sparse=packs and all(attention_gets_positions(lm.config) for lm in lms if kernel_of(lm) in flash),
         pair_cost=max(1 / (6 * lm.config.hidden_size) for lm in lms),
     )
 

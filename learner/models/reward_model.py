@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.storage.policy_rows import usable_positions
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, Row
 from learner.models.loading import open_model
@@ -63,7 +64,7 @@ class RewardModel:
         self._device = device
         slices = 1 if self._ranks.sequence is None else self._ranks.sequence.size()
         self._max_tokens = config.learner.max_tokens_per_microbatch * slices
-        self._max_positions = getattr(lm.config, "max_position_embeddings", None)
+        self._max_positions = usable_positions(lm)
 
     def score(self, batch: Batch) -> Batch:
         """Return the batch with the model's rewards in place of the worker's, the same on all ranks. Collective.

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from async_rl.config import Config, TaskConfig
 from async_rl.storage.model_folder import load_tokenizer
-from async_rl.storage.policy_rows import check_positions
+from async_rl.storage.model_loading import load_without_weights
+from async_rl.storage.policy_rows import check_positions, usable_positions
 from learner.models.prompt_messages import REPLY, SYSTEM, USER, Messages, PromptReader
 
 
@@ -86,11 +85,12 @@ def row_cautions(config: Config, prompt: Sequence[int], source: str) -> list[str
         ConfigError: it reads the policy's tokens, and has too few positions for the longest row.
     """
     path, cautions = config.reward_model.path, []
-    rows, model = RewardRows(config.model.path, path, config.task), AutoConfig.from_pretrained(path)
+    rows = RewardRows(config.model.path, path, config.task)
+    model = load_without_weights("reward_model.path", path, config.model.attn_implementation)
     if not rows.reads_text:
         check_positions(model, "reward_model.path", path, config)
         return []
-    positions = getattr(model, "max_position_embeddings", None)
+    positions = usable_positions(model)
     if positions and positions < config.longest_tokens:
         cautions.append(
             f"reward_model.path: the model has {positions} positions, and an answer with more tokens of its own "

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.hub import located
+from async_rl.storage.hub_names import with_name
 from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
 from async_rl.types import Prompt
 from rollout_server.tasks.base import open_task
@@ -23,8 +25,8 @@ class TrajectoryTexts:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        config = located(load_config(run_dir / "config.yaml"), ["model.path"])
-        self._tokenizer = load_tokenizer(_with_tokenizer(Path(config.model.path), run_dir / "model"))
+        config = _with_tokenizer(load_config(run_dir / "config.yaml"), run_dir / "model")
+        self._tokenizer = load_tokenizer(config.model.path)
         self._task = open_task(config, self._tokenizer)
         self._has_one_task = _num_tasks(run_dir) == 1
         self.num_without = 0
@@ -53,17 +55,23 @@ class TrajectoryTexts:
         return self._has_one_task and row["data_row"] == prompt.data_row
 
 
-def _with_tokenizer(*folders: Path) -> Path:
-    """Return the first of these folders that holds a tokenizer: a copied run may have its model and not model.path."""
-    found = next((folder for folder in folders if has_tokenizer(folder)), None)
-    if found is None:
+def _with_tokenizer(config: Config, own: Path) -> Config:
+    """Return `config` with a folder that holds the run's tokenizer as model.path.
+
+    It is `own`, the run's model, if that holds one: a copied run may have its model and not model.path.
+    """
+    if has_tokenizer(own):
+        return with_name(config, "model.path", config.model.path, str(own))
+    config = located(config, ["model.path"])
+    folders = (Path(config.model.path), own)
+    if not has_tokenizer(folders[0]):
         said = ["holds none" if folder.is_dir() else "does not exist" for folder in folders]
         raise ConfigError(
             "--text needs the run's tokenizer in model.path or in RUN_DIR/model, got "
             f"{'; '.join(f'{folder}, which {why}' for folder, why in zip(folders, said, strict=True))}. "
             "Copy the folder of the model to one of them"
         )
-    return found
+    return config
 
 
 def _num_tasks(run_dir: Path) -> int:

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from async_rl.driver.preflight import check_inputs
 from async_rl.errors import ConfigError
+from async_rl.storage.policy_rows import usable_positions
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
@@ -111,3 +113,15 @@ def test_a_model_with_fewer_positions_than_the_longest_row_has_tokens_is_refused
         check(policy, key, other, rollout={"max_response_tokens": 20}, **sizes)
     assert str(caught.value).startswith(f"{key} {tmp_path}/other must have 100 or more positions, which are task.max_")
     assert "or rollout.max_episode_tokens if set, got 99. Lower these, or take a model with" in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("bert", 10), ("roberta", 8), ("mpnet", 8), ("xlm-roberta", 8)])
+def test_the_rows_of_a_table_of_positions_up_to_the_one_for_padding_are_not_counted(kind: str, expected: int) -> None:
+    lm = AutoModel.from_config(AutoConfig.for_model(
+        kind, vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=10, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+    ))  # fmt: skip
+    assert usable_positions(lm) == expected
+    lm(torch.full((1, expected), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        lm(torch.full((1, expected + 1), 5))

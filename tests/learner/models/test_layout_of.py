@@ -8,11 +8,16 @@ import pytest
 from transformers import (
     BloomConfig,
     FalconConfig,
+    GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoConfig,
     Lfm2Config,
     Llama4TextConfig,
     MptConfig,
+    PersimmonConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -47,6 +52,18 @@ def test_flash_attention_gives_each_row_of_a_recurrent_model_a_pack_of_its_own()
         config._attn_implementation_internal = "flash_attention_2"
         layout = layout_of([SimpleNamespace(config=config)])
         assert (layout.masked, layout.sparse) == (False, shares_packs)
+
+
+def test_flash_attention_packs_rows_only_of_models_whose_attention_gets_position_ids() -> None:
+    """It finds the begins of rows by them; others have no mask and no lengths, so that each row would see the last."""
+    for config, shares_packs in (
+        (GPTNeoConfig(), False), (GPTJConfig(), False), (GPTBigCodeConfig(), False), (PersimmonConfig(), False),
+        (GPT2Config(pad_token_id=0), True), (Qwen3MoeConfig(), True),
+    ):  # fmt: skip
+        config._attn_implementation_internal = "flash_attention_2"
+        layout = layout_of([SimpleNamespace(config=config)])
+        assert (layout.masked, layout.sparse) == (False, shares_packs)
+        assert config._attn_implementation == "flash_attention_2"
 
 
 def test_rows_share_no_pack_where_attention_counts_tokens_as_alibi_does() -> None:

@@ -15,6 +15,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from async_rl.config import LearnerConfig, RewardModelConfig, TaskConfig
@@ -209,6 +211,12 @@ def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refu
     short = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "short", max_position_embeddings=8))
     with pytest.raises(AsyncRLError, match=r"has \d+ tokens, the model 8 positions"):
         short.score(make_batch())
+    shape = SHAPE | {"vocab_size": VOCAB, "max_position_embeddings": 10, "pad_token_id": 1}
+    RobertaForSequenceClassification(RobertaConfig(**shape)).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(AsyncRLError, match=r"has 9 tokens, the model 8 positions"):
+        open_reward_model(tiny_model_path, tmp_path / "encoder").score(
+            batch_of(make_group(0, [3] * 4, [make_row([5] * 5, [-1.0] * 5, 0.0)]))
+        )
 
 
 def test_an_update_trains_on_the_models_rewards_and_reports_both(

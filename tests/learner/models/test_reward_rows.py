@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from torch import device, float32
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from async_rl.config import Config, RewardModelConfig, TaskConfig
 from async_rl.driver.preflight import input_checks
@@ -191,7 +196,16 @@ def test_too_few_positions_for_the_longest_row_are_refused_or_a_caution(tmp_path
     assert "has 100 positions" in caution and f"they may be {config.longest_tokens}." in caution
     shutil.rmtree(tmp_path / "rm")
     save_bare_reward_model(tmp_path / "rm", max_position_embeddings=100)  # without a tokenizer it reads the policy's
-    with pytest.raises(ConfigError, match=rf"reward_model.path .* must have {config.longest_tokens} or more positions"):
+    refused = rf"reward_model.path .* must have {config.longest_tokens} or more positions"
+    with pytest.raises(ConfigError, match=f"{refused}.*, got 100"):
+        found.run()
+    shutil.rmtree(tmp_path / "rm")
+    encoder = RobertaConfig(  # the first two rows of its table of positions are of no use
+        vocab_size=len(character_tokenizer()), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, num_labels=1, pad_token_id=1, max_position_embeddings=config.longest_tokens + 1,
+    )  # fmt: skip
+    RobertaForSequenceClassification(encoder).save_pretrained(tmp_path / "rm")
+    with pytest.raises(ConfigError, match=f"{refused}.*, got {config.longest_tokens - 1}"):
         found.run()
 
 

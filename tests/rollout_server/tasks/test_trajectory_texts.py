@@ -72,10 +72,16 @@ def test_rows_from_before_another_file_of_as_many_rows_have_no_ground_truth(conf
     assert truths(tmp_path, *before) == [None, None]
 
 
-def test_a_copied_run_has_texts_by_the_tokenizer_of_its_model(config: Config, tmp_path: Path) -> None:
-    row, gone = journalled_row(config, 0), tmp_path / "sft" / "model"
-    (tmp_path / "config.yaml").write_text(dump_config(changed(config, model={"path": str(gone)})))
+@pytest.mark.parametrize("path", ["/sft/model", f"hf://nobody/no-such-model@{'0' * 40}"])
+def test_a_copied_run_has_texts_by_the_tokenizer_of_its_model(path: str, config: Config, tmp_path: Path) -> None:
+    row = journalled_row(config, 0)
+    (tmp_path / "config.yaml").write_text(dump_config(changed(config, model={"path": path})))
     assert truths(tmp_path, row) == [str(row["data_row"])]
+
+
+def test_texts_of_a_run_without_a_tokenizer_are_refused(config: Config, tmp_path: Path) -> None:
+    gone = tmp_path / "sft" / "model"
+    (tmp_path / "config.yaml").write_text(dump_config(changed(config, model={"path": str(gone)})))
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match=f"got {gone}, which does not exist; {tmp_path}/model, which holds none"):

@@ -19,7 +19,11 @@ _MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\
 """A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
 _BOX = re.compile(r"\\boxed\{")
 _ANSWER = re.compile(r"<answer>((?:[^<]|<(?!/?answer>))*)(</answer>)?")
-_MATHEMATICS = re.compile(r"[\d\\$]")
+_REFERRING = {
+    "above", "and", "answer", "as", "at", "box", "boxed", "final", "given", "i", "in", "is", "it", "look", "my",
+    "number", "please", "result", "same", "see", "shown", "solution", "stated", "that", "the", "value", "written",
+}  # fmt: skip
+"""The words of an <answer> that only says where the answer is, as in `see the box above`."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 
@@ -50,17 +54,24 @@ def with_marked_math(text: str) -> str:
 
 
 def final_answer(response: str) -> str:
-    """Return the last <answer> of a response that has a digit or mathematics, also one that was not closed if no box
-    stands before it; without one what follows its thoughts, and if nothing does all of it.
+    """Return the last <answer> of a response, but one that is empty or refers to a box before it, or is not closed and
+    has a box before it; without one what follows its thoughts, and if nothing does all of it.
     """
     after = response.rpartition("</think>")[2]
     box = _BOX.search(after)
     first_box = box.start() if box else len(after)
     answers = [
         found[1] for found in _ANSWER.finditer(after)
-        if _MATHEMATICS.search(found[1]) and (found[2] or found.start() < first_box)
+        if found.start() < first_box or (found[2] and not _refers(found[1]))
     ]  # fmt: skip
+    answers = [each for each in answers if each.strip()]
     return next((each for each in (*answers[-1:], after, response) if each.strip()), "")
+
+
+def _refers(answer: str) -> bool:
+    """Return whether an <answer> only refers to a box, or is the `and` between two tags that are mentioned."""
+    words = set(re.findall(r"\w+|[$\\]", answer.lower()))
+    return words == {"and"} or (words <= _REFERRING and not words.isdisjoint(("above", "box", "boxed")))
 
 
 def after_replaced_boxes(text: str) -> str:

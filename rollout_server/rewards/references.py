@@ -19,6 +19,8 @@ _MATH = re.compile(r"(\\boxed\{|\$|\\\(|\\\[)((?:[^{}$\\]|\\[, ])*)(\}|\$|\\\)|\
 """A box, or mathematics between dollars or brackets: its beginning, what is in it, and its end."""
 _BOX = re.compile(r"\\boxed\{")
 _ANSWER = re.compile(r"<answer>((?:[^<]|<(?!/?answer>))*)(</answer>)?")
+_MENTIONED = re.compile(r"[^\w$\\+-]*[^\W\d_]{2}")
+"""The text behind the tag <answer> where it is only named, as in `written in <answer> tags`."""
 _REFERRING = {
     "above", "and", "answer", "as", "at", "box", "boxed", "final", "given", "i", "in", "is", "it", "look", "my",
     "number", "please", "result", "same", "see", "shown", "solution", "stated", "that", "the", "value", "written",
@@ -54,15 +56,16 @@ def with_marked_math(text: str) -> str:
 
 
 def final_answer(response: str) -> str:
-    """Return the last <answer> of a response, but one that is empty or refers to a box before it, or is not closed and
-    has a box before it; without one what follows its thoughts, and if nothing does all of it.
+    """Return the last <answer> of a response, without one what follows its thoughts, and if nothing does all of it.
+
+    One that is empty, or only refers to a box before it or mentions the tag behind a box, is none.
     """
     after = response.rpartition("</think>")[2]
     box = _BOX.search(after)
     first_box = box.start() if box else len(after)
     answers = [
         found[1] for found in _ANSWER.finditer(after)
-        if found.start() < first_box or (found[2] and not _refers(found[1]))
+        if found.start() < first_box or not (_refers(found[1]) if found[2] else _MENTIONED.match(found[1]))
     ]  # fmt: skip
     answers = [each for each in answers if each.strip()]
     return next((each for each in (*answers[-1:], after, response) if each.strip()), "")

@@ -129,6 +129,8 @@ def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
         ("\\boxed{72} <answer>see above</answer>", "72", "24"),
         ("\\boxed{72} <answer>The number in the box</answer>", "72", "24"),
         ("\\boxed{72}, in <answer> and </answer> tags", "72", "24"),
+        ("First \\boxed{24}. Then corrected. <answer>72", "72", "24"),
+        ("First \\boxed{24}. Then corrected. <answer> $x = 72$", "72", "24"),
         ("3 x 4 = 12. <answer>I don't know</answer>", "none", "12"),
         ("3 x 4 = 12. <answer>see above</answer>", "none", "12"),
         ("It is \\boxed{12}? <answer>No solution</answer>", "none", "12"),

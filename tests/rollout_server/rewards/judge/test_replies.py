@@ -46,12 +46,17 @@ def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
     *((f"{label}: 7", 7) for label in (
         "Total", "**Overall**", "Final", "Final result", "Evaluation", "Assessment", "Reward", "Scores", "Quality",
         "Helpfulness", "Rate", "My grade is", "2. Final grade (0-10)", "Grade out of 10", "I'd rate this answer",
+        "Points awarded", "Points earned", "Marks given", "Score given", "Assigned points", "Numeric grade",
+        "Answer grade", "Response grade", "Grade [0-10]", "Grade, from 0 to 10", "Grade on a scale of 0 to 10",
+        "Therefore my grade", "Thus the final grade", "Based on this, I give a grade", "My grade for Assistant A",
+        "Grade for this student's answer", "Verdict on the answer",
     )),
     ("\u603b\u5206\uff1a7", 7), ("\u7b54\u6848\uff1a4", None),
     *((f"{label}: 4", None) for label in (
         "Note: the right answer is", "I would say that the correct answer is", "The candidates say the answer is",
         "The points where f crosses zero", "The interest rate", "The rate is", "The total is", "The final result is",
         "Final answer", "The answer points to", "It is", "Key points", "Result",
+        "The given points", "Final numerical value", "Thus the answer is", "Points on the answer sheet",
     )),
 ])
 def test_a_number_after_a_colon_is_a_score_only_where_all_words_say_so(reply: str, score: float | None) -> None:

@@ -28,7 +28,7 @@ def attention_gets_positions(config: Any) -> bool:
     AttentionInterface.register(_PROBE, _answer)
     try:
         with torch.device("meta"):
-            base = AutoModel.from_config(deepcopy(config), attn_implementation=_PROBE)
+            base = AutoModel.from_config(_with_plain_rotations(config), attn_implementation=_PROBE).eval()
             positions = torch.zeros(1, 2, dtype=torch.long)
             # not tokens, whose ids some models look at
             base(inputs_embeds=torch.zeros(1, 2, config.hidden_size), position_ids=positions, use_cache=False)
@@ -37,6 +37,17 @@ def attention_gets_positions(config: Any) -> bool:
     except Exception:  # it is code of any model, which may raise anything
         return False
     return False
+
+
+def _with_plain_rotations(config: Any) -> Any:
+    """Return a copy of a config, without the kinds of rotary embedding that look at the positions, which have no data.
+    """
+    copied = deepcopy(config)
+    rotations = getattr(copied, "rope_parameters", None) or {}
+    for each in (rotations, *rotations.values()):  # some models have one of each type of layers
+        if isinstance(each, dict) and "rope_type" in each:
+            each["rope_type"] = "default"
+    return copied
 
 
 def _answer(*_: Any, position_ids: Any = None, **__: Any) -> NoReturn:

@@ -15,13 +15,16 @@ from transformers import (
     Lfm2Config,
     Llama4TextConfig,
     MptConfig,
+    OPTConfig,
     PersimmonConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
 from learner.models.policy import layout_of
+from learner.models.position_probe import attention_gets_positions
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,19 @@ def test_flash_attention_packs_rows_only_of_models_whose_attention_gets_position
         layout = layout_of([SimpleNamespace(config=config)])
         assert (layout.masked, layout.sparse) == (False, shares_packs)
         assert config._attn_implementation == "flash_attention_2"
+
+
+def test_models_that_look_at_positions_or_draw_layers_are_asked_for_position_ids_too() -> None:
+    """The pass that asks is without data, at which neither longer positions nor layers to leave out can be found."""
+    long = {
+        "rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "factor": 2.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for config in (OPTConfig(), Phi3Config(rope_parameters=long), Qwen2Config(rope_parameters=dynamic)):
+        before = config.to_dict()
+        assert attention_gets_positions(config), config
+        assert config.to_dict() == before
 
 
 def test_rows_share_no_pack_where_attention_counts_tokens_as_alibi_does() -> None:

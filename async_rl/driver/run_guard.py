@@ -165,6 +165,8 @@ class RunGuard:
         if (version := self._checkpoint(event)) is None:
             return
         self._log.kept_checkpoints.add(version)
+        if not self._log.has_begun:  # the answer to a pause before the first step of a resume ends the run as it is
+            self._log.begin_lineage()
         self._record(event, "stop", version)
         reason = f"the guard ended the run at step {event.version}, with the model of version {version}: {event.text}"
         self._log.logger.alarm(f"guard: {reason}")

@@ -182,7 +182,7 @@ class RunLog:
                 if process == "learner/0":
                     self.ended = self.end_reason or report.reason
                     if not report.is_stop:
-                        self._begin_lineage()
+                        self.begin_lineage()
                     self.logger.note(report.reason or f"step {report.version} was the last: only the end is left to do")
                     if report.metrics:
                         self.logger.log_late(report.version, reduce_metrics(report.metrics))
@@ -296,7 +296,7 @@ class RunLog:
         self.version = report.version
         if is_first:
             self.timeline.first_step = report.version
-            self._begin_lineage()
+            self.begin_lineage()
         values |= self._note_values(report.version, values)
         self._prune()
         self.logger.log(report.version, values, report.examples)
@@ -304,7 +304,7 @@ class RunLog:
         evals, self._evals_to_tell = self._evals_to_tell, {}
         self._on_step(report.version, values | evals)
 
-    def _begin_lineage(self) -> None:
+    def begin_lineage(self) -> None:
         """Keep what a resume has set aside, and log the steps that were trained but not logged before it."""
         self.has_begun = True
         write_config(self._config)

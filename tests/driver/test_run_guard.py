@@ -15,7 +15,7 @@ from async_rl.driver.watchdog import Watchdog
 from async_rl.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
 from async_rl.storage.guard_events import answer_pause, open_pause, pending_rollback, read_guard_events
-from async_rl.storage.run_dir import is_complete, open_run_dir
+from async_rl.storage.run_dir import is_complete, is_of_newest_end, open_run_dir
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Span
 from tests.kit.configs import changed, make_config
@@ -193,6 +193,25 @@ def test_a_paused_run_whose_newest_checkpoint_is_from_before_its_pause_pauses_ag
         again.guard.look()
         again.step(3, is_bad=True)
     assert again.kinds() == ["pause", "go_on"] and again.learner.made == ["pause", "go_on"]
+
+
+def test_a_pause_answered_by_ending_in_a_resume_without_a_step_ends_the_run(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    for version in range(1, 4):
+        first.step(version, is_bad=version > 2)
+    first.log.close()
+    shutil.rmtree(checkpoint_folder(first.run_dir, 3))  # the run was killed before it was whole
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
+        again = Run(tmp_path, config.run.resume, action="pause")
+        again.guard.begin()
+        answer_pause(first.run_dir, "stop")
+        again.guard.look()
+        again.log.add("learner/0", TrainingEnded(version=2, reason="stopped at version 2", is_stop=True))
+        again.log.close()
+        summary = again.log.summary({})
+        (first.run_dir / "summary.json").write_text(json.dumps(summary))
+    assert again.kinds() == ["pause", "stop"] and is_complete(first.run_dir, config)
+    assert [line["step"] for line in logged(first.run_dir)] == [1, 2] and is_of_newest_end(summary, 2, first.run_dir)
 
 
 def test_gold_rewards_of_evaluations_decide_where_there_are_some(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from async_rl.config import Config
 from async_rl.config.loading import dump_config, load_config
 from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.hub_names import hub_repos, recorded_name, with_name
 from async_rl.sweeps.cells import Cell, sets_one_of
 from async_rl.sweeps.records import COUNTED_KEYS, PLACE_KEYS, RESULTLESS_KEYS, leaves
 from async_rl.telemetry.metrics import read_metrics
 
 SET_ASIDE = "set_aside"
-"""The folder of a sweep with the runs that had other settings than its cells."""
+"""The folder of a sweep with the runs that had other settings than its cells, or do not say which."""
 WRITTEN_AT = ("time/written_at_s", "eval/written_at_s")
 """The metrics that say when a line of a run was written, in seconds of all the run's time."""
 
@@ -59,11 +60,14 @@ def has_settings(cell: Cell, config: Config) -> bool:
 
 
 def make_way(cell: Cell, config: Config) -> None:
-    """Have no folder at the place of a cell that starts anew: what is left of its run goes, but one with other settings
-    is moved aside, and told.
+    """Have no folder at the place of a cell that starts anew: what is left of its run goes, but one with other
+    settings, or a trained one that does not say with which, is moved aside, and told.
     """
-    change = changed_setting(cell, config)
-    if not change:
+    if change := changed_setting(cell, config):
+        why = f"as it began with other settings: {change}"
+    elif not (cell.folder / "config.yaml").is_file() and _is_trained(cell.folder):
+        why = "as it has no config.yaml, which would say with which settings it began"
+    else:
         shutil.rmtree(cell.folder, ignore_errors=True)
         return
     aside = cell.folder.parent.parent / SET_ASIDE
@@ -71,4 +75,8 @@ def make_way(cell: Cell, config: Config) -> None:
     names = (f"{cell.name}-{number}" for number in itertools.count(1))
     kept = next(aside / name for name in names if not (aside / name).exists())
     cell.folder.rename(kept)
-    print(f"{cell.name} starts anew, as it began with other settings: {change}. Its run is in {kept}", flush=True)
+    print(f"{cell.name} starts anew, {why}. Its run is in {kept}", flush=True)
+
+
+def _is_trained(run_dir: Path) -> bool:
+    return (run_dir / "summary.json").is_file() or bool(list_checkpoints(run_dir))

@@ -275,7 +275,8 @@ class _Parts(ast.NodeTransformer):
         for each in ast.walk(node):
             match each:
                 case ast.Call(ast.Name(name)) if name in _OF_OBJECTS and name not in self._owned.bound:
-                    each.func = _builtin(name)
+                    if not self._owned.is_call(each):
+                        each.func = _builtin(name)
         self.values.append(node)
         return ast.Name(f"_{self._first + len(self.values) - 1}", ast.Load())
 

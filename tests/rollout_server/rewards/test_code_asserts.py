@@ -33,6 +33,7 @@ _CHECK = "def check(candidate):\n    {}\ncheck(f)"
         ("assert f(1)[0] == 3 and not f(2)", "_keep_result(f(1))\n_keep_result(_builtins.bool(f(2)))",
          ["_0[0] == 3 and (not _1)"]),
         ("assert sum(10, 15) == 6", "_keep_result(sum(10, 15))", ["_0 == 6"]),
+        ("assert next(5, 3) == 7", "_keep_result(next(5, 3))", ["_0 == 7"]),
         ("assert gcd(8, 12) == 4", "_keep_result(gcd(8, 12))", ["_0 == 4"]),
         ("arr = [1, 2]\nassert sum(arr) == 3", "arr = [1, 2]\n_keep_result(sum(arr))", ["_0 == 3"]),
         (_CHECK.format("assert candidate(Node(3)) == 7; assert True"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 import psutil
@@ -50,5 +50,11 @@ def _is_here(url: str) -> bool:
             "the host's address"
         ) from None
     own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    texts = {str(address[0]) for *_, address in found}
-    return any(text in own or ip_address(text).is_loopback or ip_address(text).is_unspecified for text in texts)
+    addresses = [_plain(str(address[0])) for *_, address in found]
+    return any(str(each) in own or each.is_loopback or each.is_unspecified for each in addresses)
+
+
+def _plain(text: str) -> IPv4Address | IPv6Address:
+    """Return the address of a text; that of IPv4 for one that is written as of IPv6, such as ::ffff:127.0.0.1."""
+    address = ip_address(text)
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address

@@ -45,6 +45,8 @@ def at(url: str, transport: str = "gloo", **overrides: Any) -> Config:
         ("http://localhost:3", {}),
         ("http://127.0.0.9:3", {}),
         ("http://[::1]:3", {}),
+        ("http://[::ffff:127.0.0.1]:3", {}),
+        ("http://[::ffff:10.0.0.1]:3", {}),
         ("http://0.0.0.0:3", {}),
         ("http://[::]:3", {}),
         ("http://10.0.0.1:3", {}),

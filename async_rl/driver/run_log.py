@@ -156,8 +156,11 @@ class RunLog:
         return found
 
     def _prune(self) -> None:
-        wanted = self.guard.needed() if self.guard and self._config.guard.acts else []
-        kept = self.kept_checkpoints
+        wanted, kept = [], self.kept_checkpoints
+        if self.guard and self._config.guard.acts:
+            wanted = self.guard.needed()
+            # the learner may be some steps ahead of the log, and the guard may need these later
+            kept = kept | {each for each in list_checkpoints(self.run_dir) if each > self.version}
         if self._config.alarms.action == "stop":
             wanted = [*wanted, self.alarms.back_to]
             kept = kept | {each for each in list_checkpoints(self.run_dir) if each >= self.alarms.next_back_to}

@@ -49,11 +49,11 @@ class Run:
         assert self.log.guard
         self.guard = RunGuard(self.config, self.processes, self.log, self.log.guard, self.watchdog)
 
-    def step(self, version: int, is_bad: bool = False) -> None:
-        folder = checkpoint_folder(self.run_dir, version)
-        folder.mkdir(parents=True, exist_ok=True)
-        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.1, buffer={})
-        write_training_state(folder, state)
+    def step(self, version: int, is_bad: bool = False, ahead: int = 0) -> None:
+        for saved in range(version + ahead if version > 1 else 1, version + ahead + 1):  # the learner is ahead of the log
+            (folder := checkpoint_folder(self.run_dir, saved)).mkdir(parents=True, exist_ok=True)
+            state = TrainingState(version=saved, lineage=0, ranks=1, networks={}, kl_coef=0.1, buffer={})
+            write_training_state(folder, state)
         values = {
             "batch/episodes": 64.0, "response/length_mean": 10.0, "response/truncated_fraction": 0.9 * is_bad,
             "kl/reference": 2.0 * is_bad, "reward/mean": 1.0, "reward/std": 1.0,
@@ -85,11 +85,12 @@ def test_a_guard_that_warns_says_so_and_does_nothing(tmp_path: Path, capsys: pyt
     assert list(list_checkpoints(run.run_dir)) == [4]
 
 
-def test_a_rollback_is_to_the_checkpoint_of_three_windows_before_which_was_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_rollback_is_to_the_checkpoint_of_three_windows_before_which_was_kept(tmp_path: Path, ahead: int) -> None:
     run = Run(tmp_path, action="rollback")
     for version in range(1, 8):
-        run.step(version, is_bad=version > 6)
-    assert list(list_checkpoints(run.run_dir)) == [4, 5, 6, 7], "keep_last is 1"
+        run.step(version, version > 6, ahead)
+    assert list(list_checkpoints(run.run_dir)) == [4, 5, 6, 7, 8, 9, 10][: 4 + ahead], "keep_last is 1"
     (event,) = read_guard_events(run.run_dir)
     assert (event.kind, event.version, event.back_to, event.signals) == ("rollback", 7, 4, ("kl", "cut"))
     assert run.learner.made == ["stop"]

@@ -50,7 +50,7 @@ class Run:
         self.guard = RunGuard(self.config, self.processes, self.log, self.log.guard, self.watchdog)
 
     def step(self, version: int, is_bad: bool = False, ahead: int = 0) -> None:
-        for saved in range(version + ahead if version > 1 else 1, version + ahead + 1):  # the learner is ahead of the log
+        for saved in range(version + ahead if version > 1 else 1, version + ahead + 1):  # ahead of the log
             (folder := checkpoint_folder(self.run_dir, saved)).mkdir(parents=True, exist_ok=True)
             state = TrainingState(version=saved, lineage=0, ranks=1, networks={}, kl_coef=0.1, buffer={})
             write_training_state(folder, state)

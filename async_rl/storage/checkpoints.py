@@ -75,7 +75,7 @@ def later_models(run_dir: Path, version: int) -> list[Path]:
 
 def run_dir_of_model(folder: Path) -> Path:
     """Return the run directory of RUN_DIR/model, or of a version's `model_folder`; of another folder the one above."""
-    is_of_version = folder.parent.name == "models" and _NAME.fullmatch(folder.name)
+    is_of_version = folder.parent.name == MODELS and _NAME.fullmatch(folder.name)
     return folder.parents[1] if is_of_version else folder.parent
 
 

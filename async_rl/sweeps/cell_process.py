@@ -60,7 +60,7 @@ class CellProcesses:
             if count := self.stop():
                 what = f"ending {count} cell{'s' * (count > 1)} after the step that each is in, with a checkpoint"
                 print(f"{what}; another Ctrl-C ends them at once", file=sys.stderr, flush=True)
-            wait(None)
+            wait(None)  # each run has a limit of its own for this, timeouts.interrupt_s
         except KeyboardInterrupt:
             try:
                 self.stop()

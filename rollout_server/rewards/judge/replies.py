@@ -20,31 +20,16 @@ _TO = r"(?:,|\.{2,}|[ \t]*[-~\u2010-\u2015\u2026][ \t]*|[ \t]+(?:to|or|and)[ \t]
 """The signs between two numbers that make them a range, a choice, or one number with a decimal comma."""
 _TITLED = re.compile(rf"(?:score|rating)\W{{0,6}}?{_NUMBER}(?!\w){_OUT_OF}({_TO}\.?\d)?", re.IGNORECASE)
 _WHOLE = re.compile(rf"\s*{_NUMBER}{_OUT_OF}()\s*")
-_OF_ANSWER = (
-    r"(?: (?:(?:the|this)(?: \w{1,9}['\u2019]s)? (?:answer|response|solution)"
-    r"|(?:answer|assistant|response) [a-z\d]\b))?+"
-)
-"""The words for whose score it is. They are possessive, as each has one reading: so long labels take no longer."""
 _SCORE_WORD = (
-    rf"(?:assessment|correctness|evaluation|final|(?:give|grade|(?<!the )rate){_OF_ANSWER}|helpfulness|marks?|note"
-    r"|overall|points?|quality|rating|reward|say|scores?|total|verdict"
-    r"|\w{0,8}(?:\u603b\u5206|\u8bc4\u5206|\u5206\u6570|\u5f97\u5206|\u6253\u5206))\b(?: given\b)?"
+    r"(?:assessment|evaluation|grade|helpfulness|marks?|overall|points|quality|rating|reward|scores?|total|verdict"
+    r"|\w{0,8}(?:\u603b\u5206|\u8bc4\u5206|\u5206\u6570|\u5f97\u5206|\u6253\u5206))"
 )
-_BESIDE = (
-    rf"(?:an?|as|assigned|at|awarded|based on (?:that|these|this)|d|earned|hence|i|(?<!result )(?<!total )is|it|my"
-    rf"|(?:for|of|on){_OF_ANSWER}|result|so|the|therefore|this|thus|would|your"
-    r"|(?:answer|numeric(?:al)?|response|solution)(?= (?:grade|marks?|rating|score)\b))\b"
+_AFTER_COLON = re.compile(
+    rf"^[^\w\n]*(?:(?:final|my|overall|the|total)[ \t]+){{0,3}}{_SCORE_WORD}\b[*_ \t]*(?:[(\[][^()\[\]\n]*[)\]])?"
+    rf"[*_ \t]*[:\uff1a]\W{{0,4}}?{_NUMBER}[^\w%]*$",
+    re.MULTILINE | re.IGNORECASE,
 )
-"""The words that may stand beside one in a label; others may name another number: `The points where f is zero: 3`."""
-_SCALE = (
-    r"(?:\([^()\n]*\)|\[[^][\n]*\]|out of \d+|(?:on an? scale (?:from|of)|from) \d+ ?(?:to|[-\u2013]) ?\d+)"
-    r"[^\w\n]{0,9}?"
-)
-_LABEL = (
-    rf"^(?=[^\n]*\b{_SCORE_WORD})[^\w\n]*(?:\d+[.)][^\w\n]*)?(?:(?:{_SCORE_WORD}|{_BESIDE})[^\w\n]+)*"
-    rf"(?:{_SCORE_WORD}|{_BESIDE})[^\w\n]{{0,9}}?(?:{_SCALE})?"
-)
-_AFTER_COLON = re.compile(rf"{_LABEL}[:\uff1a]\W{{0,4}}?{_NUMBER}[^\w%]*$", re.MULTILINE | re.IGNORECASE)
+"""A line of a label and a number. Other words in a label may name another number: `The points where f is zero: 3`."""
 _STATED = re.compile(
     r"(?i:better|winner|verdict)\W{0,3}[:=]\W{0,4}"
     r"(?i:an?[ \t]+(?=tie\b))?(A|B|(?i:tie))\b(?![ \t]+(?!(?:is|was|wins?|because|since|as|by|with)\b)[a-z])"

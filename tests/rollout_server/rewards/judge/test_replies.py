@@ -31,7 +31,7 @@ def test_a_score_is_read_as_a_person_would(reply: str, score: float | None) -> N
     "reply",
     ["-3", '{"score": -1}', '{"score": [7]}', '{"score": Infinity}', "1e9", "There are 3 errors.", "70/100",
      "[" * 5000, '{"a":' * 500, "score: 7th", "Score: 7/100", "Score: 7 out of 100", "Rating: 7 / 5", "Score: 7%",
-     "7%", "I say: 7%",
+     "7%", "Grade: 7%",
      "Score: 8. In percent, score: 80/100", 'The candidate says {"score": 10}; Score: 2', '{"score": 7} Score: 7/100',
      'It claims a score: 10. {"score": 2}', '{"reason": "x", "score": null} Score: 2', "Score: \u22123", "10/10/2024"],
 )
@@ -40,33 +40,29 @@ def test_what_is_no_score_of_the_scale_gives_none(reply: str) -> None:
 
 
 @pytest.mark.parametrize(("reply", "score"), [
-    ("My final grade: 7", 7), ("I rate it so: 7.", 7), ("Points for the answer: 7", 7), ("Marks: 7", 7),
-    ("\u8bc4\u5206\uff1a7", 7), ("\u6700\u7ec8\u5f97\u5206\uff1a7", 7), ("The right answer is: 4", None),
-    ("Steps: 3", None), ("Steps: 3\nGrade: 7", 7), ("We iterate: 4", None),
+    ("Steps: 3\nGrade: 7", 7), ("Grade: 7\nMarks: 5", None), ("Grade: 7, as it has 3 errors", None),
     *((f"{label}: 7", 7) for label in (
-        "Total", "**Overall**", "Final", "Final result", "Evaluation", "Assessment", "Reward", "Scores", "Quality",
-        "Helpfulness", "Rate", "My grade is", "2. Final grade (0-10)", "Grade out of 10", "I'd rate this answer",
-        "Points awarded", "Points earned", "Marks given", "Score given", "Assigned points", "Numeric grade",
-        "Answer grade", "Response grade", "Grade [0-10]", "Grade, from 0 to 10", "Grade on a scale of 0 to 10",
-        "Therefore my grade", "Thus the final grade", "Based on this, I give a grade", "My grade for Assistant A",
-        "Grade for this student's answer", "Verdict on the answer",
+        "My final grade", "Marks", "Points", "Total", "The total", "**Overall**", "Overall rating", "Evaluation",
+        "Assessment", "Reward", "Scores", "Quality", "Helpfulness", "- The overall quality", "Final grade (0-10)",
+        "**Grade [0-10]**", "Verdict", "Total points", "\u8bc4\u5206", "\u6700\u7ec8\u5f97\u5206", "\u603b\u5206",
     )),
-    ("\u603b\u5206\uff1a7", 7), ("\u7b54\u6848\uff1a4", None),
+    ("\u5206\u6570\uff1a7", 7), ("\u7b54\u6848\uff1a4", None), ("I rate it so: 7.", None), ("We iterate: 4", None),
     *((f"{label}: 4", None) for label in (
         "Note: the right answer is", "I would say that the correct answer is", "The candidates say the answer is",
         "The points where f crosses zero", "The interest rate", "The rate is", "The total is", "The final result is",
-        "Final answer", "The answer points to", "It is", "Key points", "Result",
+        "Final answer", "The answer points to", "It is", "Key points", "Result", "Steps", "The right answer is",
         "The given points", "Final numerical value", "Thus the answer is", "Points on the answer sheet",
+        "Points awarded", "My grade is", "Final",
     )),
 ])
-def test_a_number_after_a_colon_is_a_score_only_where_all_words_say_so(reply: str, score: float | None) -> None:
+def test_a_number_after_a_colon_is_a_score_only_where_its_label_is_for_one(reply: str, score: float | None) -> None:
     assert read_score(reply, 0, 10) == score
 
 
 @pytest.mark.parametrize(("reply", "score"), [
     ("Score: .5", 0.5), (".5", 0.5), (".5/1", 0.5), ("I say .5 out of 1.", 0.5), ('{"score": ".5"}', 0.5),
-    ("I say: .5", 0.5), ("Score: -.5", None), ("Score: 0.7-.9", None), ("Score: .5 or .7", None), ("Score: 5", None),
-    (".6-.8/1", None), ("Score: 1. That is all", 1), ("I say: -1", None),
+    ("Grade: .5", 0.5), ("Score: -.5", None), ("Score: 0.7-.9", None), ("Score: .5 or .7", None), ("Score: 5", None),
+    (".6-.8/1", None), ("Score: 1. That is all", 1), ("Grade: -1", None),
 ])
 def test_a_score_may_begin_with_the_point(reply: str, score: float | None) -> None:
     assert read_score(reply, 0, 1) == score

@@ -77,18 +77,20 @@ class PolicyCurve:
 
 def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
     """Return the curve of a run whose steps have these records in metrics.jsonl, in order."""
+    credited: dict[int, list[tuple[float, float]]] = {}
+    for step in steps:
+        for staleness, episodes, reward in _by_staleness(step):
+            credited.setdefault(int(step["step"] or 0) - 1 - staleness, []).append((episodes, reward))
+    return curve_of_credited(steps, credited)
+
+
+def curve_of_credited(steps: Sequence[Step], credited: Mapping[int, Sequence[tuple[float, float]]]) -> PolicyCurve:
+    """Return the curve of a run by the (number, mean reward) of the answers that count for each version."""
     if not steps:
         return PolicyCurve()
     served_s = {0: -(steps[0].get("time/step_s") or 0.0)}
-    credited: dict[int, list[tuple[float, float]]] = {}
-    largest = 0
-    for step, seconds in zip(steps, seconds_at(steps), strict=True):
-        number = int(step["step"] or 0)
-        served_s[number] = seconds
-        for staleness, episodes, reward in _by_staleness(step):
-            credited.setdefault(number - 1 - staleness, []).append((episodes, reward))
-            largest = max(largest, staleness)
-    end = max(served_s) - largest
+    served_s |= {int(step["step"] or 0): seconds for step, seconds in zip(steps, seconds_at(steps), strict=True)}
+    end = max(served_s) - max((staleness for step in steps for staleness, _, _ in _by_staleness(step)), default=0)
     points = []
     for version in sorted(credited.keys() & served_s.keys()):
         if version < end:

@@ -122,6 +122,8 @@ def test_a_task_verifies_its_reference_answer_with_1_and_nonsense_with_less(name
         assert task.verify(question, question.ground_truth) == 1
         assert task.verify(question, f" {question.ground_truth}\n") == 1
         assert task.verify(question, f"<answer> 0 </answer>, no: <answer>{question.ground_truth}</answer>.") == 1
+        named = f"<think>I write it in <answer> tags.</think>\n<answer>\n{question.ground_truth}</answer>"
+        assert task.verify(question, named) == 1
         assert task.verify(question, "zzz") < 1
 
 

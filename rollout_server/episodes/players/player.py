@@ -165,7 +165,7 @@ class MultiTurnPlayer:
         rollout = self._config.rollout
         limits = SessionLimits(
             max_tokens=self._config.longest_tokens, max_reply_tokens=request.max_tokens,
-            max_turns=rollout.max_turns,
+            max_turns=rollout.max_turns, max_rows=rollout.max_rows,
         )  # fmt: skip
         return Session(generate, self._renderer, self._reader, limits)
 

@@ -155,7 +155,7 @@ class Worker(EvalWorker):
             temperature=self._config.rollout.temperature, top_p=self._config.rollout.top_p,
         )
         try:
-            episodes, baseline = await asyncio.gather(self.player.play(request), self.player.greedy_reward(request))
+            episodes, baseline = await self._play(request)
             rows = self._rows(prompt, episodes)
         except RewardError as error:
             await self._fail(slot, prompt, error)
@@ -177,6 +177,21 @@ class Worker(EvalWorker):
                 raise RewardError(f"{self._name}: {warning}")
             if not self._config.reward_model.path:
                 self.player.log.note(warning)
+
+    async def _play(self, request: GenerationRequest) -> tuple[list[Episode], float | None]:
+        """Return the episodes of a request and its greedy reward, if one is needed; if either fails, the other ends.
+
+        Raises:
+            RewardError: a reward failed, or the greedy answer has none.
+            AsyncRLError: the engine failed.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                playing = tasks.create_task(self.player.play(request))
+                greedy = tasks.create_task(self.player.greedy_reward(request))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return playing.result(), greedy.result()
 
     def _rows(self, prompt: Prompt, episodes: Sequence[Episode]) -> GroupRows:
         """Return the trainable rows of a group's episodes; those that failed, were dropped or got no verdict have none.

@@ -45,7 +45,8 @@ class TaskConfig:
     system_prompt: str = ""
     """A system message before the messages of each question."""
     chat_template_kwargs: Section[dict[str, Any]] = field(default_factory=dict)
-    """Arguments of the model's chat template, such as {enable_thinking: false}."""
+    """Arguments of the model's chat template, such as {enable_thinking: false}. A template that writes today's date, as
+    Llama's does, writes 26 Jul 2024, unless its own argument for the date is given here."""
     pretrain_path: PathText = ""
     """Pretraining text that is learned beside RL where algorithm.ptx_coef is set: a Parquet or JSONL file with the
     column `text`, or a data set of the hub. A text longer than an answer with its prompt may be is cut into rows."""

@@ -249,7 +249,7 @@ class TimeoutsConfig:
     """The time limits of all waits of a run, in seconds; a wait that exceeds its limit ends with an error."""
 
     startup_s: Seconds = 600.0
-    """How long a process of the run may take to start and to reach the others."""
+    """How long a process of the run may take to start and to reach the others, and a reward to open what it needs."""
     generate_s: Seconds = 1800.0
     """How long the engine may take to answer one group; in an episode of several turns, to give one reply."""
     tool_s: Seconds = 30.0

@@ -273,10 +273,10 @@ def _check_pretraining(config: Config) -> None:
 
 
 def _check_reward(config: Config, task: Task) -> list[str]:
-    """Check the rewards; returns a caution for each that runs programs without containment."""
-    from rollout_server.rewards.base import open_rewards
+    """Check the rewards and the gold reward; returns a caution for each that runs programs without containment."""
+    from rollout_server.rewards.base import open_gold_reward, open_rewards
 
-    rewards = open_rewards(config, task)
+    rewards = (*open_rewards(config, task), *open_gold_reward(config, task))
     if config.task.sandbox != "none":
         return []
     return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]

@@ -77,25 +77,29 @@ class NamedReward:
         return self.concurrency or (MAX_TASKS if is_async(function) else MAX_THREADS)
 
 
-def open_rewards(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
+def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> tuple[NamedReward, ...]:
     """Return the rewards of the configuration; () if the environment or the agent gives all of them.
+
+    Args:
+        alone: the configuration key of a reward that is the only one, for errors.
 
     Raises:
         ConfigError: there is no such reward, it takes other arguments or settings, or it does not suit the algorithm.
     """
     found = []
     for index, each in enumerate(config.task.named_rewards):
-        key = f"task.rewards[{index}]" if config.task.rewards else "task"
-        reward = _find_reward(each.reward, f"{key}.reward") if each.reward else _own_reward(task)
+        key = f"task.rewards[{index}]" if config.task.rewards else alone
+        name_key = f"{key}.reward" if config.task.rewards else alone
+        reward = _find_reward(each.reward, name_key) if each.reward else _own_reward(task)
         settings = _settings(reward, each, key)
         if reward.function:
-            _check_arguments(reward.function, reward, settings is not None, f"{key}.reward", each.reward)
+            _check_arguments(reward.function, reward, settings is not None, name_key, each.reward)
         check(
-            reward.of != "group" or not config.algorithm.advantage_entry.needs_greedy_baseline, f"{key}.reward",
-            each.reward, f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
+            reward.of != "group" or not config.algorithm.advantage_entry.needs_greedy_baseline, name_key, each.reward,
+            f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
             "Its greedy answer, the baseline, has no others beside it.",
         )
-        _check_evaluations(config, task, reward, each, key)
+        _check_evaluations(config, task, reward, each, name_key)
         own = CallLimits(config.timeouts.reward_s, reward.concurrency)
         own = reward.limits(config, settings) if reward.limits else own
         timeout_s = each.timeout_s or own.timeout_s
@@ -119,7 +123,7 @@ def _check_evaluations(config: Config, task: Verifier, reward: Reward, of: Rewar
     if compares and config.eval.size and config.eval.samples == 1:
         prompts: list[Any] = getattr(task, "eval_prompts", list)()
         check(
-            not prompts, f"{key}.reward", of.reward, "a reward that compares no answers with eval.samples 1",
+            not prompts, key, of.reward, "a reward that compares no answers with eval.samples 1",
             f"An answer alone never gets its verdict, so none of the {len(prompts)} held-out prompts would count. Set "
             "eval.samples: 2 or more, or eval.size: 0.",
         )
@@ -129,7 +133,8 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
     """Return the reward that eval.gold_reward names, `task` being the task's own; () if it is empty.
 
     Raises:
-        ConfigError: there is no such reward, or the environment or the agent gives the rewards.
+        ConfigError: there is no such reward, it does not suit the run as in `open_rewards`, or the environment or the
+            agent gives the rewards.
     """
     name = config.eval.gold_reward
     if not name:
@@ -139,8 +144,9 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
         "It scores answers to questions.",
     )
     alone = replace(config.task, reward="" if name == "task" else name, rewards=())
+    found = open_rewards(replace(config, task=alone), task, "eval.gold_reward")
     # under a name of its own, so that its costs are not those of the rewards that are trained on
-    return tuple(replace(each, name="eval.gold_reward") for each in open_rewards(replace(config, task=alone), task))
+    return tuple(replace(each, name="eval.gold_reward") for each in found)
 
 
 def is_async(function: Score) -> bool:

@@ -81,8 +81,8 @@ NUMBER_RULES = ("gsm8k", "gsm8k_flexible")
 """The rules of which the right answer is one number."""
 
 
-def rule_for_source(source: str) -> str:
-    """Return the name of the rule for rows of this `data_source` when task.reward is empty.
+def rule_for_source(source: str, key: str = "task.reward") -> str:
+    """Return the name of the rule for rows of this `data_source` when `key` names no reward.
 
     A source that ends in `gsm8k` gets gsm8k; one that contains math, aime, amc or olympiad gets math_verify.
 
@@ -94,7 +94,7 @@ def rule_for_source(source: str) -> str:
     if _MATH_SOURCE.search(source):
         return "math_verify"
     raise ConfigError(
-        f"no reward rule belongs to data_source {source!r}. Set task.reward to one of {', '.join(RULES)}, code, or "
+        f"no reward rule belongs to data_source {source!r}. Set {key} to one of {', '.join(RULES)}, code, or "
         "to a function of yours: package.module:function"
     )
 

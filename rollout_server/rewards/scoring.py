@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.errors import RewardError, first_error, shown
+from async_rl.errors import ConfigError, RewardError, first_error, shown
 from async_rl.field_kinds import MAX_METRICS
 from async_rl.telemetry.metrics import Metric
 from rollout_server.episodes.episode import Episode
@@ -25,7 +25,7 @@ from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, is_async
 from rollout_server.rewards.contract import RewardResult, Score, read_verdict
 from rollout_server.rewards.reward_tasks import RewardTasks
-from rollout_server.rewards.reward_threads import RewardThreads
+from rollout_server.rewards.reward_threads import RewardThreads, raised
 from rollout_server.rewards.verdict_cache import VerdictCache, verdict_key
 
 Waiting = Callable[[str, str, float], AbstractContextManager[None]]
@@ -48,7 +48,7 @@ class Scoring:
     """Scores the answers of one worker. It may be created in any thread; its coroutines run in one event loop.
 
     Args:
-        waiting: is entered for each reward while it scores a group.
+        waiting: is entered for each reward while it is opened, and while it scores a group.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Scoring:
             await asyncio.to_thread(self._cache.close)
 
     async def _score(self, reward: _Scorer, question: Question, episodes: Sequence[Episode]) -> list[RewardResult]:
-        await reward.open()
         waits_on = f"its reward {reward.named.name}" if reward.named.logs_score else "its reward"
+        await reward.open(partial(self._waiting, f"opens {waits_on} for", waits_on))
         with self._waiting("scores", waits_on, reward.limit_s(len(episodes))):
             return await reward.score(question, episodes)
 
@@ -128,13 +128,40 @@ class _Scorer:
         if named.reward.function:
             self._take(named.reward.function)
 
-    async def open(self) -> None:
-        """Open what the reward needs, the first time that this is called."""
+    async def open(self, waiting: Callable[[float], AbstractContextManager[None]]) -> None:
+        """Open what the reward needs, unless an earlier call has done it.
+
+        Args:
+            waiting: is entered meanwhile, with the time limit in seconds.
+
+        Raises:
+            RewardError: opening it failed. The message names the reward if the run has several.
+            ConfigError: it said so.
+        """
         async with self._opening:
             if self._calls is None:
-                assert self.named.reward.open is not None, "a reward has a function, or opens one"
+                limit_s = self._config.timeouts.startup_s
+                with self._counting_failures(), waiting(limit_s):
+                    self._take(await self._open(limit_s))
+
+    async def _open(self, limit_s: float) -> Score:
+        """Return the function that the reward opens.
+
+        Raises:
+            RewardError: it raised, or took longer than `limit_s`.
+        """
+        assert self.named.reward.open is not None, "a reward has a function, or opens one"
+        try:
+            async with asyncio.timeout(limit_s) as limit:
                 context = self.named.reward.open(self._config, self.named.settings)
-                self._take(await self._opened.enter_async_context(context))
+                return await self._opened.enter_async_context(context)
+        except (ConfigError, RewardError):
+            raise
+        except Exception as error:
+            if limit.expired():
+                late = f"the reward took longer than timeouts.startup_s = {limit_s:g} s to open what it needs"
+                raise RewardError(late) from None
+            raise raised(error) from error
 
     def _take(self, function: Score) -> None:
         """Use this function from now on."""
@@ -158,7 +185,7 @@ class _Scorer:
             RewardError: a call failed. The message names the reward if the run has several.
         """
         of = self.named.reward.of
-        try:
+        with self._counting_failures():
             if of == "group":
                 ((results,), began_s) = await self._run([partial(self._function, question, list(episodes))])
                 verdicts = list(map(read_verdict, results))
@@ -167,13 +194,19 @@ class _Scorer:
                 verdicts = list(map(read_verdict, results))
             else:
                 return await self._score_answers(question, [episode.answer for episode in episodes])
+        self._count(verdicts, verdicts, began_s)
+        return verdicts
+
+    @contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        """Count a RewardError of the `with` block, and let it name the reward if the run has several."""
+        try:
+            yield
         except RewardError as error:
             self._counts["failed"] += 1
             if self.named.logs_score:
                 raise RewardError(f"{self.named.name}: {error}") from (error.__cause__ or error)
             raise
-        self._count(verdicts, verdicts, began_s)
-        return verdicts
 
     async def _score_answers(self, question: Question, answers: Sequence[str]) -> list[RewardResult]:
         """Return the verdicts on answers; those that are known are not asked for again, nor is the same one twice."""

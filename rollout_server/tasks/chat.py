@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from async_rl.errors import ConfigError
+from rollout_server.episodes.conversation.rendering import TEMPLATE_DATE
 
 
 def prompt_text(
@@ -23,8 +24,12 @@ def prompt_text(
     if not tokenizer.chat_template:
         return "\n".join(message["content"] for message in messages)
     try:
-        said = list(messages)
-        return str(tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **settings))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DATE.strftime,
+                **settings,
+            )
+        )  # fmt: skip
     except Exception as error:  # a template is code, which may raise anything
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(

@@ -28,7 +28,8 @@ _EVAL_CHUNK = 1000
 """The number of held-out questions that are generated with one seed."""
 _TRAIN, _HELD_OUT = 0, 1
 _COMPOSITE = "composite"
-_TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAGGED_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+"""An answer in tags; a tag that is only named before it, as in `written in <answer> tags`, does not begin it."""
 
 
 class ReasoningGymTask(Task):

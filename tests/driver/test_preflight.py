@@ -174,6 +174,9 @@ def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_pa
     task = TaskConfig(name="reasoning_gym/chain_sum", reward="no_such_module:fn")
     with pytest.raises(ConfigError, match="no_such_module"):
         check_inputs(config_of(model, task, tmp_path))
+    config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum"), tmp_path)
+    with pytest.raises(ConfigError, match=r"eval\.gold_reward 'no_such_module:fn'"):
+        check_inputs(dataclasses.replace(config, eval=EvalConfig(every_steps=5, gold_reward="no_such_module:fn")))
 
 
 def test_programs_that_are_not_contained_are_a_caution(model: ModelConfig, tmp_path: Path) -> None:

@@ -185,6 +185,41 @@ def test_remax_and_only_remax_asks_for_a_greedy_answer_to_each_prompt(advantage:
     assert all(len(group.rows) == 3 for group in batch.groups)
 
 
+class HangingEngine(EchoEngine):
+    """Never answers the request of the first group that has this purpose."""
+
+    def __init__(self, hangs: Purpose) -> None:
+        super().__init__()
+        self.hangs = hangs
+        self.num_ended = 0
+
+    async def generate(self, request: GenerationRequest) -> list[SampledReply]:
+        if request.group_id == 0 and request.purpose is self.hangs:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.num_ended += 1
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("hangs", [Purpose.TRAINING, Purpose.BASELINE])
+def test_a_group_that_fails_leaves_no_episode_and_no_greedy_answer_running(hangs: Purpose) -> None:
+    config = worker_config(algorithm={"advantage": "remax"})
+    first = open_task(config, TOKENIZER).prompt(0).question
+    engine = HangingEngine(hangs)
+
+    def reward(question: Question, text: str) -> float:
+        if question == first:
+            raise KeyError("no unit")
+        return SCORED
+
+    async def look(worker: object) -> int:
+        return engine.num_ended
+
+    (batch,), _, _, num_ended = rolled_out(config, engine, reward, beside=look)
+    assert num_ended == 1 and 0 not in {group.group_id for group in batch.groups}
+
+
 def test_a_worker_of_a_resumed_run_starts_although_the_checkpoint_has_been_pruned(tmp_path: Path) -> None:
     config = changed(worker_config(), run={"resume": tmp_path / "removed"})
 

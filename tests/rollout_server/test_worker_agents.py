@@ -42,6 +42,15 @@ def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tm
     assert "ended with `error`: the agent raised KeyError: 'plum', at " in note and "envs_and_agents.py:" in note
 
 
+def test_the_replies_that_kept_rows_share_are_trained_in_the_first_of_them(tmp_path: Path) -> None:
+    config = changed(agent_config("fork", tmp_path), rollout={"max_rows": 2})
+    (batch,), reports, *_ = rolled_out(config, engine(), no_reward)
+    for group in batch.groups:
+        assert [len(row.turn_ends) for row in group.rows] == [2, 1] * len(group.episodes)
+        assert group.episode_rewards == [1.0] * len(group.episodes)
+    assert metric_values(reports)["episode/dropped_rows"] >= len(batch.groups)
+
+
 def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:
     expected = r"8 groups in a row .*, and 100% ended with an error of the agent .*: the agent raised "
     expected += r"KeyError: 'plum', at .*envs_and_agents\.py:\d+$"

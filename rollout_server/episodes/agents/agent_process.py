@@ -23,6 +23,8 @@ from rollout_server.question import Question
 
 MAX_DEATHS = 3
 """The run ends when the process has died this many times without an answer in between."""
+START_S = 120.0
+"""How long the process may take to import the agent."""
 END_S = 5.0
 """How long the process may take to end after its standard input has."""
 _MAX_LINE_BYTES = 2**24
@@ -34,14 +36,12 @@ class AgentProcess:
     Args:
         name: the agent, as `module:name`, which only the process imports.
         python: the interpreter of the agent's own environment. Empty: the one of this process.
-        start_s: how long the process may take to import the agent.
         log_file: gets what the agent prints.
     """
 
-    def __init__(self, name: str, log_file: Path, python: str = "", start_s: float = 120.0) -> None:
+    def __init__(self, name: str, log_file: Path, python: str = "") -> None:
         self._name = name
         self._python = python or sys.executable
-        self._start_s = start_s
         self._log_file = log_file
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
         """The task that starts the process and returns it. It goes on if the episode that began it is cancelled."""
@@ -50,14 +50,22 @@ class AgentProcess:
         self._calls: dict[int, tuple[asyncio.subprocess.Process, asyncio.Future[float]]] = {}
         self._num_deaths = 0
 
+    async def ready(self) -> None:
+        """Wait until the process has imported the agent; start one if none runs.
+
+        Raises:
+            ProcessDiedError: the process can't start, or died MAX_DEATHS times without an answer in between.
+            WaitTimeoutError: the process did not import the agent within START_S.
+        """
+        await self._running()
+
     async def __call__(self, question: Question, base_url: str, api_key: str) -> float:
         """Let the agent work on a question, and return its reward. If cancelled, cancel the agent too.
 
         Raises:
             EpisodeFailedError: the process died meanwhile, or the agent returned no number.
             AgentRaisedError: the agent raised.
-            ProcessDiedError: the process can't start, or died MAX_DEATHS times without an answer in between.
-            WaitTimeoutError: the process did not import the agent within `start_s`.
+            ProcessDiedError, WaitTimeoutError: the process can't start; see `ready`.
         """
         process = await self._running()
         assert process.stdin is not None
@@ -117,12 +125,12 @@ class AgentProcess:
             ) from error
         assert process.stdout is not None
         try:
-            async with asyncio.timeout(self._start_s):
+            async with asyncio.timeout(START_S):
                 ready = await process.stdout.readline()
         except TimeoutError:
             process.kill()
             raise WaitTimeoutError(
-                f"the agent {self._name} waited {self._start_s:g} s for its process to import it; log: {self._log_file}"
+                f"the agent {self._name} waited {START_S:g} s for its process to import it; log: {self._log_file}"
             ) from None
         if not ready:
             await _wait_for_end(process)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from async_rl.errors import AsyncRLError
+from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
 from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.episode import (
@@ -58,13 +59,15 @@ class AgentRunner:
         """Return the episode in which the agent worked on a question; if it fails, play once more with a fresh session.
 
         Raises:
-            AsyncRLError: the engine failed.
+            AsyncRLError: the engine failed, or the process of the agent can't start.
         """
         async with self._places:
             with self._playing():
                 return await first_success(partial(self._attempt, question, open_session))
 
     async def _attempt(self, question: Question, open_session: Callable[[], Session]) -> Episode:
+        if isinstance(self._agent, AgentProcess):
+            await self._agent.ready()  # the time limits of an attempt count from here
         attempt = _AgentAttempt(self._limits, open_session(), self._endpoint, self._agent, question)
         episode = await attempt.run()
         return episode.with_reward(attempt.reward) if episode.rows else episode

@@ -33,8 +33,9 @@ _PROBE_TOOL: Schema = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
-_DATE = datetime(2024, 7, 26)
-"""The date that templates write. Llama's would write today's, so that a group could differ at midnight."""
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""The date that chat templates write. Llama's would write today's, so that a prompt would differ tomorrow, and a group
+could at midnight."""
 
 
 class TurnRenderer:
@@ -178,7 +179,7 @@ class TurnRenderer:
                     tools=_cleaned(list(tools), self._removed["user"]) or None,
                     tokenize=False,
                     add_generation_prompt=opens_reply,
-                    strftime_now=_DATE.strftime,
+                    strftime_now=TEMPLATE_DATE.strftime,
                     **self._settings,
                 )
             )

@@ -47,7 +47,7 @@ class WholeRow:
     tokens: IntArray  # [S]
     logprobs: FloatArray  # [S] behaviour logprobs, 0 where the mask is False
     versions: IntArray  # [S] token versions, non-decreasing; of other tokens that of the sampled token before them
-    mask: BoolArray  # [S] True where the token is trained: the model sampled it, and no earlier row trains it
+    mask: BoolArray  # [S] True where the token is trained: the model sampled it, and no other row trains it
     num_start_tokens: int
     """The number of tokens before the first sampled one."""
     turn_ends: tuple[int, ...]
@@ -58,10 +58,14 @@ class WholeRow:
     """`stop` or `length`, of the last reply."""
 
 
-def make_rows(replies: Sequence[Node]) -> list[WholeRow]:
+def make_rows(replies: Sequence[Node], max_rows: int = 0) -> list[WholeRow]:
     """Return one row for each leaf of a session's tree, whose replies are given, in their order.
 
-    A reply that several leaves share is trained in the row of the first of them.
+    A reply that several leaves share is trained in the row of the first of them, or of the first of those that are
+    kept, if one of them is.
+
+    Args:
+        max_rows: the number of rows, the last ones, that are kept; 0: all of them.
     """
     inner: set[Node | None] = {None}
     for reply in replies:
@@ -69,14 +73,15 @@ def make_rows(replies: Sequence[Node]) -> list[WholeRow]:
         while node not in inner:
             inner.add(node)
             node = node.parent if node else None
+    leaves = [reply for reply in replies if reply not in inner]
+    kept, dropped = leaves[-max_rows:], leaves[:-max_rows]  # all and none if max_rows is 0
     trained: set[Node] = set()
-    rows = []
-    for leaf in replies:
-        if leaf not in inner:
-            path = leaf.path()
-            rows.append(_make_row(path, trained))
-            trained.update(path)
-    return rows
+    rows = {}
+    for leaf in (*kept, *dropped):
+        path = leaf.path()
+        rows[leaf] = _make_row(path, trained)
+        trained.update(path)
+    return [rows[leaf] for leaf in leaves]
 
 
 def _make_row(path: Sequence[Node], trained: set[Node]) -> WholeRow:

@@ -35,13 +35,15 @@ Generate = Callable[[list[int], int], Awaitable[SampledReply]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The largest sizes of one session: tokens of a row, tokens of a reply, and number of replies."""
+    """The largest sizes of one session: tokens of a row, tokens of a reply, and numbers of replies and of rows."""
 
     max_tokens: int
     """The number of tokens of a row, prompt included."""
     max_reply_tokens: int
     max_turns: int
     """The number of replies, in all rows together."""
+    max_rows: int = 0
+    """The number of rows that are trained, the last ones; 0: all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +261,7 @@ class Session:
 
     def rows(self) -> list[WholeRow]:
         """Return the trainable rows of all received replies; a row's last reply decides its place in the list."""
-        return make_rows([reply for reply in self._replies if reply in self._received])
+        return make_rows([reply for reply in self._replies if reply in self._received], self._limits.max_rows)
 
     async def close(self) -> None:
         """End all running requests and accept no further one. Later calls do nothing."""

@@ -28,14 +28,14 @@ from async_rl.errors import ConfigError, first_error
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.episodes.agents.agent_process import AgentProcess
+from rollout_server.episodes.agents.agent_process import START_S, AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ParseCalls, ReplyReader, open_parser
 from rollout_server.episodes.conversation.session import Generate, Session, SessionLimits
 from rollout_server.episodes.env import Env
-from rollout_server.episodes.episode import Episode, EpisodeLimits
+from rollout_server.episodes.episode import MAX_ATTEMPTS, Episode, EpisodeLimits
 from rollout_server.episodes.players.engine_sampler import GenerateReplies, GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.load import load_agent, load_task_env
@@ -104,7 +104,8 @@ class MultiTurnPlayer:
         self._renderer = TurnRenderer(tokenizer, ends, task.chat_template_kwargs)
         self._reader = ReplyReader(tokenizer, ends, open_tool_parser(config, tokenizer, server_url))
         waits_on = "its environment" if task.env else "its agent" if task.agent else "its tools"
-        playing = partial(waiting, "plays", waits_on, limits.longest_s, "episodes")
+        longest_s = limits.longest_s + (MAX_ATTEMPTS * START_S if task.agent_python else 0)
+        playing = partial(waiting, "plays", waits_on, longest_s, "episodes")
         self._envs = EnvRunner(limits, task.max_concurrent_calls, playing)
         self._tools = load_tools(task.tools)
         if self._tools and "tool" not in self._renderer.roles:
@@ -165,7 +166,7 @@ class MultiTurnPlayer:
         rollout = self._config.rollout
         limits = SessionLimits(
             max_tokens=self._config.longest_tokens, max_reply_tokens=request.max_tokens,
-            max_turns=rollout.max_turns,
+            max_turns=rollout.max_turns, max_rows=rollout.max_rows,
         )  # fmt: skip
         return Session(generate, self._renderer, self._reader, limits)
 

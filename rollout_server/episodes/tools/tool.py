@@ -71,11 +71,11 @@ def load_tools(names: Sequence[str]) -> list[Callable[[], list[Tool]]]:
     address or command of an MCP server, which is asked for its tools here; all episodes share its state.
 
     Raises:
-        ConfigError: a name can't be imported, what it names can't be described to the model, an MCP server can't be
-            used, or two tools have one name.
+        ConfigError: a name can't be imported, what it names can't be created or described to the model, an MCP server
+            can't be used, or two tools have one name.
     """
     makers = [_maker(name) for name in names]
-    counts = Counter(tool.name for make in makers for tool in make())
+    counts = Counter(tool.name for name, make in zip(names, makers, strict=True) for tool in _first_made(name, make))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ConfigError(f"{_KEY} must be tools of different names, got {', '.join(twice)} more than once")
     return makers
@@ -90,6 +90,23 @@ def _maker(name: str) -> Callable[[], list[Tool]]:
     if callable(found):
         return partial(list, [Tool.from_function(found)])
     raise ConfigError(f"{_KEY} {name!r} must be a function or a class, got {type(found).__name__}")
+
+
+def _first_made(name: str, make: Callable[[], list[Tool]]) -> list[Tool]:
+    """Return the tools of `name` as an episode gets them.
+
+    Raises:
+        ConfigError: they can't be created, or described to the model.
+    """
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except Exception as error:  # creating them runs the user's code
+        raise ConfigError(
+            f"{_KEY} {name!r} can't be created: {type(error).__name__}: {error}. A class of tools is created for each "
+            "episode, without arguments"
+        ) from error
 
 
 def _tools_of_class(found: type) -> list[Tool]:

@@ -272,8 +272,7 @@ def _checks(
     def check_judge(config: Config, settings: AskingSettings, timeout_s: float, key: str) -> None:
         judge, needed_s = config.judge, limits(config, settings).timeout_s
         check(
-            bool(judge.path or judge.urls), f"{key}.reward", "a judge",
-            "another reward without judge.path and judge.urls",
+            bool(judge.path or judge.urls), key, "a judge", "another reward without judge.path and judge.urls",
             "Set one of them: the model that judges, or an endpoint.",
         )
         _check_places(settings, places, further, f"{key}.params")

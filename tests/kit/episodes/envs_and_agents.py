@@ -61,6 +61,18 @@ async def solve(question: Question, base_url: str, api_key: str) -> float:
     return float(len(said))
 
 
+async def fork(question: Question, base_url: str, api_key: str) -> float:
+    """An agent that goes on from its first reply in three ways."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = list(question.messages)
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+        for more in "abc":
+            said = [*messages, {"role": "user", "content": more}]
+            await client.chat.completions.create(model="policy", messages=said)
+    return 1.0
+
+
 async def _ask(question: Question, base_url: str) -> None:
     body = {"messages": list(question.messages)}
     async with aiohttp.ClientSession() as client, client.post(f"{base_url}/chat/completions", json=body) as reply:

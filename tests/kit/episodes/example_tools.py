@@ -72,3 +72,17 @@ def undescribed(a: int) -> int:
 
 
 NOT_A_TOOL = 5
+
+
+class Library:
+    """A class whose constructor wants an argument."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+
+class Offline:
+    """A class that can't be created."""
+
+    def __init__(self) -> None:
+        raise ConnectionError("no such service")

@@ -65,6 +65,15 @@ def test_modules_of_the_agent_win_over_those_of_this_project(tmp_path: Path, mon
     assert (episode.end, episode.reward) == ("done", 1.0), episode.error
 
 
+def test_the_start_of_a_process_is_no_silence_of_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3)\nfrom example_agents import solve_or_die\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(example_agents.__file__).parent))
+    limits = EpisodeLimits(tool_s=5, turn_s=2, episode_s=20)
+    (episode,) = played("solve_or_die", tmp_path, module="slow", limits=limits)
+    assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1), episode.error
+
+
 def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
     (episode,) = played("solve_or_die", tmp_path)
     assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1)

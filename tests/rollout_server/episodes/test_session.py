@@ -264,6 +264,25 @@ def test_rewards_of_turns_are_placed_at_their_last_tokens() -> None:
     assert [(row.turn_ends, row.turn_rewards) for row in rows] == [((4, 9), (0.5, 1.0)), ((9,), (2.0,))]
 
 
+@pytest.mark.parametrize(
+    ("max_rows", "trained"),
+    [
+        (3, [((4, 9), (0.5, 1.0)), ((9,), (2.0,)), ((9,), (4.0,))]),
+        (2, [((9,), (1.0,)), ((4, 9), (0.5, 2.0)), ((9,), (4.0,))]),
+        (1, [((9,), (1.0,)), ((9,), (2.0,)), ((4, 9), (0.5, 4.0))]),
+    ],
+)
+def test_a_reply_that_rows_share_is_trained_in_one_that_is_kept(max_rows: int, trained: list[object]) -> None:
+    async def run() -> Session:
+        session = session_with("r1", "x", "y", "z", max_rows=max_rows)
+        session.add_reward((await session.reply([user("a")])).turn, 0.5)
+        for reward in (1.0, 2.0, 4.0):
+            session.add_reward((await session.reply([user("a"), said("r1"), user("b")])).turn, reward)
+        return session
+
+    assert [(row.turn_ends, row.turn_rewards) for row in asyncio.run(run()).rows()] == trained
+
+
 def test_a_reply_that_text_would_not_reproduce_stays_exact() -> None:
     """The model samples `4` and `2` apart. Tokenizing the conversation anew would make one token of them."""
     tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")

@@ -269,6 +269,8 @@ def test_a_class_is_a_set_of_tools_with_the_state_of_one_episode() -> None:
         ("undescribed", "can't be described to the model"),
         ("NOT_A_TOOL", "must be a function or a class, got int"),
         ("missing", "defines no missing"),
+        ("Library", r"Library' can't be created: TypeError: .*'folder'\. .* each episode, without arguments"),
+        ("Offline", "Offline' can't be created: ConnectionError: no such service"),
     ],
 )
 def test_what_is_no_tool_is_refused_when_it_is_loaded(name: str, said: str) -> None:

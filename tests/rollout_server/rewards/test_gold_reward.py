@@ -33,6 +33,19 @@ def test_an_environment_that_gives_the_rewards_has_no_gold_reward() -> None:
         open_gold_reward(config, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8kk", r"^eval\.gold_reward must be one of gsm8k, .*got 'gsm8kk'\. Did you mean gsm8k"),
+        ("judge", r"^eval\.gold_reward must be another reward without judge\.path and judge\.urls"),
+    ],
+)
+def test_a_gold_reward_that_can_not_work_is_refused_by_its_own_key(name: str, message: str) -> None:
+    config = make_config(eval={"gold_reward": name, "every_steps": 5}, task={"name": "reasoning_gym/chain_sum"})
+    with pytest.raises(ConfigError, match=message):
+        open_gold_reward(config, open_task(config, TOKENIZER))
+
+
 def evaluated(score_gold: object) -> tuple[dict[str, float], tuple[str, ...]]:
     """The metrics and the notes of an evaluation of 12 answers, all of which are trained by the reward 1."""
     config = worker_config()

@@ -6,8 +6,6 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,24 +220,6 @@ def test_no_more_calls_run_at_once_than_the_reward_allows() -> None:
 
     scored([named(count, concurrency=3)], *"abcdefgh")
     assert most == 3
-
-
-def test_what_a_reward_opens_is_opened_once_and_closed_at_the_end() -> None:
-    events: list[str] = []
-
-    @section("task.rewards.params")
-    class Settings:
-        bonus: float = 0.0
-
-    @asynccontextmanager
-    async def opened(config: Config, settings: Settings) -> AsyncIterator[Callable[..., Any]]:
-        events.append("open")
-        yield lambda question, response: settings.bonus
-        events.append("closed")
-
-    reward = Reward(open=opened, settings=Settings)
-    verdicts, _ = scored([named(reward, settings=Settings(bonus=0.25))], "a", "b", groups=3)
-    assert [each.reward for each in verdicts] == [0.25, 0.25] and events == ["open", "closed"]
 
 
 @pytest.mark.parametrize("wrong", [{}, {"function": is_right, "open": is_right}, {

@@ -114,6 +114,27 @@ def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, 
         opened(written(tmp_path / "rows.jsonl", [row_of(0), row_of(1, **changes)]))
 
 
+@pytest.mark.parametrize(
+    ("gold", "source", "message"),
+    [
+        ("gsm8k", "poems", r"held_out\.jsonl, row 1: reward_model\.ground_truth must be one number for the rule gsm8k"),
+        ("task", "gsm8k", r"held_out\.jsonl, row 1: reward_model\.ground_truth must be one number for the rule gsm8k"),
+        ("task", "poems", r"data_source 'poems'\. Set eval\.gold_reward to one of"),
+    ],
+)
+def test_held_out_answers_that_the_gold_reward_can_not_read_are_refused(
+    tmp_path: Path, gold: str, source: str, message: str
+) -> None:
+    worked = row_of(1, reward_model={"ground_truth": "1 + 1 = 2, so #### 2"}, data_source=source)
+    train = written(tmp_path / "train.jsonl", [worked])
+    held_out = str(written(tmp_path / "held_out.jsonl", [row_of(0, data_source=source), worked]))
+    task = {"name": "", "path": str(train), "eval_path": held_out, "reward": "my_rewards:score"}
+    for gold_reward in ("", "my_rewards:gold"):
+        open_task(make_config(task=task, eval={"size": 2, "every_steps": 5, "gold_reward": gold_reward}), TOKENIZER)
+    with pytest.raises(ConfigError, match=message):
+        open_task(make_config(task=task, eval={"size": 2, "every_steps": 5, "gold_reward": gold}), TOKENIZER)
+
+
 def rows_of_programs(*asserts: str) -> list[dict[str, Any]]:
     return [row_of(i, reward_model={"ground_truth": json.dumps({"assert_case": ["assert f(1) == 2", each]})})
             for i, each in enumerate(asserts)]  # fmt: skip

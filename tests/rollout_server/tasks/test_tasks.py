@@ -17,6 +17,7 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.configs import changed, make_config
+from tests.kit.tokenizers import tokenizer_of
 
 TOKENIZER = character_tokenizer()
 
@@ -122,6 +123,8 @@ def test_a_task_verifies_its_reference_answer_with_1_and_nonsense_with_less(name
         assert task.verify(question, question.ground_truth) == 1
         assert task.verify(question, f" {question.ground_truth}\n") == 1
         assert task.verify(question, f"<answer> 0 </answer>, no: <answer>{question.ground_truth}</answer>.") == 1
+        named = f"<think>I write it in <answer> tags.</think>\n<answer>\n{question.ground_truth}</answer>"
+        assert task.verify(question, named) == 1
         assert task.verify(question, "zzz") < 1
 
 
@@ -168,6 +171,13 @@ def test_without_a_chat_template_the_messages_contents_are_the_prompt() -> None:
     prompt = open_task(config_of(), plain).prompt(0)
     assert prompt.text == prompt.question.messages[0]["content"]
     assert open_task(config_of(), TOKENIZER).prompt(0).text == prompt.text + "<sep>"
+
+
+def test_a_prompt_has_one_date_every_day_or_that_of_the_templates_settings() -> None:
+    tokenizer = tokenizer_of("llama3_2")
+    assert "Today Date: 26 Jul 2024\n" in open_task(config_of(), tokenizer).prompt(0).text
+    dated = config_of(chat_template_kwargs={"date_string": "1 Jan 2000"})
+    assert "Today Date: 1 Jan 2000\n" in open_task(dated, tokenizer).prompt(0).text
 
 
 def test_sft_pairs_are_the_training_prompts_with_their_answers_and_the_eos_token() -> None:

@@ -1,0 +1,70 @@
+"""A reward opens a connection or a process once, and again for the next group where that failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.config.section import section
+from async_rl.errors import RewardError
+from async_rl.telemetry.metrics import reduce_metrics
+from rollout_server.rewards.contract import Reward
+from rollout_server.rewards.scoring import Scoring, Verdict
+from tests.kit.configs import make_config
+from tests.kit.rewards import QUESTION, named, scored, told
+
+
+def test_what_a_reward_opens_is_opened_once_and_closed_at_the_end() -> None:
+    events: list[str] = []
+
+    @section("task.rewards.params")
+    class Settings:
+        bonus: float = 0.0
+
+    @asynccontextmanager
+    async def opened(config: Config, settings: Settings) -> AsyncIterator[Callable[..., Any]]:
+        events.append("open")
+        yield lambda question, response: settings.bonus
+        events.append("closed")
+
+    reward = Reward(open=opened, settings=Settings)
+    verdicts, _ = scored([named(reward, settings=Settings(bonus=0.25))], "a", "b", groups=3)
+    assert [each.reward for each in verdicts] == [0.25, 0.25] and events == ["open", "closed"]
+
+
+def test_opening_that_fails_or_hangs_fails_its_group_and_is_tried_again() -> None:
+    outcomes = iter([ConnectionRefusedError("no such service"), TimeoutError("no reply"), None, 1.0])
+    waits: list[tuple[str, str, float]] = []
+
+    @asynccontextmanager
+    async def opened(config: Config, settings: Any) -> AsyncIterator[Callable[..., Any]]:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome is None:
+            await asyncio.sleep(60)
+        yield lambda question, response: outcome
+
+    def wait(*named: Any) -> AbstractContextManager[None]:
+        waits.append(named)
+        return nullcontext()
+
+    async def score() -> tuple[list[Verdict], dict[str, float]]:
+        config = make_config(timeouts={"startup_s": 0.1})
+        scoring = Scoring(config, [named(Reward(open=opened), name="service")], wait)
+        for said in ("ConnectionRefusedError: no such", "TimeoutError: no reply", "longer than timeouts.startup_s = 0"):
+            with pytest.raises(RewardError, match=f"^service: .*{said}"):
+                await scoring.score(QUESTION, [told("4")])
+        verdicts = await scoring.score(QUESTION, [told("4")])
+        await scoring.aclose()
+        return verdicts, reduce_metrics(scoring.drain_metrics())
+
+    verdicts, counts = asyncio.run(score())
+    assert [each.reward for each in verdicts] == [1.0] and counts["scoring/service/failed"] == 3
+    opens, scores = ("opens its reward service for", "its reward service", 0.1), ("scores", "its reward service")
+    assert waits[:4] == [opens] * 4 and waits[4][:2] == scores

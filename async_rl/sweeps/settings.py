@@ -39,6 +39,11 @@ class Setting:
         return self.runs[0].series
 
     @property
+    def beside_staleness(self) -> tuple[tuple[str, str], ...]:
+        """The labels on all axes outside the section `staleness`. Rows with other ones have other effective steps."""
+        return tuple(pair for pair in self.series if not pair[0].startswith(f"{STALENESS}."))
+
+    @property
     def exact(self) -> bool:
         return self.runs[0].exact
 
@@ -180,11 +185,7 @@ def _lowest(rows: Sequence[Setting]) -> Setting:
 
 def _others(rows: Sequence[Setting], row: Setting) -> list[Setting]:
     """Return the rows with the labels of `row` on all axes outside the section `staleness`, itself included."""
-
-    def labels(of: Setting) -> list[tuple[str, str]]:
-        return [pair for pair in of.series if not pair[0].startswith(f"{STALENESS}.")]
-
-    return [other for other in rows if labels(other) == labels(row)]
+    return [other for other in rows if other.beside_staleness == row.beside_staleness]
 
 
 def baseline(rows: Sequence[Setting], row: Setting) -> Setting:

@@ -50,7 +50,7 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
     assert of["tokens trained on"] == [f"{count:,.0f}" for count in tokens]
     evals = [[line["eval/accuracy"] for line in read_metrics(run / "metrics.jsonl") if "eval/accuracy" in line]
              for run in runs]  # fmt: skip
-    assert of["held-out accuracy, end"] == [f"{accuracies[-1]:.3f}" for accuracies in evals]
+    assert of["held-out accuracy, end"] == [*(f"{accuracies[-1]:.3f}" for accuracies in evals[:2]), "-"]
     assert "-" not in of["staleness, mean"], "a run that goes on has it from its steps"
     assert ["staleness.max", "0", "2", "0"] in [list(row) for row in settings.rows]
     assert not [row for row in settings.rows if row[0].startswith("run.")]

@@ -18,6 +18,7 @@ from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF, reward
 from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
+from async_rl.telemetry.figures import trained_tokens
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.status import saved_state
 
@@ -55,7 +56,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
 def tokens_by_step(run: Run) -> dict[float, float]:
     """Return {step: tokens that the run has trained on until then}."""
     steps = [step.get("step") or 0.0 for step in run.steps]
-    return dict(zip(steps, accumulate(step.get("batch/response_tokens") or 0.0 for step in run.steps), strict=True))
+    return dict(zip(steps, accumulate(map(trained_tokens, run.steps)), strict=True))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

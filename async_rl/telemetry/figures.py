@@ -199,6 +199,16 @@ def _weight_in(record: Mapping[str, float | None], kind: FigureKind) -> float | 
     return sum(found) if found else None
 
 
+def trained_tokens(record: Mapping[str, float | None]) -> float:
+    """Return how many tokens a step has trained on, given its record.
+
+    Those that are masked as too old don't count, and none of a batch that algorithm.skip_batch_kl has left out.
+    """
+    if record.get("policy/skipped_batches"):
+        return 0.0
+    return (record.get("batch/response_tokens") or 0.0) * (1 - (record.get("staleness/masked_fraction") or 0.0))
+
+
 def seconds_at(records: Iterable[Mapping[str, float | None]]) -> list[float]:
     """Return when each step ended, in seconds since the end of the first step, given their records in metrics.jsonl.
 

@@ -135,9 +135,13 @@ def test_runs_that_went_on_from_a_checkpoint_are_named_with_what_their_times_are
     assert tables_in((tmp_path / "out" / "table.md").read_text())[0].header[2] == "staleness-2.seed-0"
 
 
-def test_tokens_add_up_over_the_steps(runs: list[Path]) -> None:
+def test_tokens_add_up_over_the_steps_without_those_that_were_not_trained_on(runs: list[Path]) -> None:
     run = read_run(runs[0])
     tokens = [step["batch/response_tokens"] or 0.0 for step in run.steps]
+    run.steps[1]["staleness/masked_fraction"] = 0.25
+    run.steps[2]["policy/skipped_batches"] = 1.0
+    run.steps[3]["policy/skipped_batches"] = 0.0
+    tokens[1:3] = [0.75 * tokens[1], 0.0]
     assert tokens_by_step(run) == {step["step"]: sum(tokens[: i + 1]) for i, step in enumerate(run.steps)}
 
 

@@ -18,7 +18,7 @@ from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF, reward
 from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
-from async_rl.telemetry.figures import trained_tokens
+from async_rl.telemetry.figures import is_warm_up, trained_tokens
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.status import saved_state
 
@@ -104,9 +104,7 @@ def _seconds_compared(runs: Mapping[str, Run]) -> str:
 
 def _went_on(runs: Mapping[str, Run]) -> str:
     """Return one sentence that names the runs that went on from a checkpoint, whose clocks began again, or ""."""
-    names = [
-        name for name, run in runs.items() if sum(step.get("time/since_first_step_s") == 0.0 for step in run.steps) > 1
-    ]
+    names = [name for name, run in runs.items() if sum(map(is_warm_up, run.steps)) > 1]
     if not names:
         return ""
     return (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.sweeps.comparison import tokens_by_step
-from async_rl.sweeps.results import read_run
+from async_rl.sweeps.comparison import tokens_by_step, write_comparison
+from async_rl.sweeps.results import Run, read_run
 from async_rl.sweeps.tables import tables_in
 from async_rl.telemetry.metrics import read_metrics
 from async_rl.telemetry.status import RUNNING, STALE_S, write_status
@@ -143,6 +143,20 @@ def test_tokens_add_up_over_the_steps_without_those_that_were_not_trained_on(run
     run.steps[3]["policy/skipped_batches"] = 0.0
     tokens[1:3] = [0.75 * tokens[1], 0.0]
     assert tokens_by_step(run) == {step["step"]: sum(tokens[: i + 1]) for i, step in enumerate(run.steps)}
+
+
+def test_the_tokens_of_a_run_are_added_up_as_often_whatever_the_number_of_its_steps(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[Path] = []
+
+    def counted(run: Run) -> dict[float, float]:
+        added.append(run.folder)
+        return tokens_by_step(run)
+
+    monkeypatch.setattr("async_rl.sweeps.comparison.tokens_by_step", counted)
+    write_comparison(runs[:2], tmp_path / "out")
+    assert sorted(added) == sorted(2 * runs[:2])  # for the table and for the picture
 
 
 @pytest.mark.parametrize(

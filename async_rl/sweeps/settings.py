@@ -56,9 +56,12 @@ class Setting:
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
-        values = self.values[key]
-        return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
+        return estimate_of(key, self.values[key])
+
+
+def estimate_of(key: str, values: Sequence[float]) -> Estimate:
+    """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
+    return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:

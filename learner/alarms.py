@@ -27,10 +27,14 @@ class Rule:
     """The meaning of a broken rule, and the setting to change."""
 
 
-def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
-    """Return the rules, which docs/algorithms.md lists; in bfloat16 the mismatch may be ten times that in float32."""
+def rules_for(compute_dtype: torch.dtype, *, has_weights: bool = True) -> tuple[Rule, ...]:
+    """Return the rules, which docs/algorithms.md lists; in bfloat16 the mismatch may be ten times that in float32.
+
+    Args:
+        has_weights: importance weights multiply the loss; else none is truncated, and no rule speaks of them.
+    """
     mismatch = 0.01 if compute_dtype == torch.float32 else 0.1
-    return (
+    rules = (
         Rule(
             "ess", "offpolicy/ess", 0.3, True,
             "few tokens carry most of the importance weight. Lower staleness.depth or learner.lr",
@@ -63,6 +67,7 @@ def rules_for(compute_dtype: torch.dtype) -> tuple[Rule, ...]:
             "a loss or gradient of the critic was not finite. Lower critic.lr or use model.dtype: float32",
         ),
     )  # fmt: skip
+    return tuple(rule for rule in rules if has_weights or rule.name != "truncated")
 
 
 class Alarms:

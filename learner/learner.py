@@ -76,7 +76,7 @@ class Learner:
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = pushers["rollout"]
         self.evaluations = Evaluations(config, rank, self._timeline, pushers.get("eval"))
-        self._alarms = Alarms(rules_for(self._updater.dtype))
+        self._alarms = Alarms(rules_for(self._updater.dtype, has_weights=config.correction_entry.is_applied))
         self.requests = DriverRequests()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, device)
         self._lineage = lineage_of(config.run_dir)

@@ -21,6 +21,7 @@ from async_rl.storage.checkpoints import lineage_of, list_checkpoints, prune, re
 from async_rl.storage.guard_events import accepted_signals, checkpoint_before
 from async_rl.storage.run_dir import write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
+from async_rl.telemetry.figures import trained_tokens
 from async_rl.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics
 from async_rl.telemetry.timeline import RESTART, Span
 
@@ -294,8 +295,7 @@ class RunLog:
         if not is_first and end_s > self.timeline.step_ends_s[-2]:
             values["time/step_s"] = end_s - self.timeline.step_ends_s[-2]
         if (step_s := values.get("time/step_s")) and "batch/response_tokens" in values:
-            trained = values["batch/response_tokens"] * (1 - values.get("staleness/masked_fraction", 0.0))
-            values["throughput/trained_tokens_per_s"] = trained / step_s
+            values["throughput/trained_tokens_per_s"] = trained_tokens(values) / step_s
         self.version = report.version
         if is_first:
             self.timeline.first_step = report.version

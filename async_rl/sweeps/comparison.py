@@ -18,6 +18,7 @@ from async_rl.sweeps.report import INSTEAD, LAGGING, LEARNING, TRADE_OFF, reward
 from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
+from async_rl.telemetry.figures import is_warm_up, trained_tokens
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.status import saved_state
 
@@ -55,7 +56,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
 def tokens_by_step(run: Run) -> dict[float, float]:
     """Return {step: tokens that the run has trained on until then}."""
     steps = [step.get("step") or 0.0 for step in run.steps]
-    return dict(zip(steps, accumulate(step.get("batch/response_tokens") or 0.0 for step in run.steps), strict=True))
+    return dict(zip(steps, accumulate(map(trained_tokens, run.steps)), strict=True))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -103,9 +104,7 @@ def _seconds_compared(runs: Mapping[str, Run]) -> str:
 
 def _went_on(runs: Mapping[str, Run]) -> str:
     """Return one sentence that names the runs that went on from a checkpoint, whose clocks began again, or ""."""
-    names = [
-        name for name, run in runs.items() if sum(step.get("time/since_first_step_s") == 0.0 for step in run.steps) > 1
-    ]
+    names = [name for name, run in runs.items() if sum(map(is_warm_up, run.steps)) > 1]
     if not names:
         return ""
     return (
@@ -126,30 +125,34 @@ def _settings(runs: Mapping[str, Run]) -> Table:
     return Table(["setting", *runs], rows or [["none", *("" for _ in runs)]], "Settings that differ")
 
 
+def _axes_of(run: Run) -> dict[str, Callable[[float, float], float]]:
+    """Return by label what a point of a run, (step, seconds), has on each axis."""
+    tokens = tokens_by_step(run)
+    return {
+        STEP: lambda step, seconds: step,
+        SECONDS: lambda step, seconds: seconds,
+        TOKENS: lambda step, seconds: tokens.get(step, 0.0),
+    }
+
+
 def _draw(runs: Mapping[str, Run], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    axes_of: dict[str, Callable[[Run, float, float], float]] = {
-        STEP: lambda run, step, seconds: step,
-        SECONDS: lambda run, step, seconds: seconds,
-        TOKENS: lambda run, step, seconds: tokens_by_step(run).get(step, 0.0),
-    }
     figure, grid = make_panels(6, width=5.0, sharey="row")
     for number, (name, run) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "label": name}
         points = run.policy_curve.points
         weights = [point.episodes for point in points]
         values = smooth([point.reward for point in points], weights, max(1, len(points) // 15))
-        for place, of_point in enumerate(axes_of.values()):
-            grid[place].plot([of_point(run, point.version, point.served_s) for point in points], values, **style)
-            xs = [of_point(run, step, seconds) for step, seconds, _ in run.evals]
+        for place, (label, of_point) in enumerate(_axes_of(run).items()):
+            grid[place].plot([of_point(point.version, point.served_s) for point in points], values, **style)
+            xs = [of_point(step, seconds) for step, seconds, _ in run.evals]
             grid[3 + place].plot(xs, [accuracy for *_, accuracy in run.evals], marker="o", **style)
-    for place, label in enumerate(axes_of):
-        grid[place].set_xlabel(label)
-        grid[3 + place].set_xlabel(label)
+            grid[place].set_xlabel(label)
+            grid[3 + place].set_xlabel(label)
     grid[0].set_ylabel(REWARD)
     grid[3].set_ylabel(ACCURACY)
     handles, labels = grid[0].get_legend_handles_labels()

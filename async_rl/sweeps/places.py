@@ -90,4 +90,4 @@ def _gpus_here() -> list[str]:
 
     count = int(gpus_here())
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named or [str(index) for index in range(count)]
+    return (named or [str(index) for index in range(count)])[:count]  # -1 and what stands after it name none

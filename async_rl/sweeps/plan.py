@@ -252,7 +252,7 @@ def describe_splits(splits: dict[tuple[int, int], Result], bound: Bound) -> str:
     best = min(splits, key=lambda split: splits[split].step_s)
     rows = [[str(learner), str(rollout), *_shares(result)] for (learner, rollout), result in splits.items()]
     header = ("learner devices", "rollout devices", "step, s", "learner", "rollout")
-    table = Table(header, rows, best=list(splits).index(best)).markdown()
+    table = Table(header, rows, best=(list(splits).index(best),)).markdown()
     return f"{table}\nAt {setting_text(bound)} take {best[0]} for the learner, {best[1]} for rollout."
 
 

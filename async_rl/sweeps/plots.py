@@ -12,7 +12,7 @@ import numpy as np
 from async_rl.sweeps.cells import Bound, bounds_title
 from async_rl.sweeps.policy_curve import PolicyPoint
 from async_rl.sweeps.settings import Setting
-from async_rl.sweeps.significance import speed_key
+from async_rl.sweeps.significance import SPEEDS, speed_key, unit_axes
 from async_rl.telemetry.plot_learning_curve import smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
@@ -137,8 +137,7 @@ def _trade_off(rows: Sequence[Setting]) -> Any:
     if any(row.has("efficiency") for row in rows):
         worth, speed = ("efficiency", "synchronous steps that a step is worth"), "effective steps per minute"
     elif any(row.has("efficiency_sampled") for row in rows):
-        worth = ("efficiency_sampled", "worth of a step by sampled reward")
-        speed = "effective steps per minute by sampled reward"
+        worth, speed = ("efficiency_sampled", "worth of a step by sampled reward"), SPEEDS["effective_steps_sampled"][0]
     else:
         worth, speed = ("improvement", f"{what} gained in the run"), f"{what} gained per minute"
     bounded = [row for row in rows if not row.exact]
@@ -147,6 +146,7 @@ def _trade_off(rows: Sequence[Setting]) -> Any:
     if bounded:
         _against_staleness(panels[1], bounded, "learner", "learner utilisation, share of time")
         panels[1].set_ylim(0, 1)
+        speed += "".join(f",\nin steps of the same {axis}" for axis in unit_axes(bounded))
         _against_staleness(panels[2], bounded, speed_key(bounded), speed)
     for axes in panels:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))

@@ -15,8 +15,9 @@ from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.depth.window import receive_s
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound
-from async_rl.sweeps.results import Run
+from async_rl.sweeps.results import Run, Step
 from async_rl.sweeps.settings import Setting
+from async_rl.telemetry.figures import is_warm_up
 
 SIMULATED_STEPS = 150
 
@@ -48,7 +49,7 @@ class Stages:
 
 
 def stages(run: Run) -> Stages:
-    steps = run.steps[1:]
+    steps = _timed(run)
     train = [value for step in steps if (value := step.get("time/train_s")) is not None]
     pushes = [value for step in steps if (value := step.get("time/push_s")) is not None]
     step_s = float(run.summary["seconds"]) / max(1, len(steps))
@@ -67,6 +68,11 @@ def stages(run: Run) -> Stages:
     )
 
 
+def _timed(run: Run) -> list[Step]:
+    """Return the steps of a run without the first of each start, which are not in its seconds either."""
+    return [step for step in run.steps if not is_warm_up(step)]
+
+
 def _in_flight(run: Run) -> float:
     """Return the sum of all groups' durations over the run's duration and the concurrency; nan if not measured.
 
@@ -74,7 +80,7 @@ def _in_flight(run: Run) -> float:
     """
     seconds = [
         group_s * sum(step.get(f"rollout/{end}") or 0.0 for end in ("groups", "failed", "aborted"))
-        for step in run.steps[1:]
+        for step in _timed(run)
         if (group_s := step.get("rollout/group_s")) is not None
     ]
     return sum(seconds) / max(float(run.summary["seconds"]), 1e-9) / _concurrency(_config(run)) or math.nan
@@ -83,7 +89,7 @@ def _in_flight(run: Run) -> float:
 def _group_cv(run: Run) -> float:
     """Return the standard deviation of the durations of a step's groups, divided by their mean; nan if not measured."""
     variances, means = [], []
-    for step in run.steps[1:]:
+    for step in _timed(run):
         mean, square = step.get("rollout/group_s"), step.get("rollout/group_s_squared")
         if mean is not None and square is not None:
             variances.append(max(0.0, square - mean**2))
@@ -170,7 +176,7 @@ def compare(rows: Sequence[Setting]) -> list[Measured]:
     of_series = first_series(rows)
     if not of_series:
         return []
-    timed = {row.staleness: tuple(run for run in row.runs if len(run.steps) > 1) for row in of_series}
+    timed = {row.staleness: tuple(run for run in row.runs if _timed(run)) for row in of_series}
     found = {staleness: [stages(run) for run in runs] for staleness, runs in timed.items()}
     everywhere = [stage for stages in found.values() for stage in stages]
     measured = []

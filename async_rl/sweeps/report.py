@@ -151,7 +151,7 @@ def write_report(folder: Path) -> str:
     has_steps = any(run.steps for run in runs)
     measured = compare(rows) if has_steps and all(run.has_ended for run in runs) else []
     found = (
-        value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), bounds_compared(rows),
+        value_table(rows, shown_columns(rows), "The trade-off"), prediction(measured), *bounds_compared(rows),
         *corrections_compared(rows), dropped_groups(rows), value_table(rows, shown_learning(rows), "What was learned"),
         value_table(rows, TAILS, "The worst steps"),
     )  # fmt: skip
@@ -224,8 +224,8 @@ def value_table(rows: Sequence[Setting], columns: dict[str, tuple[str, str]], ti
         estimates = [(row.estimate(key), form) for key, (_, form) in columns.items()]
         texts = ["-" if math.isnan(value.mean) else value.text(form) for value, form in estimates]
         lines.append([str(row.staleness), *(label for _, label in row.series), *texts, str(len(row.runs))])
-    order = ranked(rows)
-    return Table(header, lines, title, best=rows.index(order[0]) if order[1:] else None) if columns else None
+    best = tuple(rows.index(order[0]) for order in ranked(rows) if order[1:])
+    return Table(header, lines, title, best) if columns else None
 
 
 def prediction(measured: Sequence[Measured]) -> Table | None:

@@ -120,13 +120,19 @@ class Run:
         ]
 
     @property
+    def accuracy_end(self) -> float:
+        """The held-out accuracy of the version that the last step made; nan if that was not evaluated."""
+        accuracy = self.steps[-1].get("eval/accuracy") if self.steps else None
+        return math.nan if accuracy is None else accuracy
+
+    @property
     def improvement(self) -> float:
-        """The held-out accuracy at the end minus at the start.
+        """The held-out accuracy at the end minus at the start; nan if the last version was not evaluated.
 
         Without evaluations, it is the mean reward of the last tenth of the steps minus that of the first tenth.
         """
         if len(self.evals) >= 2:
-            return self.evals[-1][2] - self.evals[0][2]
+            return self.accuracy_end - self.evals[0][2]
         rewards = [value for _, _, value in self.points("reward/mean")]
         tenth = max(1, len(rewards) // 10)
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
@@ -153,7 +159,7 @@ class Run:
             "train_s": self.figure("time/train_s"),
             "push_s": self.figure("time/push_s"),
             "accuracy_start": self.evals[0][2] if self.evals else math.nan,
-            "accuracy_end": self.evals[-1][2] if self.evals else math.nan,
+            "accuracy_end": self.accuracy_end,
             "reward_mean": self.figure("reward/mean"),
             "reward_over_time": self.mean_over_time("reward/mean"),
             "waited_for_late": self.figure("buffer/waited_for_late_s") / self.figure("time/step_s"),

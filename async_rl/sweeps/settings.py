@@ -39,6 +39,11 @@ class Setting:
         return self.runs[0].series
 
     @property
+    def beside_staleness(self) -> tuple[tuple[str, str], ...]:
+        """The labels on all axes outside the section `staleness`. Rows with other ones have other effective steps."""
+        return tuple(pair for pair in self.series if not pair[0].startswith(f"{STALENESS}."))
+
+    @property
     def exact(self) -> bool:
         return self.runs[0].exact
 
@@ -51,9 +56,12 @@ class Setting:
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
-        values = self.values[key]
-        return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
+        return estimate_of(key, self.values[key])
+
+
+def estimate_of(key: str, values: Sequence[float]) -> Estimate:
+    """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
+    return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:
@@ -180,11 +188,7 @@ def _lowest(rows: Sequence[Setting]) -> Setting:
 
 def _others(rows: Sequence[Setting], row: Setting) -> list[Setting]:
     """Return the rows with the labels of `row` on all axes outside the section `staleness`, itself included."""
-
-    def labels(of: Setting) -> list[tuple[str, str]]:
-        return [pair for pair in of.series if not pair[0].startswith(f"{STALENESS}.")]
-
-    return [other for other in rows if labels(other) == labels(row)]
+    return [other for other in rows if other.beside_staleness == row.beside_staleness]
 
 
 def baseline(rows: Sequence[Setting], row: Setting) -> Setting:

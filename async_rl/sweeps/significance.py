@@ -24,44 +24,71 @@ def speed_key(rows: Sequence[Setting]) -> str:
     return next((key for key in SPEEDS if any(row.has(key) for row in rows)), "per_minute")
 
 
-def ranked(rows: Sequence[Setting]) -> list[Setting]:
-    """Return the rows by `speed_key`, best first; rows of exact mode and rows without this value are left out."""
+def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
+    """Return the rows by `speed_key`, best first, in a list for each unit of that value.
+
+    An effective step is a step of rows with equal settings outside the section `staleness`, so rows that differ there
+    have different units. Rows of exact mode and rows without the value are left out.
+    """
     key = speed_key(rows)
 
     def speed(row: Setting) -> float:
         return row.estimate(key).mean
 
-    return sorted((row for row in rows if not row.exact and not math.isnan(speed(row))), key=speed, reverse=True)
+    by_unit: dict[tuple[tuple[str, str], ...], list[Setting]] = {}
+    for row in rows:
+        if not row.exact and not math.isnan(speed(row)):
+            by_unit.setdefault(() if key == "per_minute" else row.beside_staleness, []).append(row)
+    return [sorted(of_unit, key=speed, reverse=True) for of_unit in by_unit.values()]
+
+
+def unit_axes(rows: Sequence[Setting]) -> list[str]:
+    """Return the axes along which the unit of `speed_key` differs among the rows of `ranked`."""
+    units = [order[0].beside_staleness for order in ranked(rows)]
+    return [labels[0][0] for labels in zip(*units, strict=True) if len({*labels}) > 1]
 
 
 def best_row(rows: Sequence[Setting]) -> str:
     """Return text that names the best row, or says that there is none; "" if there is only one row to compare.
 
-    With one seed the text says what that leaves open.
+    With several units it names the best of each that has other rows. With one seed it says what that leaves open.
     """
-    order = ranked(rows)
-    if len(order) == 1:
-        return ""
-    if not order:
+    orders = ranked(rows)
+    if not orders:
         return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
-    best, key = order[0], speed_key(rows)
+    key, axes = speed_key(rows), unit_axes(rows)
     name, form = SPEEDS[key]
-    caution = " Whether others differ from it can't be judged from a single seed." if len(best.runs) == 1 else ""
-    return f"On this hardware {best.name} has the most {name}: {best.estimate(key).text(form)}.{caution}"
+    sentences = []
+    for best in (order[0] for order in orders if order[1:]):
+        same = f" of those with {_labels(best, axes)}" if axes else ""
+        sentences.append(f"On this hardware {best.name} has the most {name}{same}: {best.estimate(key).text(form)}.")
+        if len(best.runs) == 1:
+            sentences.append("Whether others differ from it can't be judged from a single seed.")
+    if axes:
+        sentences.append(
+            f"Effective steps of rows with another {' or '.join(axes)} have another unit: compare these rows by the "
+            "reward of the policy or by held-out accuracy."
+        )
+    return " ".join(sentences)
 
 
-def bounds_compared(rows: Sequence[Setting]) -> Table | None:
-    """Return a table that compares the rows of `ranked` with the best and with the baseline; None with less than two.
+def _labels(row: Setting, axes: Sequence[str]) -> str:
+    return ", ".join(f"{axis} {label}" for axis, label in row.series if axis in axes)
+
+
+def bounds_compared(rows: Sequence[Setting]) -> list[Table]:
+    """Return a table for each list of `ranked` with several rows, which compares them with the best and the baseline.
 
     The baseline is the row with the smallest staleness in the best row's series. The best row is chosen by the same
     data, so the p-values are corrected for the number of other rows. Still they are somewhat too small: in simulated
     sweeps of five equal rows with five seeds, 6 % have one below 0.05. Effective steps of two rows share the error of
     the synchronous curve, so their p-values are rather too large.
     """
-    order = ranked(rows)
-    if len(order) < 2:
-        return None
-    best, base, key = order[0], baseline(rows, order[0]), speed_key(rows)
+    return [_compared(order, baseline(rows, order[0]), speed_key(rows)) for order in ranked(rows) if order[1:]]
+
+
+def _compared(order: Sequence[Setting], base: Setting, key: str) -> Table:
+    best = order[0]
     title, form = SPEEDS[key]
     raw = [p_value(best.values[key], row.values[key]) for row in order[1:]]
     header = (
@@ -72,7 +99,7 @@ def bounds_compared(rows: Sequence[Setting]) -> Table | None:
     for row, p, corrected in zip(order, [math.nan, *raw], [math.nan, *holm(raw)], strict=True):
         times = "-" if row is base else ratio_text(row.values[key], base.values[key])
         lines.append([row.name, row.estimate(key).text(form), times, _p(p), _p(corrected)])
-    return Table(header, lines, "Which setting learns fastest", best=0)
+    return Table(header, lines, "Which setting learns fastest", best=(0,))
 
 
 def _p(value: float) -> str:

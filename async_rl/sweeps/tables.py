@@ -16,13 +16,13 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
-    best: int | None = None
-    """The index of the row that is set in bold."""
+    best: tuple[int, ...] = ()
+    """The indices of the rows that are set in bold."""
 
     def markdown(self) -> str:
         lines = ["| " + " | ".join(self.header) + " |", "| " + " | ".join(["---:"] * len(self.header)) + " |"]
         for number, row in enumerate(self.rows):
-            is_best = number == self.best
+            is_best = number in self.best
             texts = [f"**{text}**" if is_best else text for text in row]
             lines.append("| " + " | ".join(texts) + " |" + (" best" if is_best else ""))
         return "\n".join(lines) + "\n"
@@ -31,7 +31,7 @@ class Table:
         title = f"<h2>{html.escape(self.title)}</h2>" if self.title else ""
         header = "".join(f"<th>{html.escape(text)}</th>" for text in self.header)
         body = "".join(
-            ('<tr class="best">' if number == self.best else "<tr>")
+            ('<tr class="best">' if number in self.best else "<tr>")
             + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>"
             for number, row in enumerate(self.rows)
         )
@@ -44,7 +44,7 @@ def tables_in(markdown: str) -> list[Table]:
     for part in re.split(r"^## ", markdown, flags=re.MULTILINE)[1:]:
         lines = [line for line in part.splitlines() if line.startswith("|")]
         header, _, *rows = [[text.strip(" *") for text in line[1:].split("|")[:-1]] for line in lines]
-        best = next((number for number, line in enumerate(lines[2:]) if line.endswith(" best")), None)
+        best = tuple(number for number, line in enumerate(lines[2:]) if line.endswith(" best"))
         found.append(Table(header, rows, part.partition("\n")[0].strip(), best))
     return found
 

@@ -170,10 +170,10 @@ class Figures:
 
     def add(self, record: Mapping[str, float | None]) -> None:
         """Add the record of one step; a value that is None was not measured."""
-        is_warm_up = record.get("time/since_first_step_s") == 0.0
+        warms_up = is_warm_up(record)
         for key, value in record.items():
             if value is not None and key != "step":
-                figures = self._warming_up if is_warm_up and not key.startswith(OWN_LINES) else self._measured
+                figures = self._warming_up if warms_up and not key.startswith(OWN_LINES) else self._measured
                 kind = kind_of(key)
                 figure = figures.get(key) or figures.setdefault(key, Figure(kind))
                 figure.add(value, _weight_in(record, kind) if kind.weight else 1.0)
@@ -197,6 +197,21 @@ def _weight_in(record: Mapping[str, float | None], kind: FigureKind) -> float | 
     """Return the weight of a step for a metric of this kind; None: the step has not measured what weighs it."""
     found = [weight for key in kind.weight_keys(record) if (weight := record.get(key)) is not None]
     return sum(found) if found else None
+
+
+def is_warm_up(record: Mapping[str, float | None]) -> bool:
+    """Return whether a step is the first that a process logs, which includes the warm-up, given its record."""
+    return record.get("time/since_first_step_s") == 0.0
+
+
+def trained_tokens(record: Mapping[str, float | None]) -> float:
+    """Return how many tokens a step has trained on, given its record.
+
+    Those that are masked as too old don't count, and none of a batch that algorithm.skip_batch_kl has left out.
+    """
+    if record.get("policy/skipped_batches"):
+        return 0.0
+    return (record.get("batch/response_tokens") or 0.0) * (1 - (record.get("staleness/masked_fraction") or 0.0))
 
 
 def seconds_at(records: Iterable[Mapping[str, float | None]]) -> list[float]:

@@ -14,8 +14,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.sweeps.cells import SEED, STALENESS
 from async_rl.sweeps.report import LEARNING, TRADE_OFF
 from async_rl.sweeps.results import Run, read_results
-from async_rl.sweeps.settings import Setting, settings_of
-from async_rl.sweeps.statistics import estimate
+from async_rl.sweeps.settings import Setting, estimate_of, settings_of
 from async_rl.view.run_files import RunFiles, is_run, read_json
 
 TITLES = {key: title for key, (title, _) in {**TRADE_OFF, **LEARNING}.items()}
@@ -28,7 +27,7 @@ class ListedCell:
     name: str
     labels: dict[str, str]
     state: str
-    """`finished`, `running`, `stopped` or `waiting`."""
+    """`finished`, `running`, `paused`, `resuming`, `stopped` or `waiting`."""
     progress: str
     values: dict[str, float]
     """The values of the report; empty until the cell is finished."""
@@ -116,8 +115,8 @@ class SweepFiles:
     def points(self, metric: str, axis: str) -> list[dict[str, Any]]:
         """Return the lines of a plot of `metric` over `axis`: a line for each setting on the other axes but the seed.
 
-        A point is the mean over the seeds with its standard error. `metric` is a value of the report, or the key of a
-        step's metric, of which a cell's figure over its steps is taken.
+        A point is the report's estimate over the seeds with its standard error. `metric` is a value of the report, or
+        the key of a step's metric, of which a cell's figure over its steps is taken.
         """
         cells = [cell for cell in self.cells() if cell.state == "finished"]
         runs = {run.folder.name: run for run in self.runs()}
@@ -134,7 +133,7 @@ class SweepFiles:
         found = []
         for name, by_label in sorted(lines.items()):
             labels = sorted(by_label, key=_sort_key)
-            estimates = [estimate(by_label[label]) for label in labels]
+            estimates = [estimate_of(metric, by_label[label]) for label in labels]
             errors = [0.0 if math.isnan(e.error) else e.error for e in estimates]
             found.append(
                 {
@@ -160,8 +159,9 @@ def _unfinished(folder: Path) -> ListedCell:
     run = RunFiles(folder)
     run.metrics.refresh()
     labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.bound or "")}
-    state = "running" if run.state.name == "running" else "stopped"
-    return ListedCell(folder.name, labels, state, run.progress.text, {}, True)
+    state = run.state.name
+    shown = state if state in ("running", "paused", "resuming") else "stopped"
+    return ListedCell(folder.name, labels, shown, run.progress.text, {}, True)
 
 
 def _sort_key(label: str) -> tuple[float, str]:

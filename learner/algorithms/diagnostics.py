@@ -103,7 +103,7 @@ def add_offpolicy(
 
     Args:
         log_rho, weights: [N] proximal - behaviour logprobs, and importance weights of the loss.
-        truncated, dropped: [N] bool: the weight was held at floor or cap; a mask drops the token.
+        truncated, dropped: [N] bool: the correction's weight is outside [floor, cap]; a mask drops the token.
         shows_mismatch: the proximal logprobs are the learner's own, comparable with the engine's.
     """
     trained = response.trained

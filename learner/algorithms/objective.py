@@ -70,7 +70,7 @@ class MicroBatchLosses:
     advantages: Tensor  # [N]
     output: LossOutput
     weights: Tensor  # [N] importance weights of the loss
-    truncated: Tensor  # [N] bool: the weight was held at floor or cap
+    truncated: Tensor  # [N] bool: the correction's weight is outside [floor, cap]
     dropped: Tensor  # [N] bool: a mask leaves the token out
     old_values: Tensor | None  # [N]
     returns: Tensor | None  # [N] the critic's targets
@@ -318,7 +318,10 @@ class Objective:
         return torch.cat(whole[:: self.config.learner.sequence_parallel])
 
     def _weights(self, log_rho: Tensor, advantages: Tensor, response: ResponseTokens) -> tuple[Tensor, Tensor]:
-        """Return (weights [N] of the loss, truncated [N] bool: the correction's weight was outside [floor, cap])."""
+        """Return (weights [N] of the loss, truncated [N] bool: the correction's weight is outside [floor, cap]).
+
+        A weight outside is held at floor or cap, unless the correction is not applied: then the loss has weights of 1.
+        """
         correction = self.config.algorithm.correction
         raw = self._weights_of(log_rho, advantages, response.trained, response.rows, len(response.lengths))
         truncated = (raw < correction.floor) | (raw > correction.cap)

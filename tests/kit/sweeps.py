@@ -106,7 +106,7 @@ def write_cell(cell: Cell, steps: int, workload: Workload = WORKLOAD) -> None:
             # time/sync_s also has the turns of the memory, far more here; the prediction must not use it.
             record |= {"time/push_s": workload.sync_s, "push/pause_s": workload.sync_s, "time/sync_s": 9.0}
         lines.append(record)
-        if step % EVAL_EVERY == 0:
+        if step % EVAL_EVERY == 0 or step == steps:
             lines.append({"step": step, "eval/accuracy": accuracy})
     (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     sync = workload.sync_s / workload.every_steps / result.step_s

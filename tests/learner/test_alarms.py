@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.config import Config
+from async_rl.config import AlgorithmConfig, Config, CorrectionConfig, RunConfig
 from async_rl.config.loading import load_config
 from async_rl.driver.run_log import RunLog
 from async_rl.errors import ConfigError
@@ -15,6 +15,7 @@ from async_rl.messages.reports import StepDone
 from async_rl.telemetry.metrics import Metric
 from learner.alarms import Alarms, rules_for
 from tests.kit.configs import learner_config
+from tests.kit.learner.fakes import FakePublisher, open_learner
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 BAD = {
@@ -71,6 +72,19 @@ def test_an_alarm_fires_once_until_its_condition_clears_and_then_again() -> None
 def test_the_mismatch_of_bfloat16_has_more_room() -> None:
     texts, _ = Alarms(rules_for(torch.bfloat16)).check(1, [Metric("mismatch/mean_abs", 0.05)])
     assert texts == ()
+
+
+@pytest.mark.parametrize(("kind", "is_watched"), [("token_tis", True), ("none", False)])
+def test_truncated_weights_are_watched_only_where_the_loss_has_weights(
+    kind: str, is_watched: bool, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    """Without them the share of ratios beyond the cap is a measure of staleness, whatever the cap is."""
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(kind=kind))
+    learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)), algorithm=algorithm)
+    (report,) = learner.run()
+    keys = {metric.key for metric in report.metrics}
+    assert "offpolicy/truncated_fraction" in keys
+    assert ("alarm/truncated" in keys, "alarm/kl" in keys) == (is_watched, True)
 
 
 def test_an_alarm_reaches_the_console_and_wandb(

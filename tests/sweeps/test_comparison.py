@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.sweeps.comparison import tokens_by_step
-from async_rl.sweeps.results import read_run
+from async_rl.sweeps.comparison import tokens_by_step, write_comparison
+from async_rl.sweeps.results import Run, read_run
 from async_rl.sweeps.tables import tables_in
 from async_rl.telemetry.metrics import read_metrics
 from async_rl.telemetry.status import RUNNING, STALE_S, write_status
@@ -50,7 +50,7 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
     assert of["tokens trained on"] == [f"{count:,.0f}" for count in tokens]
     evals = [[line["eval/accuracy"] for line in read_metrics(run / "metrics.jsonl") if "eval/accuracy" in line]
              for run in runs]  # fmt: skip
-    assert of["held-out accuracy, end"] == [f"{accuracies[-1]:.3f}" for accuracies in evals]
+    assert of["held-out accuracy, end"] == [*(f"{accuracies[-1]:.3f}" for accuracies in evals[:2]), "-"]
     assert "-" not in of["staleness, mean"], "a run that goes on has it from its steps"
     assert ["staleness.max", "0", "2", "0"] in [list(row) for row in settings.rows]
     assert not [row for row in settings.rows if row[0].startswith("run.")]
@@ -135,10 +135,28 @@ def test_runs_that_went_on_from_a_checkpoint_are_named_with_what_their_times_are
     assert tables_in((tmp_path / "out" / "table.md").read_text())[0].header[2] == "staleness-2.seed-0"
 
 
-def test_tokens_add_up_over_the_steps(runs: list[Path]) -> None:
+def test_tokens_add_up_over_the_steps_without_those_that_were_not_trained_on(runs: list[Path]) -> None:
     run = read_run(runs[0])
     tokens = [step["batch/response_tokens"] or 0.0 for step in run.steps]
+    run.steps[1]["staleness/masked_fraction"] = 0.25
+    run.steps[2]["policy/skipped_batches"] = 1.0
+    run.steps[3]["policy/skipped_batches"] = 0.0
+    tokens[1:3] = [0.75 * tokens[1], 0.0]
     assert tokens_by_step(run) == {step["step"]: sum(tokens[: i + 1]) for i, step in enumerate(run.steps)}
+
+
+def test_the_tokens_of_a_run_are_added_up_as_often_whatever_the_number_of_its_steps(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[Path] = []
+
+    def counted(run: Run) -> dict[float, float]:
+        added.append(run.folder)
+        return tokens_by_step(run)
+
+    monkeypatch.setattr("async_rl.sweeps.comparison.tokens_by_step", counted)
+    write_comparison(runs[:2], tmp_path / "out")
+    assert sorted(added) == sorted(2 * runs[:2])  # for the table and for the picture
 
 
 @pytest.mark.parametrize(

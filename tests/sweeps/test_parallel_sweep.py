@@ -17,7 +17,7 @@ from async_rl.cli import main
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cell_process import claimed
 from async_rl.sweeps.cells import Cell, all_cells, key_axis, seed_axis, staleness_axis
-from async_rl.sweeps.places import CellPlace, cells_at_once, divide
+from async_rl.sweeps.places import CellPlace, _gpus_here, cells_at_once, divide
 from async_rl.sweeps.sweep import plan_of, run_sweep
 from tests.kit.configs import make_config
 from tests.kit.sweeps import Trainer, base_yaml, make
@@ -42,6 +42,21 @@ def test_several_cells_run_at_once_each_with_its_part_of_the_host(
     places = {CellPlace(("4", "5"), (0, 1, 2)), CellPlace(("6", "7"), (3, 4, 5))}
     assert set(trainer.places) == places and all(trainer.places.count(place) == 2 for place in places)
     assert places.pop().environment.keys() == {"CUDA_VISIBLE_DEVICES"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "count", "found"),
+    [("-1", 0, []), ("2,-1,3", 1, ["2"]), ("4,GPU-8a", 2, ["4", "GPU-8a"]), ("", 0, []), (None, 2, ["0", "1"])],
+)
+def test_the_gpus_of_cells_are_those_that_cuda_sees(
+    variable: str | None, count: int, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: float(count))
+    if variable is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert _gpus_here() == found
 
 
 class OnGpus(Trainer):

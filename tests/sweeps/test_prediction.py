@@ -239,13 +239,26 @@ def test_groups_in_flight_are_their_seconds_over_the_runs(tmp_path: Path) -> Non
     (tmp_path / "config.yaml").write_text("rollout: {concurrency: 4}\nplacement: {rollout: {servers: 2}}\n")
     times: dict[str, float | None] = {"time/train_s": 1.0, "time/wait_data_s": 0.5, "time/push_s": 0.1}
     ended: list[dict[str, float | None]] = [
-        {"rollout/group_s": 9.0, "rollout/groups": 9.0},  # of the first step, before the clock starts
+        {"time/since_first_step_s": 0.0, "rollout/group_s": 9.0, "rollout/groups": 9.0},  # before the clock starts
         {"rollout/group_s": 2.0, "rollout/groups": 4.0, "rollout/failed": 1.0, "rollout/aborted": 1.0},
         {"rollout/group_s": 1.0, "rollout/groups": 4.0},
     ]
     summary = {"seconds": 4.0, "buffer": {"buffer/trained": 8.0}}
     run = Run({"staleness": "1", "seed": "0"}, summary, [times | step for step in ended], [], tmp_path)
     assert stages(run).in_flight == pytest.approx(0.5)
+
+
+def test_the_first_step_after_a_resume_is_in_no_duration_as_that_of_the_start(tmp_path: Path) -> None:
+    """Its training takes a hundred times as long, and so do its groups."""
+    run = read_runs(make_sweep(tmp_path, (1,), seeds=1, steps=12))[0]
+    whole = [dict(step) for step in run.steps]
+    again = {**whole[6], "time/since_first_step_s": 0.0, "time/train_s": 40.0, "rollout/group_s": 40.0}
+    resumed = dataclasses.replace(run, steps=[*whole[:6], again, *whole[7:]])
+    without = dataclasses.replace(run, steps=[*whole[:6], *whole[7:]])
+    assert stages(resumed) == stages(without)
+    only_starts = dataclasses.replace(run, steps=[whole[0], again])
+    (measured,) = compare(settings_of([only_starts]))
+    assert measured.predicted is None
 
 
 def test_measured_groups_in_flight_stand_beside_the_predicted_ones(tmp_path: Path) -> None:

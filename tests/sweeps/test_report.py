@@ -71,8 +71,7 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
 
 def compared(rows: list[Setting]) -> dict[str, list[str]]:
     """The texts of `bounds_compared` by the row's name."""
-    table = bounds_compared(rows)
-    assert table is not None
+    (table,) = bounds_compared(rows)
     return {row[0]: list(row[1:]) for row in table.rows}
 
 

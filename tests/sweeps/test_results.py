@@ -10,6 +10,7 @@ import pytest
 
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import TAIL, read_run, read_runs
+from async_rl.sweeps.tables import tables_in
 from tests.kit.runs import logged
 
 
@@ -56,6 +57,23 @@ def test_an_evaluation_of_a_resumed_run_counts_from_the_time_of_its_whole_traini
         [seconds - (lost_s if version >= 15 else 0.0) for version, seconds, _ in whole.evals]
     )
     assert len(whole.evals) > 2 and resumed.seconds[-1] == pytest.approx(whole.seconds[-1] - lost_s)
+
+
+def test_an_evaluation_of_an_earlier_version_is_not_that_of_the_end(sweep: Path, tmp_path: Path) -> None:
+    """As where no server could evaluate the trained model. One beside training began before its newest version."""
+    copy = tmp_path / "copy"
+    shutil.copytree(sweep, copy)
+    run_dir = copy / "cells" / "staleness-1.seed-0"
+    whole = read_run(run_dir).values()
+    assert whole["improvement"] == pytest.approx(whole["accuracy_end"] - 0.3)
+    lines = [line for line in logged(run_dir) if "eval/accuracy" not in line or line["step"] < 40]
+    lines = [line | {"eval/newest_version": 40.0} if line["step"] == 30 else line for line in lines]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = read_run(run_dir).values()
+    assert values["accuracy_start"] == 0.3 and math.isnan(values["accuracy_end"]) and math.isnan(values["improvement"])
+    learned = next(table for table in tables_in(write_report(copy)) if table.title == "What was learned")
+    ends = [row[learned.header.index("held-out accuracy, end")] for row in learned.rows]
+    assert [end == "-" for end in ends] == [False, True, False]
 
 
 def test_a_run_that_goes_on_after_its_end_has_the_summary_of_its_steps_so_far(sweep: Path, tmp_path: Path) -> None:

@@ -6,16 +6,26 @@ import csv
 import dataclasses
 import html
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 
 from async_rl.sweeps.comparison import write_comparison
-from async_rl.sweeps.report import LAGGING, LEARNING, REWARD_NOTE, TRADE_OFF, WORTH_NOTE, write_report
+from async_rl.sweeps.plots import _trade_off
+from async_rl.sweeps.report import (
+    LAGGING,
+    LEARNING,
+    REWARD_NOTE,
+    TRADE_OFF,
+    WORTH_NOTE,
+    value_table,
+    write_report,
+)
 from async_rl.sweeps.results import read_results, read_runs
-from async_rl.sweeps.settings import WORTH, Setting, efficiency_unknown, policy_rewards, settings_of
-from async_rl.sweeps.significance import best_row
+from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, policy_rewards, settings_of
+from async_rl.sweeps.significance import best_row, bounds_compared
 from async_rl.sweeps.tables import tables_in
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.sweeps import make_sweep
@@ -164,6 +174,50 @@ def test_only_axes_beside_staleness_have_synchronous_runs_of_their_own(sweep: Pa
     assert [row.has("efficiency") for row in rates] == [True, True, False]
 
 
+def of_two_rates(sweep: Path) -> list[Setting]:
+    """The runs of `sweep` at staleness 0 and 1 twice: as they are, and as of a learning rate with slower steps."""
+    runs = []
+    for run in read_runs(sweep):
+        for rate, longer in (("1e-4", 1.0), ("3e-4", 1.2)):
+            steps = [{**step, "time/step_s": longer * (step["time/step_s"] or 0.0)} for step in run.steps]
+            labels = {"staleness": run.labels["staleness"], "learner.lr": rate, "seed": run.labels["seed"]}
+            if run.staleness.max < 3:
+                runs.append(dataclasses.replace(run, labels=labels, steps=steps))
+    return settings_of(runs)
+
+
+def test_effective_steps_are_compared_only_where_they_have_one_unit(sweep: Path) -> None:
+    """The faster learning rate is no better for it: a step at the other may teach five times as much."""
+    rows = of_two_rates(sweep)
+    tables = bounds_compared(rows)
+    names = [[f"staleness {bound} (learner.lr {rate})" for bound in (1, 0)] for rate in ("1e-4", "3e-4")]
+    assert [[line[0] for line in table.rows] for table in tables] == names
+    assert [table.header[2] for table in tables] == [f"times that of {base} (95% interval)" for _, base in names]
+    marked = value_table(rows, WORTH_COLUMNS, "")
+    assert marked is not None
+    assert [marked.rows[number][:2] for number in marked.best] == [["1", "1e-4"], ["1", "3e-4"]]
+    told = best_row(rows)
+    for (best, _), rate in zip(names, ("1e-4", "3e-4"), strict=True):
+        assert f"{best} has the most effective steps per minute of those with learner.lr {rate}: " in told
+    another = (
+        "Effective steps of rows with another learner.lr have another unit: compare these rows by the reward of the "
+        "policy or by held-out accuracy."
+    )
+    assert told.endswith(another)
+    synchronous = [row for row in rows if row.staleness.max == 0]
+    assert best_row(synchronous) == another and bounds_compared(synchronous) == []
+    assert _trade_off(rows).axes[2].get_title() == "effective steps per minute,\nin steps of the same learner.lr"
+
+
+def test_improvement_per_minute_is_compared_over_all_axes(sweep: Path) -> None:
+    rows = [row for row in of_two_rates(sweep) if row.staleness.max == 1]
+    for row in rows:
+        row.values.update(dict.fromkeys((*WORTH, *WORTH_BY_REWARD), [math.nan] * 3))
+    (table,) = bounds_compared(rows)
+    assert len(table.rows) == 2 and table.header[1] == "improvement per minute"
+    assert "another unit" not in best_row(rows)
+
+
 def test_a_report_can_be_made_again_from_its_own_csv_files(sweep: Path, printed: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sweep, copy)
@@ -186,7 +240,7 @@ def test_a_report_can_be_made_again_from_its_own_csv_files(sweep: Path, printed:
     for title in ("Utilisation: measured, predicted, possible", "Dropped groups"):
         assert tables[title] == before_tables[title]
     assert tables["The trade-off"].header == before_tables["The trade-off"].header
-    assert tables["The trade-off"].best == before_tables["The trade-off"].best == 1
+    assert tables["The trade-off"].best == before_tables["The trade-off"].best == (1,)
     kept_note = "Kept from a report made of the runs' steps: Utilisation: measured, predicted, possible; Dropped"
     assert kept_note in (copy / "table.md").read_text()
     assert sorted(path.name for path in (copy / "plots").iterdir()) == sorted(

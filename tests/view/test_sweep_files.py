@@ -33,6 +33,15 @@ def test_a_point_is_the_mean_over_seeds_with_its_error(sweep_dir: Path) -> None:
     assert line["error"][0] == pytest.approx(abs(at_zero[0] - at_zero[1]) / 2)
 
 
+def test_a_point_of_the_largest_staleness_is_the_largest_of_all_seeds(sweep_dir: Path) -> None:
+    file = sweep_dir / "cells" / "staleness-1.seed-1" / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"staleness_max": 0}))
+    sweep = SweepFiles(sweep_dir)
+    (line,) = sweep.points("staleness_max", "staleness")
+    assert (line["mean"], line["error"]) == ([0, 1], [0.0, 0.0])
+    assert line["mean"] == [row.estimate("staleness_max").mean for row in sweep.rows()]
+
+
 def test_any_metric_of_the_steps_can_be_plotted(sweep_dir: Path) -> None:
     sweep = SweepFiles(sweep_dir)
     assert "time/train_s" in sweep.metric_keys()
@@ -56,6 +65,17 @@ def test_a_cell_that_runs_is_listed_and_has_pages(sweep_dir: Path) -> None:
     assert "step 12 of 20" in client.get("/sweep").text
     assert client.get("/cells/staleness-9.seed-0/groups").status_code == 200
     assert client.get("/cells/staleness-9.seed-0/data/answers/1/0").json()["text"] == "right answer"
+
+
+@pytest.mark.parametrize(
+    ("note", "state"),
+    [("paused by its guard", "paused"), ("ended: Ctrl-C", "stopped"), ("ended normally", "stopped")],
+)
+def test_a_cell_that_its_guard_has_paused_has_not_stopped(sweep_dir: Path, note: str, state: str) -> None:
+    make_run(sweep_dir / "cells" / "staleness-9.seed-0", note=note)
+    (cell,) = [cell for cell in SweepFiles(sweep_dir).cells() if cell.name == "staleness-9.seed-0"]
+    assert cell.state == state
+    assert f'<span class="pill {state}">{state}</span>' in Client(sweep_dir).get("/sweep").text
 
 
 def test_a_cell_that_finishes_changes_the_revision(sweep_dir: Path) -> None:

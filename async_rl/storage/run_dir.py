@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -162,17 +162,24 @@ def find_run(config: Config) -> Path | None:
     """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
 
     It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint or
-    an end. A run whose own run.name ends in such a number is another run.
+    an end. A run whose own run.name ends in such a number is another run, and so is one behind a number that is missing
+    if it does not say for which name it was made.
     """
     found = None
-    for number in itertools.count(1):
+    for place, number in enumerate(_numbers(config), 1):
         candidate = _numbered(config, number)
-        if not candidate.exists():
-            return found
-        is_of_name = number == 1 or _asked_name(candidate) in ("", config.run.name)
+        asked, is_behind_gap = _asked_name(candidate), number > place
+        is_of_name = number == 1 or asked == config.run.name or not (asked or is_behind_gap)
         if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
             found = candidate
-    raise AssertionError("the count has no end")
+    return found
+
+
+def _numbers(config: Config) -> list[int]:
+    """Return the numbers of the directories of a run's name that exist, in order; that of run.name itself is 1."""
+    parent, name = config.run_dir.parent, re.compile(re.escape(config.run.name) + r"(?:-([1-9]\d*))?")
+    found = (name.fullmatch(path.name) for path in parent.iterdir()) if parent.is_dir() else ()
+    return sorted(int(each[1] or 1) for each in found if each and each[1] != "1")
 
 
 def is_complete(run_dir: Path, config: Config) -> bool:

@@ -105,6 +105,18 @@ def test_a_run_whose_own_name_ends_in_a_number_is_another_run(config: Config, tm
     assert find_run(config) == tmp_path / "run-4"
 
 
+def test_a_run_is_found_by_its_asked_name_where_directories_before_it_are_gone(
+    config: Config, tmp_path: Path
+) -> None:
+    for _ in range(4):
+        save(new_run_dir(config), 3)
+    save(tmp_path / "run-5", 7)  # it does not say for which name it was made
+    assert find_run(config) == tmp_path / "run-5"
+    for name in ("run", "run-3"):
+        shutil.rmtree(tmp_path / name)
+        assert find_run(config) == tmp_path / "run-4"
+
+
 @pytest.mark.parametrize(
     ("summary", "seconds", "expected"),
     [

@@ -15,7 +15,8 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, WireError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.run_dir import open_run_dir, write_config
+from async_rl.storage.resuming import write_config
+from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal

@@ -196,7 +196,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     assert (state.version, state.lineage) == (2, 0)
 
     publisher.calls.clear()
-    (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/run_dir.py
+    (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/resuming.py
     run = RunConfig(name="a", steps=5, dir=str(tmp_path), resume=str(checkpoint_folder(tmp_path / "a", 2)))
     learner = open_learner(tiny_model_path, run=run, **every)
     assert learner._client is not None

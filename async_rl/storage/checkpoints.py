@@ -32,7 +32,7 @@ RESUMING = ".resuming"
 and "named" if run.resume names the checkpoint. Versions of this program that set aside no models wrote no MODELS."""
 _OLD_STATE_FILE = "cut.json"  # of format 1
 _NAME = re.compile(r"step_(\d+)")
-_PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
+_PAST_FILE = re.compile(r"\.lineage_(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,12 @@ class TrainingState:
 
 
 def lineage_of(run_dir: Path) -> int:
-    """Return how often the run has been resumed. Each resume leaves a config.lineage_N.yaml with N = 0, 1, ..."""
-    found = (_PAST_CONFIG.fullmatch(file.name) for file in run_dir.glob("config.lineage_*.yaml"))
+    """Return how often the run has been resumed: what resume N = 0, 1, ... has set aside has lineage_N in its name.
+
+    Each resume leaves a config.lineage_N.yaml; the other files count, too, as the user may have deleted that one.
+    """
+    files = (file for folder in ("", FOLDER, MODELS) for file in (run_dir / folder).glob("*.lineage_*"))
+    found = (_PAST_FILE.search(file.name) for file in files)
     return 1 + max((int(name[1]) for name in found if name), default=-1)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config
@@ -13,6 +15,7 @@ from async_rl.storage.checkpoints import (
     FOLDER,
     MODELS,
     RESUMING,
+    TrainingState,
     later_models,
     lineage_of,
     list_checkpoints,
@@ -22,6 +25,25 @@ from async_rl.storage.whole_file import write_whole
 
 _NAMED = " named"
 """The end of the marker RESUMING of a resume whose checkpoint run.resume names."""
+_MARKER = re.compile(rf"lineage_(\d+) (\d+)( {MODELS})?(?:{_NAMED})?")
+
+
+class _Marker(NamedTuple):
+    """The content of the marker RESUMING."""
+
+    lineage: int
+    """The number of the lineage that ends with the resume."""
+    version: int
+    """The version of the checkpoint from which the run goes on."""
+    has_moved_models: bool
+
+    @property
+    def suffix(self) -> str:
+        return f"lineage_{self.lineage}"
+
+    def past_config(self, run_dir: Path) -> Path:
+        """Return the file with the config of the lineage that ends, which is there once all is set aside."""
+        return run_dir / f"config.{self.suffix}.yaml"
 
 
 def resuming_since_s(run_dir: Path) -> float | None:
@@ -51,15 +73,17 @@ def write_config(config: Config) -> None:
     write_whole(run_dir / "config.yaml", dump_config(kept))
 
 
-def prepare_resume(config: Config, version: int, is_named: bool) -> None:
-    """Set aside what the run wrote after the checkpoint of `version`: rename its files, move lines of metrics.jsonl.
+def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None:
+    """Set aside what the run wrote after the checkpoint `saved`: rename its files, move lines of metrics.jsonl.
 
     The new names contain the number of the lineage that ends, so that each resume keeps its own files.
     """
-    run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
-    suffix = f"lineage_{lineage}"
+    run_dir, version = config.run_dir, saved.version
+    # the buffer finds the journal of the checkpoint's lineage by that number, also if files of others were deleted
+    marker = _Marker(max(lineage_of(run_dir), saved.lineage), version, has_moved_models=True)
+    suffix = marker.suffix
     write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
-    rename_later(Path(config.run.resume), version, lineage)
+    rename_later(Path(config.run.resume), version, marker.lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
         file.rename(run_dir / f"{stem}.{suffix}.{rest}")
@@ -77,27 +101,40 @@ def prepare_resume(config: Config, version: int, is_named: bool) -> None:
     old_config.touch()
     partial = run_dir / "config.yaml.partial"
     shutil.copy(old_config, partial)
-    partial.rename(run_dir / f"config.{suffix}.yaml")
+    partial.rename(marker.past_config(run_dir))
 
 
 def undo_resume(run_dir: Path) -> None:
     """If the last resume ended before its first step, put back what it set aside and remove its own files."""
-    marker = run_dir / RESUMING
-    if not marker.exists():
-        return
-    suffix, _, rest = marker.read_text().removesuffix(_NAMED).partition(" ")
-    version, _, also = rest.partition(" ")
-    if not version.isdigit():  # the disk was full, so that nothing was set aside
-        marker.unlink()
-        return
-    if max(list_checkpoints(run_dir), default=0) > int(version):  # killed between a checkpoint and the log of its step
-        marker.unlink()
-        return
-    if (run_dir / f"config.{suffix}.yaml").exists():
-        own_models = later_models(run_dir, int(version)) if also == MODELS else []  # else they are of before the resume
+    marker = _read_marker(run_dir)
+    if marker and not _has_gone_on(run_dir, marker):
+        _put_back(run_dir, marker)
+    (run_dir / RESUMING).unlink(missing_ok=True)
+
+
+def _read_marker(run_dir: Path) -> _Marker | None:
+    """Return what RESUMING says; None: there is no such file, or a full disk cut it short before anything was set aside.
+    """
+    try:
+        found = _MARKER.fullmatch((run_dir / RESUMING).read_text())
+    except FileNotFoundError:
+        return None
+    return _Marker(int(found[1]), int(found[2]), bool(found[3])) if found else None
+
+
+def _has_gone_on(run_dir: Path, marker: _Marker) -> bool:
+    """Return whether a resume was killed between a checkpoint and the log of its step: the run goes on from there."""
+    return marker.past_config(run_dir).exists() and max(list_checkpoints(run_dir), default=0) > marker.version
+
+
+def _put_back(run_dir: Path, marker: _Marker) -> None:
+    suffix, past_config = marker.suffix, marker.past_config(run_dir)
+    if past_config.exists():
+        # else they are of before the resume
+        own_models = later_models(run_dir, marker.version) if marker.has_moved_models else []
         for file in [*_files_in_use(run_dir), *own_models]:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
-        (run_dir / f"config.{suffix}.yaml").unlink()
+        past_config.unlink()
     patterns = (f"*.{suffix}.*", f"{FOLDER}/*.{suffix}", f"{MODELS}/*.{suffix}")
     for file in [found for pattern in patterns for found in run_dir.glob(pattern)]:
         if file.name != f"metrics.{suffix}.jsonl":
@@ -108,7 +145,6 @@ def undo_resume(run_dir: Path) -> None:
         more = (line for line in whole_lines(discarded) if line not in kept)
         write_whole(metrics, "".join([*kept, *more]))
         discarded.unlink()
-    marker.unlink()
 
 
 def _files_in_use(run_dir: Path) -> list[Path]:

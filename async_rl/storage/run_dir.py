@@ -80,7 +80,8 @@ def _resumed(config: Config) -> Iterator[Config]:
         checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
     elif not is_named:
         checkpoint = find_checkpoint(run_dir)  # that resume may have set aside the newest
-    version = read_training_state(checkpoint).version
+    saved = read_training_state(checkpoint)
+    version = saved.version
     if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):
         raise ConfigError(
             f"run.steps must be above {version}, the version of {checkpoint}, got {config.run.steps}. "
@@ -89,7 +90,7 @@ def _resumed(config: Config) -> Iterator[Config]:
     run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
     config = dataclasses.replace(config, run=run)
     try:
-        prepare_resume(config, version, is_named)
+        prepare_resume(config, saved, is_named)
         yield config
     finally:
         undo_resume(run_dir)

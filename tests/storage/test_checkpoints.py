@@ -174,11 +174,14 @@ def test_a_resume_from_an_older_checkpoint_renames_the_later_ones(tmp_path: Path
     assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step_1", "step_2", "step_3.lineage_0"]
 
 
-def test_the_number_of_resumes_is_that_of_the_renamed_configs(tmp_path: Path) -> None:
+def test_the_number_of_resumes_is_the_largest_of_the_files_that_they_have_set_aside(tmp_path: Path) -> None:
     assert lineage_of(tmp_path) == 0
     for name in ("config.lineage_0.yaml", "config.lineage_10.yaml", "config.lineage_x.yaml"):
         (tmp_path / name).touch()
     assert lineage_of(tmp_path) == 11
+    for number, name in enumerate(("trajectories.{}.sqlite-payloads", "checkpoints/step_3.{}", "models/step_3.{}"), 11):
+        (tmp_path / name.format(f"lineage_{number}")).mkdir(parents=True)
+        assert lineage_of(tmp_path) == number + 1
 
 
 def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None:

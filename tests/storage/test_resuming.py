@@ -151,6 +151,24 @@ def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
     assert files(tmp_path / "run") == before
 
 
+def test_a_resume_that_fails_while_it_sets_checkpoints_aside_puts_them_back(
+    stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoint_folder(tmp_path / "run", 2), checkpoint_folder(tmp_path / "run", 3))
+    before, rename, renamed = files(tmp_path / "run"), Path.rename, []
+
+    def fail_at_the_second(path: Path, target: Path) -> None:
+        renamed.append(path.name)
+        if len(renamed) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_at_the_second)
+    with pytest.raises(OSError, match="Input/output error"), open_run_dir(stopped):
+        raise AssertionError("a checkpoint could not be renamed")
+    assert renamed[:2] == ["step_2", "step_3"] and files(tmp_path / "run") == before
+
+
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     before = files(run_dir)

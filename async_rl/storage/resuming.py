@@ -25,6 +25,8 @@ from async_rl.storage.whole_file import write_whole
 
 _NAMED = " named"
 """The end of the marker RESUMING of a resume whose checkpoint run.resume names."""
+_NEW_CONFIG = "config.resuming.yaml"
+"""The file with the config of a resume until its first step."""
 _MARKER = re.compile(rf"lineage_(\d+) (\d+)( {MODELS})?(?:{_NAMED})?")
 
 
@@ -67,10 +69,8 @@ def resumes_named_checkpoint(run_dir: Path) -> bool:
 
 def write_config(config: Config) -> None:
     """Write the run's config.yaml. A resumed run calls this at its first step or its end, and is not undone then."""
-    run_dir = config.run_dir
-    (run_dir / RESUMING).unlink(missing_ok=True)
-    kept = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=""))
-    write_whole(run_dir / "config.yaml", dump_config(kept))
+    write_whole(config.run_dir / "config.yaml", _text(config))
+    _remove_marker(config.run_dir)
 
 
 def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None:
@@ -83,6 +83,7 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
     marker = _Marker(max(lineage_of(run_dir), saved.lineage), version, has_moved_models=True)
     suffix = marker.suffix
     write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
+    write_whole(run_dir / _NEW_CONFIG, _text(config))
     rename_later(Path(config.run.resume), version, marker.lineage)
     for file in _files_in_use(run_dir):
         stem, _, rest = file.name.partition(".")
@@ -105,16 +106,40 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
 
 
 def undo_resume(run_dir: Path) -> None:
-    """If the last resume ended before its first step, put back what it set aside and remove its own files."""
+    """If the last resume ended before its first step, put back what it set aside and remove its own files.
+
+    One that was killed between a checkpoint and the log of its step stays, with its config.
+    """
     marker = _read_marker(run_dir)
-    if marker and not _has_gone_on(run_dir, marker):
+    if marker and _has_gone_on(run_dir, marker):
+        config_file(run_dir).replace(run_dir / "config.yaml")
+    elif marker:
         _put_back(run_dir, marker)
-    (run_dir / RESUMING).unlink(missing_ok=True)
+    _remove_marker(run_dir)
+
+
+def config_file(run_dir: Path) -> Path:
+    """Return the file with the config with which a run goes on: config.yaml, as `undo_resume` will leave it."""
+    own = run_dir / "config.yaml"
+    marker = _read_marker(run_dir)
+    if marker is None:
+        return own
+    found = run_dir / _NEW_CONFIG if _has_gone_on(run_dir, marker) else marker.past_config(run_dir)
+    return found if found.exists() else own
+
+
+def _text(config: Config) -> str:
+    """Return the content of config.yaml."""
+    return dump_config(dataclasses.replace(config, run=dataclasses.replace(config.run, resume="")))
+
+
+def _remove_marker(run_dir: Path) -> None:
+    for name in (RESUMING, _NEW_CONFIG):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def _read_marker(run_dir: Path) -> _Marker | None:
-    """Return what RESUMING says; None: there is no such file, or a full disk cut it short before anything was set aside.
-    """
+    """Return what RESUMING says; None: there is none, or a full disk cut it short before anything was set aside."""
     try:
         found = _MARKER.fullmatch((run_dir / RESUMING).read_text())
     except FileNotFoundError:
@@ -123,7 +148,7 @@ def _read_marker(run_dir: Path) -> _Marker | None:
 
 
 def _has_gone_on(run_dir: Path, marker: _Marker) -> bool:
-    """Return whether a resume was killed between a checkpoint and the log of its step: the run goes on from there."""
+    """Return whether a resume has made a checkpoint: the run goes on from there, also if no step was logged."""
     return marker.past_config(run_dir).exists() and max(list_checkpoints(run_dir), default=0) > marker.version
 
 
@@ -134,7 +159,7 @@ def _put_back(run_dir: Path, marker: _Marker) -> None:
         own_models = later_models(run_dir, marker.version) if marker.has_moved_models else []
         for file in [*_files_in_use(run_dir), *own_models]:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
-        past_config.unlink()
+        past_config.replace(run_dir / "config.yaml")  # of a resume that was killed as it wrote its own
     patterns = (f"*.{suffix}.*", f"{FOLDER}/*.{suffix}", f"{MODELS}/*.{suffix}")
     for file in [found for pattern in patterns for found in run_dir.glob(pattern)]:
         if file.name != f"metrics.{suffix}.jsonl":

@@ -20,7 +20,7 @@ from async_rl.storage.checkpoints import (
     model_folder,
     write_training_state,
 )
-from async_rl.storage.resuming import undo_resume, write_config
+from async_rl.storage.resuming import config_file, undo_resume, write_config
 from async_rl.storage.run_dir import open_run_dir
 from tests.kit.configs import changed, make_config
 
@@ -31,17 +31,19 @@ def save_model(run_dir: Path, version: int, text: str) -> None:
     (folder / "config.json").write_text(text)
 
 
+def make_checkpoint(run_dir: Path, version: int) -> None:
+    folder = checkpoint_folder(run_dir, version)
+    folder.mkdir(parents=True)
+    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    write_training_state(folder, state)
+
+
 @pytest.fixture
 def stopped(tmp_path: Path) -> Config:
     """A resume from step 1 of a run that has gone on to step 2, with all the files of a run."""
     run_dir = tmp_path / "run"
     for version in (1, 2):
-        folder = checkpoint_folder(run_dir, version)
-        folder.mkdir(parents=True)
-        state = TrainingState(
-            version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}
-        )
-        write_training_state(folder, state)
+        make_checkpoint(run_dir, version)
         save_model(run_dir, version, f"version {version} of the first run")
     (run_dir / "trajectories.sqlite-payloads").mkdir()
     for name in ("trajectories.sqlite", "trajectories.sqlite-wal", "trajectories.sqlite-payloads/0", "timeline.json"):
@@ -167,6 +169,34 @@ def test_a_resume_that_fails_while_it_sets_checkpoints_aside_puts_them_back(
     with pytest.raises(OSError, match="Input/output error"), open_run_dir(stopped):
         raise AssertionError("a checkpoint could not be renamed")
     assert renamed[:2] == ["step_2", "step_3"] and files(tmp_path / "run") == before
+
+
+def test_a_resume_that_was_killed_keeps_its_settings_if_it_has_made_a_checkpoint(
+    stopped: Config, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed" / "run"
+    with pytest.raises(KeyboardInterrupt), open_run_dir(changed(stopped, learner={"lr": 0.125})) as opened:
+        begin_anew(opened.run_dir)
+        make_checkpoint(opened.run_dir, 3)
+        shutil.copytree(opened.run_dir, killed)
+        raise KeyboardInterrupt
+    for run_dir in (tmp_path / "run", killed):
+        assert "lr: 0.125" in config_file(run_dir).read_text(), "the next resume begins with it"
+        undo_resume(run_dir)
+        assert "lr: 0.125" in (run_dir / "config.yaml").read_text() and list(list_checkpoints(run_dir)) == [1, 3]
+        assert not {".resuming", "config.resuming.yaml"} & files(run_dir).keys()
+
+
+def test_a_resume_that_was_killed_as_it_wrote_its_config_is_undone(stopped: Config, tmp_path: Path) -> None:
+    before = files(tmp_path / "run")
+    killed = tmp_path / "killed" / "run"
+    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
+        shutil.copytree(opened.run_dir, killed)
+        raise KeyboardInterrupt
+    shutil.copy(killed / "config.resuming.yaml", killed / "config.yaml")
+    assert config_file(killed).read_text() == before["config.yaml"]
+    undo_resume(killed)
+    assert files(killed) == before
 
 
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:

@@ -128,6 +128,12 @@ def config_file(run_dir: Path) -> Path:
     return found if found.exists() else own
 
 
+def kept_resumes(run_dir: Path) -> int:
+    """Return how often a run has been resumed, without a resume that `undo_resume` will undo."""
+    marker = _read_marker(run_dir)
+    return marker.lineage if marker and not _has_gone_on(run_dir, marker) else lineage_of(run_dir)
+
+
 def _text(config: Config) -> str:
     """Return the content of config.yaml."""
     return dump_config(dataclasses.replace(config, run=dataclasses.replace(config.run, resume="")))

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, lineage_of, list_checkpoints, read_training_state, run_dir_of
-from async_rl.storage.resuming import prepare_resume, undo_resume, whole_lines, write_config
+from async_rl.storage.resuming import kept_resumes, prepare_resume, undo_resume, whole_lines, write_config
 from async_rl.storage.whole_file import write_whole
 
 _LOCK_FILE = ".lock"
@@ -147,16 +147,20 @@ def is_complete(run_dir: Path, config: Config) -> bool:
     """Return whether a run has come to its end, with a summary: after run.steps steps, or earlier for its own reasons.
 
     Its own are run.seconds, an alarm, the program that trains, and a task of which nothing is left to learn. A run that
-    Ctrl-C or SIGTERM has ended, that the guard sends back, that went on after its summary, or that ended without a
-    step, which is an error, is not complete.
+    Ctrl-C or SIGTERM has ended, that the guard sends back, that went on after its summary or back to a checkpoint, or
+    that ended without a step, which is an error, is not complete.
     """
     file = run_dir / "summary.json"
     summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}
     if INTERRUPTED in summary or "rolled_back" in summary:
         return False
+    resumes = kept_resumes(run_dir)
+    is_newest_end = summary.get("resumes", resumes) >= resumes
     has_gone_on = max(list_checkpoints(run_dir), default=0) > summary["steps"]
+    if summary["steps"] >= config.run.steps:
+        return is_newest_end or has_gone_on
     has_its_reason = summary["steps"] > 0 and ("ended" in summary or config.run.seconds > 0)
-    return summary["steps"] >= config.run.steps or (has_its_reason and not has_gone_on)
+    return has_its_reason and is_newest_end and not has_gone_on
 
 
 def is_of_newest_end(summary: Mapping[str, Any], last_step: int, run_dir: Path) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.resuming import write_config
 from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir
 from async_rl.sweeps.cell_process import claimed
 from async_rl.sweeps.cells import Cell
@@ -167,3 +168,26 @@ def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, t
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
         raise ConfigError("no room")
     assert (folder / "training_state.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("summary", "back_to", "trained_to"), [({"steps": 6, "ended": "an alarm"}, 2, 4), ({"steps": 8}, 4, 8)]
+)  # fmt: skip
+def test_a_run_that_went_back_to_a_checkpoint_after_its_end_is_not_complete(
+    config: Config, tmp_path: Path, summary: dict[str, object], back_to: int, trained_to: int
+) -> None:
+    run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
+    for version in (2, 4, summary["steps"]):
+        assert isinstance(version, int)
+        save(run_dir, version)
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 0}))
+    with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, back_to)})) as again:
+        assert is_complete(run_dir, asked), "the resume has made no step"
+        write_config(again)
+    assert not is_complete(run_dir, asked)
+    save(run_dir, trained_to)
+    assert not is_complete(run_dir, asked)
+    with open_run_dir(changed(asked, run={"resume": run_dir})) as again:
+        assert again.run.resume == str(checkpoint_folder(run_dir, trained_to))
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 1}))
+    assert is_complete(run_dir, asked)

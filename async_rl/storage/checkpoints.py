@@ -92,11 +92,14 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
     """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
 
     The result is absolute, because `run_dir_of` takes the run directory from it. A checkpoint that a resume has set
     aside is found by both names: that resume may have been killed before its first step, and the next one undoes it.
+
+    Args:
+        resumes: whether a run is to go on from it; else it may also be one that a resume has set aside for good.
 
     Raises:
         ConfigError: there is no complete checkpoint, a file of it is missing or cut short, or it is outside of a run.
@@ -105,6 +108,8 @@ def find_checkpoint(path: str | Path) -> Path:
     for named in (folder, _set_aside(folder)):
         if _is_complete(named):
             _check_place(named)
+            if resumes:
+                _check_in_line(named)
             _check_whole(named)
             return named
     found = list_checkpoints(folder)
@@ -153,6 +158,16 @@ def _check_place(folder: Path) -> None:
         raise ConfigError(
             f"run.resume must be a run directory or a checkpoint in RUN_DIR/{FOLDER}, where it was written, got "
             f"{folder}. A run goes on in its own directory: copy all of that, and name the checkpoint in it"
+        )
+
+
+def _check_in_line(folder: Path) -> None:
+    """Raise ConfigError if a resume has set a checkpoint aside for good: the run's other files do not lead to it."""
+    if _PAST_FILE.search(folder.name) and folder.name.partition(".")[2] != _suffix(run_dir_of(folder)):
+        raise ConfigError(
+            f"run.resume must be a checkpoint of the steps that the run has now, got {folder}: a resume that went back "
+            f"to an earlier one has set it aside. Name {folder.parent}/step_N, or begin a new run with its model: "
+            f"async-rl export {folder} MODEL_DIR, then model.path=MODEL_DIR"
         )
 
 

@@ -78,8 +78,8 @@ def _resumed(config: Config) -> Iterator[Config]:
     is_named = Path(os.path.abspath(config.run.resume)) != run_dir
     if not checkpoint.exists():  # that resume had set it aside
         checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
-    elif not is_named:
-        checkpoint = find_checkpoint(run_dir)  # that resume may have set aside the newest
+    # that resume may have set aside the newest, or the named one for good
+    checkpoint = find_checkpoint(checkpoint if is_named else run_dir)
     saved = read_training_state(checkpoint)
     version = saved.version
     if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):

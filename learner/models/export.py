@@ -34,7 +34,7 @@ def export(source: str | Path, target: Path) -> Path:
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
     try:
-        checkpoint = find_checkpoint(source)
+        checkpoint = find_checkpoint(source, resumes=False)
     except ConfigError as error:  # the message names run.resume, which is not set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
     if Path(source).resolve() == run_dir_of(checkpoint).resolve():

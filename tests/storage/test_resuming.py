@@ -185,6 +185,10 @@ def test_a_resume_that_was_killed_keeps_its_settings_if_it_has_made_a_checkpoint
         undo_resume(run_dir)
         assert "lr: 0.125" in (run_dir / "config.yaml").read_text() and list(list_checkpoints(run_dir)) == [1, 3]
         assert not {".resuming", "config.resuming.yaml"} & files(run_dir).keys()
+    (killed / ".resuming").write_text("lineage_0 1 models")
+    discarded = changed(stopped, run={"resume": killed / "checkpoints" / "step_2"})
+    with pytest.raises(ConfigError, match=r"step_2\.lineage_0: a resume .* has set it aside"), open_run_dir(discarded):
+        raise AssertionError("the run has gone on without it")
 
 
 def test_a_resume_that_was_killed_as_it_wrote_its_config_is_undone(stopped: Config, tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp
         export(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # a checkpoint that is named is taken
         export(tmp_path / "checkpoints" / "step_9", tmp_path / "out")
+    (tmp_path / ".resuming").unlink()
+    with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # also one that a resume has set aside
+        export(tmp_path / "checkpoints" / "step_9.lineage_0", tmp_path / "out")
 
 
 def test_an_export_into_the_working_directory_is_a_folder_like_any(

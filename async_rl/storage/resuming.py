@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_rl.config import Config
-from async_rl.config.loading import dump_config
+from async_rl.config.check import check
+from async_rl.config.loading import dump_config, load_config
+from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FOLDER,
     MODELS,
@@ -103,6 +105,27 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
     partial = run_dir / "config.yaml.partial"
     shutil.copy(old_config, partial)
     partial.rename(marker.past_config(run_dir))
+
+
+def check_alpha(config: Config, saved: TrainingState) -> None:
+    """Check that the adapters of the checkpoint `saved`, if it holds any, keep the model.lora.alpha of their training.
+
+    Nothing is checked if the config of that time can't be read.
+
+    Raises:
+        ConfigError: with another alpha they would weigh more or less, in the version of the checkpoint, too.
+    """
+    past_config, alpha = config.run_dir / f"config.lineage_{saved.lineage}.yaml", config.model.lora.alpha
+    file = past_config if past_config.exists() else config.run_dir / "config.yaml"
+    try:
+        lora = load_config(file).model.lora
+    except ConfigError:
+        return
+    check(
+        0 in (lora.rank, config.model.lora.rank) or alpha == lora.alpha, "model.lora.alpha", alpha,
+        f"{lora.alpha:g}, with which the adapters of {config.run.resume} were trained",
+        "Leave it, or begin a new run with model.path at the result of `async-rl export`.",
+    )
 
 
 def undo_resume(run_dir: Path) -> None:

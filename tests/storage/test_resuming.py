@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
+from async_rl.config import Config, LoraConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import (
     TrainingState,
@@ -201,6 +201,19 @@ def test_a_resume_that_was_killed_as_it_wrote_its_config_is_undone(stopped: Conf
     assert config_file(killed).read_text() == before["config.yaml"]
     undo_resume(killed)
     assert files(killed) == before
+
+
+def test_a_resume_with_another_alpha_than_that_of_its_adapters_is_refused(stopped: Config, tmp_path: Path) -> None:
+    first = changed(stopped, model={"lora": LoraConfig(rank=2, alpha=32.0)})
+    write_config(first)
+    for _ in range(2):
+        with open_run_dir(first) as opened:
+            write_config(opened)
+        before, message = files(tmp_path / "run"), r"model\.lora\.alpha must be 32, with which .*/step_1 .*, got 16\.0"
+        other = changed(first, model={"lora": LoraConfig(rank=2, alpha=16.0)})
+        with pytest.raises(ConfigError, match=message), open_run_dir(other):
+            raise AssertionError("its adapters would weigh half as much")
+        assert files(tmp_path / "run") == before
 
 
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of, run_dir_of_model
 from async_rl.storage.hub_names import find_model
+from async_rl.storage.resuming import config_file
 from async_rl.storage.run_dir import find_run, is_complete
 
 SIGNALS_EVERY_S = 1.0
@@ -243,7 +244,7 @@ def config_to_start(
             allowed = "a YAML file, settings or a Config, or None with resume=RUN_DIR, whose config.yaml is taken"
             got = "got None" + f" with resume={resume!r}" * bool(resume)
             raise ConfigError(f"config must be {allowed}, {got}. `async-rl init` writes a file to begin with")
-        config = run_dir_of(find_checkpoint(resume)) / "config.yaml"
+        config = config_file(run_dir_of(find_checkpoint(resume)))
     if resume == "auto":
         wanted = config_of(config, overrides)
         found = find_run(wanted)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -113,7 +113,7 @@ class Checkpointer:
         the saved run had no average of its weights, one begins with the weights of the checkpoint.
 
         Raises:
-            ConfigError: the checkpoint holds other networks, or can't be loaded into these.
+            ConfigError: the checkpoint holds other networks or more trained weights, or can't be loaded into these.
         """
         state = read_training_state(folder)
         if set(state.networks) != set(self._optimizers):
@@ -125,6 +125,7 @@ class Checkpointer:
             if state.networks[name]["steps"]:
                 optimizer.make_state()
         tensors, rank = self._tensors(), dist.get_rank()
+        check_weights(folder, tensors)
         if rank < state.ranks:
             tensors[f"random.{rank}"] = torch.empty(_held(folder)[f"random.{rank}"].size, dtype=torch.uint8)
         averages = {key for key in tensors if key.endswith(AVERAGE)}
@@ -195,6 +196,29 @@ class Checkpointer:
         if self._device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self._device))
         return torch.cat(states)
+
+
+def check_weights(folder: Path, trained: Collection[str]) -> None:
+    """Check that a configuration trains all weights that a checkpoint holds of its networks: others would be lost.
+
+    Args:
+        trained: the names of the weights that it trains, each with its network's before it; there may be others.
+
+    Raises:
+        ConfigError: a weight of the checkpoint is frozen in this configuration, or is not there.
+    """
+    held, networks = _held(folder), {name.partition(".")[0] for name in trained}
+    lost = sorted(
+        name for name in held if name not in trained and name.partition(".")[0] in networks
+        and not any(name[:at] in held for at, letter in enumerate(name) if letter == ".")  # of an optimizer, an average
+    )
+    if lost:
+        raise ConfigError(
+            f"the checkpoint {folder} holds {len(lost)} trained weights that this configuration freezes or lacks, such "
+            f"as {lost[0]}: they would be lost. Leave model.frozen, model.lora and the paths of models as they were "
+            "when it was written. To train other weights, begin a new run with model.path at the result of its "
+            "`async-rl export`"
+        )
 
 
 def has_average(folder: Path) -> bool:

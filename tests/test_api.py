@@ -24,7 +24,8 @@ from async_rl.driver.run_control import RunControl
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ProcessDiedError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.run_dir import new_run_dir, write_config
+from async_rl.storage.resuming import write_config
+from async_rl.storage.run_dir import new_run_dir
 
 SETTINGS: dict[str, Any] = {"model": {"path": "a-model"}, "task": {"path": "a.parquet"}}
 

@@ -21,7 +21,7 @@ from async_rl.config.data import (
     StalenessConfig,
     TaskConfig,
 )
-from async_rl.config.depths import SlotLimits, depth_at, slots_at
+from async_rl.config.depths import SlotLimits, depth_at, resumed_slots, slots_at
 from async_rl.config.guard import GuardConfig
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from async_rl.config.check import check
 
@@ -63,6 +64,22 @@ class SlotLimits:
     def allowed(self, slots: int) -> int:
         """Return the number of slots nearest to `slots` that a run may have."""
         return min(max(slots, self.fewest), self.most)
+
+
+def resumed_slots(buffer: Mapping[str, Any], limits: SlotLimits, start: int) -> int:
+    """Return the number of slots with which a run that moves them goes on: those of the checkpoint's depth.
+
+    Args:
+        buffer: the buffer's part of the checkpoint. If it does not say of which run its slots are, they are taken.
+        limits: those of the run now, whose batches may have another size.
+        start: the number at the start of a run, which is taken if the saved run did not move its slots.
+    """
+    slots, fresh_per_step = buffer["scalars"]["slots"], buffer.get("fresh_per_step", limits.fresh_per_step)
+    if not buffer.get("moves_slots", True):
+        return start
+    if fresh_per_step != limits.fresh_per_step:
+        slots = limits.at(depth_at(slots, fresh_per_step))
+    return limits.allowed(slots)
 
 
 def check_slots(depth: float | Literal["max", "auto"], slots: int, limits: SlotLimits) -> None:

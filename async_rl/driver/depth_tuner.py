@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from async_rl.config import Config, depth_at
+from async_rl.config import Config, depth_at, resumed_slots
 from async_rl.depth.choice import Forecast, Prospect
 from async_rl.depth.controller import MEASURED_STEPS, DepthController, Move
 from async_rl.driver.actor_group import ActorGroup
@@ -47,8 +47,8 @@ class DepthTuner:
         self._log = log
         self._watchdog = watchdog
         saved = resumed_training_state(config)
-        slots, version = (saved.buffer["scalars"]["slots"], saved.version) if saved else (config.slots, 0)
-        depth = depth_at(config.slot_limits.allowed(slots), config.fresh_per_step)
+        slots = resumed_slots(saved.buffer, config.slot_limits, config.slots) if saved else config.slots
+        depth, version = depth_at(slots, config.fresh_per_step), saved.version if saved else 0
         self._controller = DepthController(config, depth, version)
         self._servers = config.placement.rollout.servers
         self._is_disturbed = True  # the first step warms up

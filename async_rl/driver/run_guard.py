@@ -29,7 +29,7 @@ from async_rl.storage.guard_events import (
     read_guard_events,
     take_answer,
 )
-from async_rl.storage.run_dir import resumes_named_checkpoint
+from async_rl.storage.resuming import resumes_named_checkpoint
 from async_rl.telemetry.status import PAUSED, RUNNING
 
 

@@ -19,7 +19,7 @@ from async_rl.guard.decision import Finding, Guard
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import lineage_of, list_checkpoints, prune, resumed_training_state
 from async_rl.storage.guard_events import accepted_signals, checkpoint_before
-from async_rl.storage.run_dir import write_config
+from async_rl.storage.resuming import write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
 from async_rl.telemetry.figures import trained_tokens
 from async_rl.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics

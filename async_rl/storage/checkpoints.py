@@ -32,7 +32,7 @@ RESUMING = ".resuming"
 and "named" if run.resume names the checkpoint. Versions of this program that set aside no models wrote no MODELS."""
 _OLD_STATE_FILE = "cut.json"  # of format 1
 _NAME = re.compile(r"step_(\d+)")
-_PAST_CONFIG = re.compile(r"config\.lineage_(\d+)\.yaml")
+_PAST_FILE = re.compile(r"\.lineage_(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,12 @@ class TrainingState:
 
 
 def lineage_of(run_dir: Path) -> int:
-    """Return how often the run has been resumed. Each resume leaves a config.lineage_N.yaml with N = 0, 1, ..."""
-    found = (_PAST_CONFIG.fullmatch(file.name) for file in run_dir.glob("config.lineage_*.yaml"))
+    """Return how often the run has been resumed: what resume N = 0, 1, ... has set aside has lineage_N in its name.
+
+    Each resume leaves a config.lineage_N.yaml; the other files count, too, as the user may have deleted that one.
+    """
+    files = (file for folder in ("", FOLDER, MODELS) for file in (run_dir / folder).glob("*.lineage_*"))
+    found = (_PAST_FILE.search(file.name) for file in files)
     return 1 + max((int(name[1]) for name in found if name), default=-1)
 
 
@@ -88,11 +92,14 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
     """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
 
     The result is absolute, because `run_dir_of` takes the run directory from it. A checkpoint that a resume has set
     aside is found by both names: that resume may have been killed before its first step, and the next one undoes it.
+
+    Args:
+        resumes: whether a run is to go on from it; else it may also be one that a resume has set aside for good.
 
     Raises:
         ConfigError: there is no complete checkpoint, a file of it is missing or cut short, or it is outside of a run.
@@ -101,6 +108,8 @@ def find_checkpoint(path: str | Path) -> Path:
     for named in (folder, _set_aside(folder)):
         if _is_complete(named):
             _check_place(named)
+            if resumes:
+                _check_in_line(named)
             _check_whole(named)
             return named
     found = list_checkpoints(folder)
@@ -149,6 +158,16 @@ def _check_place(folder: Path) -> None:
         raise ConfigError(
             f"run.resume must be a run directory or a checkpoint in RUN_DIR/{FOLDER}, where it was written, got "
             f"{folder}. A run goes on in its own directory: copy all of that, and name the checkpoint in it"
+        )
+
+
+def _check_in_line(folder: Path) -> None:
+    """Raise ConfigError if a resume has set a checkpoint aside for good: the run's other files do not lead to it."""
+    if _PAST_FILE.search(folder.name) and folder.name.partition(".")[2] != _suffix(run_dir_of(folder)):
+        raise ConfigError(
+            f"run.resume must be a checkpoint of the steps that the run has now, got {folder}: a resume that went back "
+            f"to an earlier one has set it aside. Name {folder.parent}/step_N, or begin a new run with its model: "
+            f"async-rl export {folder} MODEL_DIR, then model.path=MODEL_DIR"
         )
 
 

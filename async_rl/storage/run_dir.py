@@ -1,8 +1,8 @@
-"""Creates and locks the directory of a new run, and prepares the directory of a run that is resumed.
+"""Creates and locks the directory of a new run, or takes that of a run that is resumed, and finds a run by its name.
 
 A resume that trains no step changes nothing, unless it comes to the end of its run: `open_run_dir` sets aside what was
-written after the checkpoint, and puts it back unless a step was logged, or an end that is no stop. If the process is
-killed before that, the next resume puts it back.
+written after the checkpoint, and puts it back unless a step was logged, or an end that is no stop (resuming.py). If the
+process is killed before that, the next resume puts it back.
 """
 
 from __future__ import annotations
@@ -10,29 +10,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from async_rl.config import Config
-from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import (
-    FOLDER,
-    MODELS,
-    RESUMING,
-    find_checkpoint,
-    later_models,
-    lineage_of,
-    list_checkpoints,
-    read_training_state,
-    rename_later,
-    run_dir_of,
-)
+from async_rl.storage.checkpoints import find_checkpoint, lineage_of, list_checkpoints, read_training_state, run_dir_of
+from async_rl.storage.resuming import check_alpha, kept_resumes, prepare_resume, undo_resume, whole_lines, write_config
 from async_rl.storage.whole_file import write_whole
 
 _LOCK_FILE = ".lock"
@@ -40,8 +29,6 @@ _ASKED_NAME = ".asked_name"
 """The file with the run.name that was asked for: a directory gets a number if the name is taken."""
 GUARD_ANSWER = "guard_answer"
 """The file with the user's answer to a pause, see guard_events.py."""
-_NAMED = " named"
-"""The end of the marker RESUMING of a resume whose checkpoint run.resume names."""
 INTERRUPTED = "interrupted"
 """The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
@@ -82,7 +69,7 @@ def _resumed(config: Config) -> Iterator[Config]:
     Of a run whose end was cut short, after its last step, the end is left to do.
 
     Raises:
-        ConfigError: the checkpoint is of run.steps or later, and the run is complete.
+        ConfigError: the checkpoint is of run.steps or later, and the run is complete, or model.lora.alpha was another.
     """
     checkpoint = find_checkpoint(config.run.resume)
     run_dir = run_dir_of(checkpoint)
@@ -91,9 +78,10 @@ def _resumed(config: Config) -> Iterator[Config]:
     is_named = Path(os.path.abspath(config.run.resume)) != run_dir
     if not checkpoint.exists():  # that resume had set it aside
         checkpoint = checkpoint.with_name(checkpoint.name.partition(".")[0])
-    elif not is_named:
-        checkpoint = find_checkpoint(run_dir)  # that resume may have set aside the newest
-    version = read_training_state(checkpoint).version
+    # that resume may have set aside the newest, or the named one for good
+    checkpoint = find_checkpoint(checkpoint if is_named else run_dir)
+    saved = read_training_state(checkpoint)
+    version = saved.version
     if version > config.run.steps or (version == config.run.steps and is_complete(run_dir, config)):
         raise ConfigError(
             f"run.steps must be above {version}, the version of {checkpoint}, got {config.run.steps}. "
@@ -101,38 +89,12 @@ def _resumed(config: Config) -> Iterator[Config]:
         )
     run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
     config = dataclasses.replace(config, run=run)
+    check_alpha(config, saved)
     try:
-        _prepare_resume(config, version, is_named)
+        prepare_resume(config, saved, is_named)
         yield config
     finally:
         undo_resume(run_dir)
-
-
-def resuming_since_s(run_dir: Path) -> float | None:
-    """Return since when, by time.time(), a resume of a run has been on its way to its first step; None: there is none.
-
-    The resume may also have been killed before that step.
-    """
-    try:
-        return (run_dir / RESUMING).stat().st_mtime
-    except OSError:
-        return None
-
-
-def resumes_named_checkpoint(run_dir: Path) -> bool:
-    """Return whether run.resume names the checkpoint of a resume on its way to its first step, and not only the run."""
-    try:
-        return (run_dir / RESUMING).read_text().endswith(_NAMED)
-    except OSError:
-        return False
-
-
-def write_config(config: Config) -> None:
-    """Write the run's config.yaml. A resumed run calls this at its first step or its end, and is not undone then."""
-    run_dir = config.run_dir
-    (run_dir / RESUMING).unlink(missing_ok=True)
-    kept = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=""))
-    write_whole(run_dir / "config.yaml", dump_config(kept))
 
 
 def new_run_dir(config: Config) -> Path:
@@ -162,33 +124,44 @@ def find_run(config: Config) -> Path | None:
     """Return the run directory with which `--resume auto` goes on, or None if a new run is to start.
 
     It is that of run.name or, of those that have a number because the name was taken, the last one with a checkpoint or
-    an end. A run whose own run.name ends in such a number is another run.
+    an end. A run whose own run.name ends in such a number is another run, and so is one behind a number that is missing
+    if it does not say for which name it was made.
     """
     found = None
-    for number in itertools.count(1):
+    for place, number in enumerate(_numbers(config), 1):
         candidate = _numbered(config, number)
-        if not candidate.exists():
-            return found
-        is_of_name = number == 1 or _asked_name(candidate) in ("", config.run.name)
+        asked, is_behind_gap = _asked_name(candidate), number > place
+        is_of_name = number == 1 or asked == config.run.name or not (asked or is_behind_gap)
         if is_of_name and (list_checkpoints(candidate) or is_complete(candidate, config)):
             found = candidate
-    raise AssertionError("the count has no end")
+    return found
+
+
+def _numbers(config: Config) -> list[int]:
+    """Return the numbers of the directories of a run's name that exist, in order; that of run.name itself is 1."""
+    parent, name = config.run_dir.parent, re.compile(re.escape(config.run.name) + r"(?:-([1-9]\d*))?")
+    found = (name.fullmatch(path.name) for path in parent.iterdir()) if parent.is_dir() else ()
+    return sorted(int(each[1] or 1) for each in found if each and each[1] != "1")
 
 
 def is_complete(run_dir: Path, config: Config) -> bool:
     """Return whether a run has come to its end, with a summary: after run.steps steps, or earlier for its own reasons.
 
     Its own are run.seconds, an alarm, the program that trains, and a task of which nothing is left to learn. A run that
-    Ctrl-C or SIGTERM has ended, that the guard sends back, that went on after its summary, or that ended without a
-    step, which is an error, is not complete.
+    Ctrl-C or SIGTERM has ended, that the guard sends back, that went on after its summary or back to a checkpoint, or
+    that ended without a step, which is an error, is not complete.
     """
     file = run_dir / "summary.json"
     summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}
     if INTERRUPTED in summary or "rolled_back" in summary:
         return False
+    resumes = kept_resumes(run_dir)
+    is_newest_end = summary.get("resumes", resumes) >= resumes
     has_gone_on = max(list_checkpoints(run_dir), default=0) > summary["steps"]
+    if summary["steps"] >= config.run.steps:
+        return is_newest_end or has_gone_on
     has_its_reason = summary["steps"] > 0 and ("ended" in summary or config.run.seconds > 0)
-    return summary["steps"] >= config.run.steps or (has_its_reason and not has_gone_on)
+    return has_its_reason and is_newest_end and not has_gone_on
 
 
 def is_of_newest_end(summary: Mapping[str, Any], last_step: int, run_dir: Path) -> bool:
@@ -210,12 +183,7 @@ def _asked_name(run_dir: Path) -> str:
 def _has_step(run_dir: Path) -> bool:
     """Return whether metrics.jsonl holds a trained step; a new run that failed without one may be removed."""
     metrics = run_dir / "metrics.jsonl"
-    return metrics.is_file() and any(json.loads(line)["step"] > 0 for line in _whole_lines(metrics))
-
-
-def _whole_lines(file: Path) -> list[str]:
-    """Return the lines of a file without the last one if a crash has cut it short."""
-    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return metrics.is_file() and any(json.loads(line)["step"] > 0 for line in whole_lines(metrics))
 
 
 @contextlib.contextmanager
@@ -263,69 +231,3 @@ def is_locked(run_dir: Path) -> bool:
         return False
     with file.open("w") as lock:
         return not has_locked(lock)
-
-
-def _prepare_resume(config: Config, version: int, is_named: bool) -> None:
-    """Set aside what the run wrote after the checkpoint of `version`: rename its files, move lines of metrics.jsonl.
-
-    The new names contain the number of the lineage that ends, so that each resume keeps its own files.
-    """
-    run_dir, lineage = config.run_dir, lineage_of(config.run_dir)
-    suffix = f"lineage_{lineage}"
-    write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
-    rename_later(Path(config.run.resume), version, lineage)
-    for file in _files_in_use(run_dir):
-        stem, _, rest = file.name.partition(".")
-        file.rename(run_dir / f"{stem}.{suffix}.{rest}")
-    if (status := run_dir / "status.json").exists():  # copied, as it is shown until the driver writes the next one
-        write_whole(run_dir / f"status.{suffix}.json", status.read_text())
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists():
-        lines = _whole_lines(metrics)
-        kept = [line for line in lines if json.loads(line)["step"] <= version]
-        if discarded := [line for line in lines if json.loads(line)["step"] > version]:
-            (run_dir / f"metrics.{suffix}.jsonl").write_text("".join(discarded))
-        write_whole(metrics, "".join(kept))
-    # A new config.lineage_N.yaml ends the lineage. It comes last, as the sign for `undo_resume` that all is renamed.
-    old_config = run_dir / "config.yaml"
-    old_config.touch()
-    partial = run_dir / "config.yaml.partial"
-    shutil.copy(old_config, partial)
-    partial.rename(run_dir / f"config.{suffix}.yaml")
-
-
-def undo_resume(run_dir: Path) -> None:
-    """If the last resume ended before its first step, put back what it set aside and remove its own files."""
-    marker = run_dir / RESUMING
-    if not marker.exists():
-        return
-    suffix, _, rest = marker.read_text().removesuffix(_NAMED).partition(" ")
-    version, _, also = rest.partition(" ")
-    if not version.isdigit():  # the disk was full, so that nothing was set aside
-        marker.unlink()
-        return
-    if max(list_checkpoints(run_dir), default=0) > int(version):  # killed between a checkpoint and the log of its step
-        marker.unlink()
-        return
-    if (run_dir / f"config.{suffix}.yaml").exists():
-        own_models = later_models(run_dir, int(version)) if also == MODELS else []  # else they are of before the resume
-        for file in [*_files_in_use(run_dir), *own_models]:
-            shutil.rmtree(file) if file.is_dir() else file.unlink()
-        (run_dir / f"config.{suffix}.yaml").unlink()
-    patterns = (f"*.{suffix}.*", f"{FOLDER}/*.{suffix}", f"{MODELS}/*.{suffix}")
-    for file in [found for pattern in patterns for found in run_dir.glob(pattern)]:
-        if file.name != f"metrics.{suffix}.jsonl":
-            file.rename(file.with_name(file.name.replace(f".{suffix}", "")))
-    metrics, discarded = run_dir / "metrics.jsonl", run_dir / f"metrics.{suffix}.jsonl"
-    if discarded.exists():
-        kept = _whole_lines(metrics)
-        more = (line for line in _whole_lines(discarded) if line not in kept)
-        write_whole(metrics, "".join([*kept, *more]))
-        discarded.unlink()
-    marker.unlink()
-
-
-def _files_in_use(run_dir: Path) -> list[Path]:
-    """Return the files that a resumed run begins anew: the journal with its payload files, the trace and its plot."""
-    found = [*run_dir.glob("trajectories.*"), *run_dir.glob("timeline.*")]
-    return [file for file in found if ".lineage_" not in file.name]

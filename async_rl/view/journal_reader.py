@@ -16,7 +16,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import decode_group
 from async_rl.messages.limits import Limits
-from async_rl.storage.run_dir import resuming_since_s
+from async_rl.storage.resuming import resuming_since_s
 from async_rl.types import Group
 from buffer.journal.journal import check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload

@@ -13,7 +13,8 @@ import yaml
 
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.yaml_text import read_yaml
-from async_rl.storage.run_dir import is_of_newest_end, resuming_since_s
+from async_rl.storage.resuming import resuming_since_s
+from async_rl.storage.run_dir import is_of_newest_end
 from async_rl.sweeps.cells import Bound
 from async_rl.telemetry.status import STALE_S, goes_on, state_of
 from async_rl.view.journal_reader import JournalReader

@@ -205,7 +205,7 @@ class Operations:
                 self._served(fields)
             case "checkpoint":
                 self.store.check_version(fields.integer("version", 0))
-                return buffer_checkpoint(self.store.state)
+                return buffer_checkpoint(self.store.state, self.store.rules)
         return {}
 
     def _park(self, kind: str, worker: str, identity: bytes, request: Request, **asked: Any) -> None:

@@ -14,7 +14,7 @@ from async_rl.storage.checkpoints import check_newest, find_checkpoint, run_dir_
 from async_rl.storage.hub import located
 from async_rl.storage.model_folder import writing
 from async_rl.weights.checkpoint_names import to_checkpoint
-from learner.checkpointing import AVERAGE, has_average
+from learner.checkpointing import AVERAGE, check_weights, has_average
 from learner.models.loading import read_weights
 from learner.models.lora import merged_parameters
 from learner.models.policy import open_policy, write_folder
@@ -27,14 +27,14 @@ def export(source: str | Path, target: Path) -> Path:
     get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
 
     Raises:
-        ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, or `target` holds
-            something already or can't be written.
+        ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, config.yaml trains fewer
+            weights, or `target` holds something already or can't be written.
     """
     target = target.resolve()  # "." has no name, which the folder gets once it is complete
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(f"{target} must be a new or an empty folder. It holds files that would be lost")
     try:
-        checkpoint = find_checkpoint(source)
+        checkpoint = find_checkpoint(source, resumes=False)
     except ConfigError as error:  # the message names run.resume, which is not set here
         raise ConfigError(str(error).replace("run.resume", "CHECKPOINT", 1)) from None
     if Path(source).resolve() == run_dir_of(checkpoint).resolve():
@@ -45,7 +45,9 @@ def export(source: str | Path, target: Path) -> Path:
     policy = open_policy(config.model, torch.float32)
     read_weights(policy, policy.lm, "cpu")
     kind = AVERAGE if has_average(checkpoint) else ""
-    tensors = {f"policy.{name}{kind}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    trained = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+    check_weights(checkpoint, trained)
+    tensors = {f"{name}{kind}": tensor for name, tensor in trained.items()}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns of the missing process group
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     with writing(target):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, WireError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.storage.run_dir import open_run_dir, write_config
+from async_rl.storage.resuming import write_config
+from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
@@ -112,6 +114,29 @@ def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> 
     steps = {(row["group_id"], row["row"]): row["trained_steps"] for row in pq.read_table(target).to_pylist()}
     assert steps == {(group_id, i): [1 + group_id // 2] for group_id in range(4) for i in range(2)}
     assert all(row["tokens"] for row in pq.read_table(target).to_pylist())
+
+
+@pytest.mark.parametrize("kept", [(), ("trajectories.lineage_0.sqlite-payloads",)])
+def test_the_journal_stays_whole_where_files_that_a_resume_set_aside_were_deleted(
+    tmp_path: Path, kept: tuple[str, ...]
+) -> None:
+    config = journalled(tmp_path, prompts_per_step=2)
+    with open_run_dir(run_past_its_checkpoint(config)) as resumed, serving(resumed) as server:
+        learner = LearnerClient(server.address, TIMEOUTS)
+        learner.served(1)
+        state = TrainingState(
+            version=1, lineage=1, ranks=1, networks={}, kl_coef=0.0, buffer=learner.buffer_checkpoint(1)
+        )
+        (checkpoint_folder(config.run_dir, 1) / "training_state.json").unlink()
+        write_training_state(checkpoint_folder(config.run_dir, 1), state)
+        write_config(resumed)  # the first step of the resume has been logged
+        learner.close()
+    for file in config.run_dir.glob("*.lineage_0*"):
+        if file.name not in kept:
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    with open_run_dir(changed(config, run={"resume": config.run_dir})) as resumed, serving(resumed) as server:
+        assert server.counters()["buffer/depth"] == 2, "groups 2 and 3 have arrived"
+    assert select(config, "SELECT group_id, step FROM trained WHERE row = 0") == [(0, 1), (1, 1)]
 
 
 def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from async_rl.messages.reports import (
     StepDone,
     WorkerReport,
 )
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.status import format_status
 from tests.kit.configs import make_config
@@ -245,6 +246,21 @@ def test_the_status_says_the_depth_and_since_when_a_move_has_made_it(
     driver.add(DepthMoved(version=23, slots=10, reason="6 % more steps than 1.25"))
     assert told(driver.watchdog) == "depth 1.5 of at most 4 since step 23"
     assert driver.told == ["depth 1.5 of at most 4 since step 23: 6 % more steps than 1.25"]
+
+
+@pytest.mark.parametrize(("moves", "depth"), [(True, 2.0), (False, 1.25)])
+def test_a_resume_begins_at_the_depth_of_the_checkpoint_if_that_run_moved_it(
+    moves: bool, depth: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = checkpoint_folder(tmp_path / "r", 7)
+    folder.mkdir(parents=True)
+    buffer = {"scalars": {"slots": 24}, "fresh_per_step": 8, "moves_slots": moves}
+    state = TrainingState(version=7, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=buffer)
+    write_training_state(folder, state)
+    config = make_config(
+        staleness={"max": 8, "depth": "auto"}, learner={"prompts_per_step": 4}, run={"resume": str(folder)}
+    )
+    assert Driver(monkeypatch, config).tuner._controller.depth == depth
 
 
 def test_a_move_counts_once_the_buffer_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

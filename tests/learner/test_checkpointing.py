@@ -137,8 +137,35 @@ def test_a_checkpoint_of_other_networks_is_refused(tiny_model_path: Path, tmp_pa
     with pytest.raises(ConfigError, match=r"holds policy, this configuration trains critic and policy"):
         train(learner_config(tiny_model_path, **CASES["critic that warms up"]), 1, tmp_path / "step_0")
     lora = ModelConfig(path=str(tiny_model_path), lora=LoraConfig(rank=2))
-    with pytest.raises(ConfigError, match=r"can't be loaded into the networks of this configuration: .*lora"):
+    with pytest.raises(ConfigError, match=r"weights that this configuration freezes or lacks, .* model\.lora"):
         train(learner_config(tiny_model_path, model=lora), 1, tmp_path / "step_0")
+    frozen = ModelConfig(path=str(tiny_model_path), frozen=("model.layers.0.*",))
+    train(learner_config(tiny_model_path, model=frozen), 1, tmp_path / "step_1", save_at=0)
+    with pytest.raises(ConfigError, match=r"can't be loaded into the networks of this configuration: .*layers\.0"):
+        train(learner_config(tiny_model_path), 1, tmp_path / "step_1")
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "lost"),
+    [
+        ({}, {"frozen": ("model.embed_tokens.*",)}, r"1 trained .* such as policy\.lm\.model\.embed_tokens\.weight:"),
+        (
+            {"lora": LoraConfig(rank=2, target_modules=("q_proj", "k_proj"))},
+            {"lora": LoraConfig(rank=2, target_modules=("q_proj",))}, r"such as policy\.lm\..*\.k_proj\.lora_A\.",
+        ),
+    ],
+)
+def test_a_checkpoint_with_trained_weights_that_a_resume_would_lose_is_refused(
+    saved: dict[str, Any], resumed: dict[str, Any], lost: str, tiny_model_path: Path, tmp_path: Path, one_rank: None
+) -> None:
+    path, learner = str(tiny_model_path), {"ema_decay": 0.9}
+    before, after = (
+        learner_config(tiny_model_path, learner=learner, model=ModelConfig(path=path, **model))
+        for model in (saved, resumed)
+    )
+    train(before, 1, tmp_path / "step_0", save_at=0)
+    with pytest.raises(ConfigError, match=lost):
+        train(after, 1, tmp_path / "step_0")
 
 
 def _train_rank(
@@ -196,7 +223,7 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
     assert (state.version, state.lineage) == (2, 0)
 
     publisher.calls.clear()
-    (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/run_dir.py
+    (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/resuming.py
     run = RunConfig(name="a", steps=5, dir=str(tmp_path), resume=str(checkpoint_folder(tmp_path / "a", 2)))
     learner = open_learner(tiny_model_path, run=run, **every)
     assert learner._client is not None

@@ -174,11 +174,27 @@ def test_a_resume_from_an_older_checkpoint_renames_the_later_ones(tmp_path: Path
     assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step_1", "step_2", "step_3.lineage_0"]
 
 
-def test_the_number_of_resumes_is_that_of_the_renamed_configs(tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_resume_has_set_aside_is_exported_but_not_resumed(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    rename_later(checkpoint_folder(tmp_path, 1), version=1, lineage=0)
+    folder = tmp_path / "checkpoints" / "step_2.lineage_0"
+    for marker in ("", "lineage_1 1 models"):  # of a later resume
+        (tmp_path / ".resuming").write_text(marker)
+        with pytest.raises(ConfigError, match=f"got {folder}: a resume .* async-rl export {folder} MODEL_DIR"):
+            find_checkpoint(folder)
+    assert find_checkpoint(folder, resumes=False) == folder
+    (tmp_path / ".resuming").write_text("lineage_0 1 models")
+    assert find_checkpoint(folder) == folder, "the next resume puts it back"
+
+
+def test_the_number_of_resumes_is_the_largest_of_the_files_that_they_have_set_aside(tmp_path: Path) -> None:
     assert lineage_of(tmp_path) == 0
     for name in ("config.lineage_0.yaml", "config.lineage_10.yaml", "config.lineage_x.yaml"):
         (tmp_path / name).touch()
     assert lineage_of(tmp_path) == 11
+    for number, name in enumerate(("trajectories.{}.sqlite-payloads", "checkpoints/step_3.{}", "models/step_3.{}"), 11):
+        (tmp_path / name.format(f"lineage_{number}")).mkdir(parents=True)
+        assert lineage_of(tmp_path) == number + 1
 
 
 def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -14,16 +13,9 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import (
-    TrainingState,
-    check_newest,
-    checkpoint_folder,
-    find_checkpoint,
-    list_checkpoints,
-    model_folder,
-    write_training_state,
-)
-from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir, undo_resume, write_config
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.resuming import write_config
+from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir
 from async_rl.sweeps.cell_process import claimed
 from async_rl.sweeps.cells import Cell
 from tests.kit.configs import changed, make_config
@@ -105,6 +97,18 @@ def test_a_run_whose_own_name_ends_in_a_number_is_another_run(config: Config, tm
     assert find_run(config) == tmp_path / "run-4"
 
 
+def test_a_run_is_found_by_its_asked_name_where_directories_before_it_are_gone(
+    config: Config, tmp_path: Path
+) -> None:
+    for _ in range(4):
+        save(new_run_dir(config), 3)
+    save(tmp_path / "run-5", 7)  # it does not say for which name it was made
+    assert find_run(config) == tmp_path / "run-5"
+    for name in ("run", "run-3"):
+        shutil.rmtree(tmp_path / name)
+        assert find_run(config) == tmp_path / "run-4"
+
+
 @pytest.mark.parametrize(
     ("summary", "seconds", "expected"),
     [
@@ -166,149 +170,24 @@ def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, t
     assert (folder / "training_state.json").is_file()
 
 
-def save_model(run_dir: Path, version: int, text: str) -> None:
-    folder = model_folder(run_dir, version)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(text)
-
-
-@pytest.fixture
-def stopped(config: Config, tmp_path: Path) -> Config:
-    """A resume from step 1 of a run that has gone on to step 2, with all the files of a run."""
-    run_dir = tmp_path / "run"
-    for version in (1, 2):
-        folder = checkpoint_folder(run_dir, version)
-        folder.mkdir(parents=True)
-        state = TrainingState(
-            version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={}
-        )
-        write_training_state(folder, state)
-        save_model(run_dir, version, f"version {version} of the first run")
-    (run_dir / "trajectories.sqlite-payloads").mkdir()
-    for name in ("trajectories.sqlite", "trajectories.sqlite-wal", "trajectories.sqlite-payloads/0", "timeline.json"):
-        (run_dir / name).write_text(f"{name} of the first run")
-    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    (run_dir / "status.json").write_text("the first run ended normally, with alarms")
-    (run_dir / "config.yaml").write_text(f"run: {{name: run, dir: {tmp_path}}}\n")
-    return changed(config, run={"resume": checkpoint_folder(run_dir, 1)})
-
-
-def files(run_dir: Path) -> dict[str, str]:
-    found = (file for file in run_dir.rglob("*") if file.is_file() and file.name != ".lock")
-    return {str(file.relative_to(run_dir)): file.read_text() for file in found}
-
-
-def begin_anew(run_dir: Path) -> None:
-    """Write what the processes of a resumed run write before their first step is logged."""
-    (run_dir / "trajectories.sqlite-payloads").mkdir()
-    (run_dir / "status.json").write_text("the resumed run was interrupted")
-    for name in ("trajectories.sqlite", "trajectories.sqlite-shm", "trajectories.sqlite-payloads/7", "timeline.json"):
-        (run_dir / name).write_text("of the resumed run")
-    save_model(run_dir, 2, "version 2 of the resumed run")
-
-
-@pytest.mark.parametrize("error", [ConfigError("other shapes"), WaitTimeoutError("no start"), KeyboardInterrupt()])
-def test_a_resume_that_fails_before_its_first_step_changes_no_file(
-    stopped: Config, tmp_path: Path, error: BaseException
+@pytest.mark.parametrize(
+    ("summary", "back_to", "trained_to"), [({"steps": 6, "ended": "an alarm"}, 2, 4), ({"steps": 8}, 4, 8)]
+)  # fmt: skip
+def test_a_run_that_went_back_to_a_checkpoint_after_its_end_is_not_complete(
+    config: Config, tmp_path: Path, summary: dict[str, object], back_to: int, trained_to: int
 ) -> None:
-    before = files(tmp_path / "run")
-    for write in (lambda _: None, begin_anew):
-        with pytest.raises(type(error)), open_run_dir(stopped) as opened:
-            write(opened.run_dir)
-            raise error
-        assert files(tmp_path / "run") == before
-
-
-def test_a_resume_that_was_killed_before_its_first_step_is_undone_by_the_next(stopped: Config, tmp_path: Path) -> None:
-    before = files(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
-        begin_anew(opened.run_dir)
-        shutil.copytree(opened.run_dir, tmp_path / "killed" / "run")
-        raise KeyboardInterrupt
-    newest = dataclasses.replace(stopped.run, resume=str(tmp_path / "killed" / "run"))
-    with pytest.raises(KeyboardInterrupt), open_run_dir(dataclasses.replace(stopped, run=newest)) as again:
-        assert again.run.resume == str(checkpoint_folder(tmp_path / "killed" / "run", 2))
-        raise KeyboardInterrupt
-    assert files(tmp_path / "killed" / "run") == before
-
-
-def test_an_undone_resume_that_left_the_models_alone_costs_none(stopped: Config, tmp_path: Path) -> None:
-    """Versions of this program that set aside no models have begun such resumes."""
-    killed, before = tmp_path / "killed" / "run", files(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
-        shutil.copytree(opened.run_dir, killed)
-        raise KeyboardInterrupt
-    (killed / "models" / "step_2.lineage_0").rename(killed / "models" / "step_2")
-    (killed / ".resuming").write_text("lineage_0 1")
-    undo_resume(killed)
-    assert files(killed) == before
-
-
-@pytest.mark.parametrize("name", ["step_2", "step_2.lineage_0"])
-def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
-    stopped: Config, tmp_path: Path, name: str
-) -> None:
-    killed = tmp_path / "killed" / "run"
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped) as opened:
-        shutil.copytree(opened.run_dir, killed)
-        raise KeyboardInterrupt
-    assert find_checkpoint(killed / "checkpoints" / name) == killed / "checkpoints" / "step_2.lineage_0"
-    with pytest.raises(ConfigError, match=r"\.resuming says .* newest checkpoint is step_2\.lineage_0\. Name one"):
-        check_newest(killed)
-    with open_run_dir(changed(stopped, run={"resume": killed / "checkpoints" / name})) as again:
-        assert again.run.resume == str(killed / "checkpoints" / "step_2")
-    assert files(killed) == files(tmp_path / "run")
-    check_newest(killed)
-
-
-def test_a_run_directory_that_takes_no_lock_file_is_not_resumed(stopped: Config, tmp_path: Path) -> None:
-    (tmp_path / "run" / ".lock").mkdir()
-    message = "run must be a folder that this run can write, got Is a directory"
-    with pytest.raises(ConfigError, match=message), open_run_dir(stopped):
-        raise AssertionError("it has no lock")
-
-
-@pytest.mark.parametrize("marker", ["", "lineage_0"])
-def test_a_resume_whose_marker_was_cut_short_by_a_full_disk_has_changed_nothing(
-    stopped: Config, tmp_path: Path, marker: str
-) -> None:
-    before = files(tmp_path / "run")
-    (tmp_path / "run" / ".resuming").write_text(marker)
-    with pytest.raises(KeyboardInterrupt), open_run_dir(stopped):
-        raise KeyboardInterrupt
-    assert files(tmp_path / "run") == before
-
-
-def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
-    stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(file: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    before = files(tmp_path / "run")
-    monkeypatch.setattr("async_rl.storage.run_dir.write_whole", fill)
-    with pytest.raises(OSError, match="No space left"), open_run_dir(stopped):
-        raise AssertionError("nothing was written")
-    assert files(tmp_path / "run") == before
-
-
-def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    before = files(run_dir)
-    with pytest.raises(WaitTimeoutError), open_run_dir(stopped) as opened:
-        begin_anew(run_dir)
-        assert files(run_dir)["config.yaml"] == before["config.yaml"]
-        write_config(opened)
-        raise WaitTimeoutError("later")
-    after = files(run_dir)
-    journal = ("trajectories{}.sqlite", "trajectories{}.sqlite-payloads/0")
-    for name in (*journal, "timeline{}.json", "status{}.json", "config{}.yaml"):
-        assert after[name.format(".lineage_0")] == before[name.format("")]
-    assert (after["metrics.jsonl"], after["metrics.lineage_0.jsonl"]) == ('{"step": 1}\n', '{"step": 2}\n')
-    assert after["timeline.json"] == "of the resumed run" and "staleness" in after["config.yaml"]
-    assert list(list_checkpoints(run_dir)) == [1] and (run_dir / "checkpoints" / "step_2.lineage_0").is_dir()
-    assert {name: text for name, text in after.items() if name.startswith("models/")} == {
-        "models/step_1/config.json": "version 1 of the first run",
-        "models/step_2/config.json": "version 2 of the resumed run",
-        "models/step_2.lineage_0/config.json": "version 2 of the first run",
-    }
+    run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
+    for version in (2, 4, summary["steps"]):
+        assert isinstance(version, int)
+        save(run_dir, version)
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 0}))
+    with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, back_to)})) as again:
+        assert is_complete(run_dir, asked), "the resume has made no step"
+        write_config(again)
+    assert not is_complete(run_dir, asked)
+    save(run_dir, trained_to)
+    assert not is_complete(run_dir, asked)
+    with open_run_dir(changed(asked, run={"resume": run_dir})) as again:
+        assert again.run.resume == str(checkpoint_folder(run_dir, trained_to))
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 1}))
+    assert is_complete(run_dir, asked)

@@ -15,7 +15,7 @@ import pytest
 from async_rl.config.loading import load_config
 from async_rl.driver.run_log import RunLog
 from async_rl.messages.reports import StepDone, WorkerReport
-from async_rl.storage.run_dir import write_config
+from async_rl.storage.resuming import write_config
 from async_rl.sweeps.cells import all_cells, seed_axis, staleness_axis
 from async_rl.sweeps.records import make_record, write_record
 from async_rl.sweeps.report import write_report

@@ -170,7 +170,7 @@ class ModelChecker:
 
     def save(self) -> None:
         """Make a checkpoint: the buffer's part, and what the checker itself has to remember with it."""
-        plain = json.loads(json.dumps(buffer_checkpoint(self.store.state)))
+        plain = json.loads(json.dumps(buffer_checkpoint(self.store.state, self.rules)))
         saved = TrainingState(
             version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain
         )

@@ -33,6 +33,15 @@ def test_an_export_gives_the_logprobs_of_the_policy_that_was_saved(rank: int, tm
     assert lm.generation_config.eos_token_id == start.generation_config.eos_token_id
 
 
+def test_an_export_without_weights_that_the_checkpoint_holds_is_refused(tmp_path: Path, one_rank: None) -> None:
+    save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
+    train_and_export(tmp_path / "model", tmp_path, rank=0)
+    config = tmp_path / "runs" / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("frozen: []", "frozen: [model.embed_tokens.*]"))
+    with pytest.raises(ConfigError, match="1 trained weights that this configuration freezes or lacks"):
+        export(tmp_path / "runs" / "run", tmp_path / "other")
+
+
 def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="must be a new or an empty folder"):
@@ -62,6 +71,9 @@ def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp
         export(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # a checkpoint that is named is taken
         export(tmp_path / "checkpoints" / "step_9", tmp_path / "out")
+    (tmp_path / ".resuming").unlink()
+    with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # also one that a resume has set aside
+        export(tmp_path / "checkpoints" / "step_9.lineage_0", tmp_path / "out")
 
 
 def test_an_export_into_the_working_directory_is_a_folder_like_any(

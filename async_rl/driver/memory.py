@@ -240,7 +240,7 @@ def _server_needs(config: Config, estimate: RankMemoryEstimate) -> ServerNeeds:
     model = policy.config.get_text_config()
     name = str(estimate.dtype).removeprefix("torch.")
     return ServerNeeds(
-        weights=estimate.dtype.itemsize * policy.base // tp, token=max(1, kv_token_bytes(model, name) // tp),
+        weights=estimate.dtype.itemsize * policy.base // tp, token=kv_token_bytes(model, name, tp),
         tokens=max_running_replies(config) * config.longest_tokens,
     )
 

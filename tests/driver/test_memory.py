@@ -206,6 +206,12 @@ def test_a_share_too_small_for_the_weights_and_an_answer_is_refused(folder: Path
         plan(folder, 1, 24 * 10**9, rollout={"mem_fraction": 0.01}).check()
 
 
+@pytest.mark.parametrize(("tp", "heads"), [(1, 2), (2, 1), (8, 1)])  # of two heads of keys and values in the model
+def test_each_gpu_of_a_server_caches_one_head_at_least(folder: Path, tp: int, heads: int) -> None:
+    planned = plan(folder, 1 + tp, placement={"rollout": {"tp": tp}})
+    assert planned.server.token == 2 * 4 * heads * 64 * 2  # keys and values, layers, heads, size, bytes of bfloat16
+
+
 def test_on_a_cpu_all_processes_share_the_memory_of_the_host(folder: Path) -> None:
     one = plan(folder, 0)
     two = plan(folder, 0, placement={"learner": {"ranks": 2}, "rollout": {"servers": 2}})

@@ -9,10 +9,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
+from async_rl.driver.gpu_driver import smallest_gpu_bytes
 from async_rl.driver.placement import gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
-from async_rl.telemetry.nvml import smallest_gpu_bytes
 
 if TYPE_CHECKING:
     from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
@@ -281,6 +281,8 @@ def check_memory(config: Config) -> list[str]:
 
     gpus = int(gpus_here())
     total = smallest_gpu_bytes() if gpus else host_bytes()
+    if not total:
+        return ["memory: not checked, because the CUDA driver does not say how large this host's GPUs are"]
     processes = config.placement.learner.ranks + config.placement.num_servers
     if is_surely_small(config, total // (2 * processes)):
         return []

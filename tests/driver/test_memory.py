@@ -256,6 +256,13 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
     assert not is_surely_small(config, 2**20)
 
 
+def test_gpus_of_unknown_size_are_told_and_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpus_here", lambda: 1.0)
+    monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 0)
+    (caution,) = memory.check_memory(make_config(folder))
+    assert caution.startswith("memory: not checked")
+
+
 def test_the_learner_resolves_auto_by_its_room(
     model_folder: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
 from async_rl.driver.gpu_driver import smallest_gpu_bytes
-from async_rl.driver.placement import gpus_here, runs_here
+from async_rl.driver.placement import gpus_here, runs_here, servers_per_gpu
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 
@@ -269,10 +269,22 @@ def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
     return plan_elsewhere(config, round(1e9 * gpu_gb)) if gpu_gb else None
 
 
-def plan_elsewhere(config: Config, gpu_bytes: int) -> MemoryPlan:
-    """Return the plan for a run over other hosts, with as many GPUs of `gpu_bytes` as it asks for."""
-    gpus = sum(demand.gpus for demand in host_demands(config, inf))
+def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float = inf) -> MemoryPlan:
+    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes`, or with as many as it asks for.
+    """
+    gpus = sum(demand.gpus for demand in host_demands(config, gpus_there))
     return MemoryPlan(config, round(gpus), gpu_bytes, host_bytes=0)
+
+
+def plan_placed(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan:
+    """Return the plan for a run that is placed on hosts with `gpus_there` GPUs.
+
+    Args:
+        config: as `resolve_placement` returns it, where rollout.mem_fraction is what each server of a GPU has of it.
+    """
+    share = config.rollout.mem_fraction * servers_per_gpu(host_demands(config, gpus_there))
+    whole = replace(config, rollout=replace(config.rollout, mem_fraction=share))
+    return plan_elsewhere(whole, gpu_bytes, gpus_there)
 
 
 def check_memory(config: Config) -> list[str]:

@@ -101,7 +101,8 @@ class MemoryPlan:
         """Return cautions that say what would fit where the configuration may not.
 
         Raises:
-            ConfigError: a rank has too little memory even for a single row, or a server for the weights.
+            ConfigError: a rank has too little memory even for a single row, or a server for the weights, or they take
+                turns and a server has too little for its share beside what the rank keeps.
         """
         self.check_servers()
         return self.check_ranks()
@@ -180,9 +181,16 @@ class MemoryPlan:
         left = max(0, self.room.server - self.server.weights) // self.server.token
         return left if self.room.device == "cuda" else min(left, self.server.tokens)
 
+    @property
+    def _least_server(self) -> int:
+        """The bytes that a server needs for its weights and one answer."""
+        return self.server.weights + self.config.longest_tokens * self.server.token
+
     def check_servers(self) -> None:
-        """Raise ConfigError if a server has too little memory for its weights and one answer."""
-        rollout, server = self.config.rollout, self.server
+        """Raise ConfigError if a server has too little memory for its weights and one answer, or in its turn for its
+        share.
+        """
+        rollout = self.config.rollout
         left = self.room.total - self.room.server
         if self.room.device == "cuda" and self._staged_bytes and left < self._staged_bytes + SERVER_EXTRA_BYTES:
             raise ConfigError(
@@ -190,13 +198,31 @@ class MemoryPlan:
                 f"{_size(SERVER_EXTRA_BYTES)} for activations; rollout.mem_fraction {rollout.mem_fraction} leaves "
                 f"{_size(left)} of {_size(self.room.total)}. Lower it, or set weight_sync.staging: host"
             )
-        if self.room.device != "cuda" or rollout.server_url or self.kv_tokens >= self.config.longest_tokens:
+        if self.room.device != "cuda" or rollout.server_url:
             return
-        wanted = server.weights + self.config.longest_tokens * server.token
+        if self.room.server < self._least_server:
+            raise ConfigError(
+                f"rollout.mem_fraction {rollout.mem_fraction} gives a server {_size(self.room.server)} of a GPU with "
+                f"{_size(self.room.total)}: too little for its weights and one answer, {_size(self._least_server)}. "
+                "Raise it, or placement.rollout.tp"
+            )
+        if self.config.shares_gpus:
+            self._check_turn()
+
+    def _check_turn(self) -> None:
+        """Raise ConfigError if a server's share does not fit beside what the learner keeps in the server's turn."""
+        total, share, learner = self.room.total, self.config.rollout.mem_fraction, self.config.learner
+        left = {offload: total - SERVER_EXTRA_BYTES - self.estimate.kept(offload) for offload in learner.offloads}
+        if left[learner.offload] >= self.room.server:
+            return
+        fits = int(100 * left[learner.offload] / total) / 100
+        offers = [f"rollout.mem_fraction: {fits}"] if fits * total > self._least_server else []
+        offers += [f"learner.offload: {offload}" for offload, room in left.items() if room >= self.room.server]
         raise ConfigError(
-            f"rollout.mem_fraction {rollout.mem_fraction} gives a server {_size(self.room.server)} of a GPU with "
-            f"{_size(self.room.total)}: too little for its weights and one answer, {_size(wanted)}. Raise it, or "
-            "placement.rollout.tp"
+            f"memory: in its turn a server has rollout.mem_fraction {share} of a GPU with {_size(total)}, "
+            f"{_size(self.room.server)}, and {_size(SERVER_EXTRA_BYTES)} for activations beside what the learner "
+            f"keeps there, {_size(self.estimate.kept(learner.offload))}: together more than the GPU has. Set "
+            + (" or ".join(offers) or "more learner ranks on more GPUs, or a smaller model")
         )
 
     def _fits(self, **settings: Any) -> bool:
@@ -211,7 +237,7 @@ class MemoryPlan:
 
     def _settings(self) -> Iterator[tuple[str, bool]]:
         """Yield (settings that need less memory, whether a rank would fit with them), the cheapest first."""
-        longest, checkpoints = self.config.longest_tokens, self.checkpoints
+        checkpoints = self.checkpoints
         if not checkpoints:
             yield "learner.gradient_checkpointing: auto", self._fits(checkpoints=True)
         tokens = self.config.learner.max_tokens_per_microbatch
@@ -223,8 +249,7 @@ class MemoryPlan:
         if self.room.shared:
             needed = self.estimate.rank_memory(checkpoints=True).peak + SERVER_EXTRA_BYTES
             share = int(100 * (1 - needed / self.room.total)) / 100
-            least = (self.server.weights + longest * self.server.token) / self.room.total
-            yield f"rollout.mem_fraction: {share}, with checkpointing", share > least
+            yield f"rollout.mem_fraction: {share}, with checkpointing", share * self.room.total > self._least_server
         if self.room.device == "cpu":
             return
         for offload in self.config.learner.offloads[1:]:

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from async_rl.config import Config, Limit
 from async_rl.driver.placement import (
     open_ray,
+    ray_hosts,
     ray_messages_in,
     reserve,
     resolve_placement,
@@ -252,7 +253,8 @@ def _check_memory(
     of_ranks, of_servers = (min(found[name] for name in names) for names in (learners, servers))
     if not of_ranks:
         return []
-    checking: Any = processes.actors["learner/0"].check_memory.remote(of_ranks, of_servers)
+    gpus = sum(host.gpus for host in ray_hosts())
+    checking: Any = processes.actors["learner/0"].check_memory.remote(of_ranks, of_servers, gpus)
     return list(processes.gather({"learner/0": checking}, limit, "the memory of the run")["learner/0"])
 
 

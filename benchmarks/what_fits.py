@@ -31,7 +31,7 @@ EIGHT = ("placement.learner.gpus_per_node=4", "placement.rollout.nodes=0", "plac
          "placement.rollout.tp=1")  # fmt: skip
 """One node: a learner of four GPUs, four servers."""
 IN_TURNS = ("placement.colocated=true", "staleness.max=0")
-SMALL_SHARE, ADAPTERS = "rollout.mem_fraction=0.3", "model.lora.rank=32"
+SMALL_SHARE, HALF, ADAPTERS = "rollout.mem_fraction=0.3", "rollout.mem_fraction=0.5", "model.lora.rank=32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,10 @@ CASES = [
     MemoryCase(model="0.5B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE),
     MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE),
     MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(ADAPTERS, SMALL_SHARE)),
-    MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, ADAPTERS)),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, ADAPTERS, HALF)),
     MemoryCase(model="7B", hosts="one GPU", gpu_gb=80, gpus=1, settings=ONE, named=(*IN_TURNS, "learner.offload=all")),
-    MemoryCase(model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=(*IN_TURNS,)),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=IN_TURNS),
+    MemoryCase(model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=(*IN_TURNS, SMALL_SHARE)),
     MemoryCase(
         model="7B", hosts="one GPU", gpu_gb=141, gpus=1, settings=ONE, named=(*IN_TURNS, "learner.offload=moments"),
     ),

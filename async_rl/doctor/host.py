@@ -30,7 +30,7 @@ from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
 from async_rl.seams.doc_pages import doc_page
 from async_rl.storage.file_sources import find_source, local_names
-from async_rl.storage.free_space import RUN_BYTES, existing_parent
+from async_rl.storage.free_space import RUN_BYTES, check_log_disk, existing_parent
 from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
 from async_rl.storage.hub_data import data_files
 from async_rl.storage.hub_names import hub_repos
@@ -282,7 +282,9 @@ def _examine_config(config: Config, is_driver: bool, sent: Sequence[tuple[str, s
     if is_driver:
         yield from _examine_inputs(inputs)
     else:
-        yield from _examine_inputs([each for each in inputs if each.everywhere], _absent_files(config, sent))
+        # On a disk that hosts share, the driver's check counts what the run needs; others hold their own logs alone.
+        logs = PreflightCheck("disk", f"room for logs in {config.run.dir}", lambda: check_log_disk(config))
+        yield from _examine_inputs([*(each for each in inputs if each.everywhere), logs], _absent_files(config, sent))
 
 
 def _absent_files(config: Config, sent: Sequence[tuple[str, str]]) -> dict[str, str]:

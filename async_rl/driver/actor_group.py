@@ -56,6 +56,7 @@ class ActorGroup:
             max_concurrency: number of calls that the actor runs at once; 1: Ray's default (one; async methods: 1000).
             threads: the number of calls at once for each Ray concurrency group of `cls`.
         """
+        self._reservation.follow_moves()
         options = {**self._reservation.options(name), "max_restarts": 0}
         if max_concurrency > 1:
             options["max_concurrency"] = max_concurrency
@@ -125,6 +126,7 @@ class ActorGroup:
 
     async def reports(self, name: str, stream: ObjectRefGenerator) -> AsyncIterator[Any]:
         """Yield the reports that process `name` sends through `stream`, until its call ends."""
+        self._reservation.follow_moves()  # Ray may have moved it after `start`, when it found that its host is lost
         with self.named_failure(name):
             async for ref in stream:
                 yield await ref
@@ -142,16 +144,22 @@ class ActorGroup:
     def named_failure(self, name: str) -> Iterator[None]:
         """Turn an error that Ray raises in the `with` block into an AsyncRLError with the process that failed, and why.
 
-        A ConfigError that the process raised stays as it is, another AsyncRLError keeps its type. A process that died
-        in its `__init__` is a ProcessDiedError; one that died later, or that Ray's memory monitor killed, is the
-        subclass ProcessKilledError.
+        A ConfigError that the process raised stays as it is, but on a host to which Ray has moved the process it is a
+        ProcessDiedError; another AsyncRLError keeps its type. A process that died in its `__init__` is a
+        ProcessDiedError; one that died later, or that Ray's memory monitor killed, is the subclass ProcessKilledError.
         """
         try:
             yield
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, ConfigError):  # its message is complete
-                raise cause from None
+                self._reservation.follow_moves()
+                if not self._reservation.is_new(self._reservation.host_of(name)):
+                    raise cause from None
+                raise ProcessDiedError(
+                    f"{self.on_host(name)} can't work: Ray has lost its host and moved it to this one, which has none "
+                    f"of the files that were sent when the run started; a resumed run sends them ({cause})"
+                ) from None
             if isinstance(cause, AsyncRLError):
                 raise type(cause)(
                     f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, message=str(cause))}"

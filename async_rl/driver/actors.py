@@ -23,7 +23,7 @@ from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
 from async_rl.driver.gpu_driver import checked_gpu_bytes
-from async_rl.driver.memory import plan_elsewhere
+from async_rl.driver.memory import plan_placed
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network.ports import open_listener
 from async_rl.storage.hub import located
@@ -221,16 +221,17 @@ class LearnerActor:
     def gpu_bytes(self) -> int:
         return checked_gpu_bytes()
 
-    def check_memory(self, rank_bytes: int, server_bytes: int) -> list[str]:
+    def check_memory(self, rank_bytes: int, server_bytes: int, gpus_there: float) -> list[str]:
         """Return cautions about the memory of the run, see MemoryPlan.check, for the smallest GPU of ranks and servers.
 
         Args:
             server_bytes: 0: no GPU of a server is known, and their memory is not checked.
+            gpus_there: number of GPUs of all hosts together.
         """
         config = located(self._config)
-        plan = plan_elsewhere(config, rank_bytes)
+        plan = plan_placed(config, rank_bytes, gpus_there)
         if server_bytes:
-            (plan if server_bytes == rank_bytes else plan_elsewhere(config, server_bytes)).check_servers()
+            (plan if server_bytes == rank_bytes else plan_placed(config, server_bytes, gpus_there)).check_servers()
         return plan.check_ranks()
 
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:

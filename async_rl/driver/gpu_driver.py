@@ -1,4 +1,6 @@
 """Checks of this host's GPUs: that torch finds them, as else a run would train on the CPU, and that they can be shared.
+
+The CUDA driver is asked without a context on a device, which would take memory there.
 """
 
 from __future__ import annotations
@@ -7,9 +9,9 @@ import ctypes
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from async_rl.errors import ConfigError
-from async_rl.telemetry.nvml import smallest_gpu_bytes
 
 _DEVICES, _VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
@@ -52,8 +54,17 @@ def check_gpu_driver() -> None:
     )
 
 
+def smallest_gpu_bytes() -> int:
+    """Return the memory of the smallest GPU that CUDA shows to this process; 0 if the CUDA driver names none."""
+    cuda, devices = _visible_devices()
+    size = ctypes.c_size_t()
+    return min(
+        (size.value for device in devices if not cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)), default=0
+    )
+
+
 def checked_gpu_bytes() -> int:
-    """Return the memory of the smallest GPU that CUDA shows to this process of a Ray cluster; 0 if NVML names none.
+    """Return `smallest_gpu_bytes` of this process of a Ray cluster.
 
     Raises:
         ConfigError: this host has GPUs, and torch finds none; it names the host, on which nothing else would notice.
@@ -87,18 +98,22 @@ def exclusive_gpus() -> list[int]:
     """
     if (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps") / "control").exists():
         return []
+    cuda, devices = _visible_devices()
+    mode = ctypes.c_int()
+    return [
+        ordinal for ordinal, device in enumerate(devices)
+        if not cuda.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, device) and mode.value == _EXCLUSIVE_PROCESS
+    ]
+
+
+def _visible_devices() -> tuple[Any, list[ctypes.c_int]]:
+    """Return (the CUDA driver, its handles of the GPUs that it shows to this process); (None, []) without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no driver
-        return []
-    count, device, mode = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    except OSError:
+        return None, []
+    count = ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):  # an error code: no device is visible
-        return []
-    found = []
-    for ordinal in range(count.value):
-        failed = cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetAttribute(
-            ctypes.byref(mode), _COMPUTE_MODE, device
-        )
-        if not failed and mode.value == _EXCLUSIVE_PROCESS:
-            found.append(ordinal)
-    return found
+        return cuda, []
+    devices = [ctypes.c_int() for _ in range(count.value)]
+    return cuda, [each for ordinal, each in enumerate(devices) if not cuda.cuDeviceGet(ctypes.byref(each), ordinal)]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config
-from async_rl.driver.placement import gpus_here, runs_here
+from async_rl.driver.gpu_driver import smallest_gpu_bytes
+from async_rl.driver.placement import gpus_here, runs_here, servers_per_gpu
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
-from async_rl.telemetry.nvml import smallest_gpu_bytes
 
 if TYPE_CHECKING:
     from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
@@ -101,7 +101,8 @@ class MemoryPlan:
         """Return cautions that say what would fit where the configuration may not.
 
         Raises:
-            ConfigError: a rank has too little memory even for a single row, or a server for the weights.
+            ConfigError: a rank has too little memory even for a single row, or a server for the weights, or they take
+                turns and a server has too little for its share beside what the rank keeps.
         """
         self.check_servers()
         return self.check_ranks()
@@ -180,9 +181,16 @@ class MemoryPlan:
         left = max(0, self.room.server - self.server.weights) // self.server.token
         return left if self.room.device == "cuda" else min(left, self.server.tokens)
 
+    @property
+    def _least_server(self) -> int:
+        """The bytes that a server needs for its weights and one answer."""
+        return self.server.weights + self.config.longest_tokens * self.server.token
+
     def check_servers(self) -> None:
-        """Raise ConfigError if a server has too little memory for its weights and one answer."""
-        rollout, server = self.config.rollout, self.server
+        """Raise ConfigError if a server has too little memory for its weights and one answer, or in its turn for its
+        share.
+        """
+        rollout = self.config.rollout
         left = self.room.total - self.room.server
         if self.room.device == "cuda" and self._staged_bytes and left < self._staged_bytes + SERVER_EXTRA_BYTES:
             raise ConfigError(
@@ -190,13 +198,31 @@ class MemoryPlan:
                 f"{_size(SERVER_EXTRA_BYTES)} for activations; rollout.mem_fraction {rollout.mem_fraction} leaves "
                 f"{_size(left)} of {_size(self.room.total)}. Lower it, or set weight_sync.staging: host"
             )
-        if self.room.device != "cuda" or rollout.server_url or self.kv_tokens >= self.config.longest_tokens:
+        if self.room.device != "cuda" or rollout.server_url:
             return
-        wanted = server.weights + self.config.longest_tokens * server.token
+        if self.room.server < self._least_server:
+            raise ConfigError(
+                f"rollout.mem_fraction {rollout.mem_fraction} gives a server {_size(self.room.server)} of a GPU with "
+                f"{_size(self.room.total)}: too little for its weights and one answer, {_size(self._least_server)}. "
+                "Raise it, or placement.rollout.tp"
+            )
+        if self.config.shares_gpus:
+            self._check_turn()
+
+    def _check_turn(self) -> None:
+        """Raise ConfigError if a server's share does not fit beside what the learner keeps in the server's turn."""
+        total, share, learner = self.room.total, self.config.rollout.mem_fraction, self.config.learner
+        left = {offload: total - SERVER_EXTRA_BYTES - self.estimate.kept(offload) for offload in learner.offloads}
+        if left[learner.offload] >= self.room.server:
+            return
+        fits = int(100 * left[learner.offload] / total) / 100
+        offers = [f"rollout.mem_fraction: {fits}"] if fits * total > self._least_server else []
+        offers += [f"learner.offload: {offload}" for offload, room in left.items() if room >= self.room.server]
         raise ConfigError(
-            f"rollout.mem_fraction {rollout.mem_fraction} gives a server {_size(self.room.server)} of a GPU with "
-            f"{_size(self.room.total)}: too little for its weights and one answer, {_size(wanted)}. Raise it, or "
-            "placement.rollout.tp"
+            f"memory: in its turn a server has rollout.mem_fraction {share} of a GPU with {_size(total)}, "
+            f"{_size(self.room.server)}, and {_size(SERVER_EXTRA_BYTES)} for activations beside what the learner "
+            f"keeps there, {_size(self.estimate.kept(learner.offload))}: together more than the GPU has. Set "
+            + (" or ".join(offers) or "more learner ranks on more GPUs, or a smaller model")
         )
 
     def _fits(self, **settings: Any) -> bool:
@@ -211,7 +237,7 @@ class MemoryPlan:
 
     def _settings(self) -> Iterator[tuple[str, bool]]:
         """Yield (settings that need less memory, whether a rank would fit with them), the cheapest first."""
-        longest, checkpoints = self.config.longest_tokens, self.checkpoints
+        checkpoints = self.checkpoints
         if not checkpoints:
             yield "learner.gradient_checkpointing: auto", self._fits(checkpoints=True)
         tokens = self.config.learner.max_tokens_per_microbatch
@@ -223,8 +249,7 @@ class MemoryPlan:
         if self.room.shared:
             needed = self.estimate.rank_memory(checkpoints=True).peak + SERVER_EXTRA_BYTES
             share = int(100 * (1 - needed / self.room.total)) / 100
-            least = (self.server.weights + longest * self.server.token) / self.room.total
-            yield f"rollout.mem_fraction: {share}, with checkpointing", share > least
+            yield f"rollout.mem_fraction: {share}, with checkpointing", share * self.room.total > self._least_server
         if self.room.device == "cpu":
             return
         for offload in self.config.learner.offloads[1:]:
@@ -240,7 +265,7 @@ def _server_needs(config: Config, estimate: RankMemoryEstimate) -> ServerNeeds:
     model = policy.config.get_text_config()
     name = str(estimate.dtype).removeprefix("torch.")
     return ServerNeeds(
-        weights=estimate.dtype.itemsize * policy.base // tp, token=max(1, kv_token_bytes(model, name) // tp),
+        weights=estimate.dtype.itemsize * policy.base // tp, token=kv_token_bytes(model, name, tp),
         tokens=max_running_replies(config) * config.longest_tokens,
     )
 
@@ -269,10 +294,22 @@ def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
     return plan_elsewhere(config, round(1e9 * gpu_gb)) if gpu_gb else None
 
 
-def plan_elsewhere(config: Config, gpu_bytes: int) -> MemoryPlan:
-    """Return the plan for a run over other hosts, with as many GPUs of `gpu_bytes` as it asks for."""
-    gpus = sum(demand.gpus for demand in host_demands(config, inf))
+def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float = inf) -> MemoryPlan:
+    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes`, or with as many as it asks for.
+    """
+    gpus = sum(demand.gpus for demand in host_demands(config, gpus_there))
     return MemoryPlan(config, round(gpus), gpu_bytes, host_bytes=0)
+
+
+def plan_placed(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan:
+    """Return the plan for a run that is placed on hosts with `gpus_there` GPUs.
+
+    Args:
+        config: as `resolve_placement` returns it, where rollout.mem_fraction is what each server of a GPU has of it.
+    """
+    share = config.rollout.mem_fraction * servers_per_gpu(host_demands(config, gpus_there))
+    whole = replace(config, rollout=replace(config.rollout, mem_fraction=share))
+    return plan_elsewhere(whole, gpu_bytes, gpus_there)
 
 
 def check_memory(config: Config) -> list[str]:
@@ -281,6 +318,8 @@ def check_memory(config: Config) -> list[str]:
 
     gpus = int(gpus_here())
     total = smallest_gpu_bytes() if gpus else host_bytes()
+    if not total:
+        return ["memory: not checked, because the CUDA driver does not say how large this host's GPUs are"]
     processes = config.placement.learner.ranks + config.placement.num_servers
     if is_surely_small(config, total // (2 * processes)):
         return []

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ class Reservation:
     group: Any
     bundles: list[HostDemand]
     addresses: list[str]
-    """The address of each bundle's host."""
+    """The address of each bundle's host at the start of the run."""
+    found: dict[int, str] = field(default_factory=dict)
+    """[bundle] the address of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
 
     def options(self, process: str) -> dict[str, Any]:
         """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
@@ -51,7 +53,16 @@ class Reservation:
         return {"scheduling_strategy": strategy, "num_cpus": int(process != "buffer"), "num_gpus": gpus}
 
     def host_of(self, process: str) -> str:
-        return self.addresses[self._bundle_of(process)]
+        index = self._bundle_of(process)
+        return self.found.get(index, self.addresses[index])
+
+    def is_new(self, host: str) -> bool:
+        """Whether a host came after the start of the run, so that it has nothing of what was sent to the hosts then."""
+        return host not in self.addresses
+
+    def follow_moves(self) -> None:
+        """Ask Ray on which hosts the bundles are; one without a host, until it has another, counts as where it was."""
+        self.found |= _addresses(self.group)
 
     def _bundle_of(self, process: str) -> int:
         return next(index for index, bundle in enumerate(self.bundles) if process in bundle.gpus_of)
@@ -66,7 +77,7 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
     ConfigError: the hosts do not have so much. WaitTimeoutError: it is not free within timeouts.startup_s.
     """
     import ray
-    from ray.util import placement_group, placement_group_table
+    from ray.util import placement_group
 
     hosts = ray_hosts()
     wanted = host_demands(config, sum(host.gpus for host in hosts))
@@ -83,10 +94,18 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
             f"{'; '.join(map(str, wanted))}. The hosts have it, but only {free or 'nothing'} is free: `ray status` "
             "shows who holds the rest: end that, or start this run later"
         )
+    addresses = _addresses(group)
+    return Reservation(group, parts, [addresses[index] for index in range(len(parts))])
+
+
+def _addresses(group: Any) -> dict[int, str]:
+    """Return {bundle: address of its host} of a Ray placement group, without bundles that have no host."""
+    import ray
+    from ray.util import placement_group_table
+
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    addresses = [address_of[nodes[index]] for index in range(len(parts))]
-    return Reservation(group, parts, addresses)
+    return {index: address_of[node] for index, node in nodes.items() if node in address_of}
 
 
 def ray_bundles(

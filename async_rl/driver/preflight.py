@@ -108,7 +108,7 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         judges = partial(_check_judge, config)
         checks.append(PreflightCheck("judge.path", judge, judges, everywhere=True))
     room = f"room in {config.run.dir}"
-    checks.append(PreflightCheck("disk", room, lambda: _check_disk(config), (MODEL,), everywhere=True))
+    checks.append(PreflightCheck("disk", room, lambda: _check_disk(config), (MODEL,)))
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         checks.append(PreflightCheck("network.host", host, lambda: check_addresses(config)))
     if config.network.ports:

@@ -112,7 +112,7 @@ def _gpus_per_rank(config: Config, gpus_there: float) -> float:
     if placement.colocated:
         wanted, per_rank = max(learner.ranks, rollout.servers), 0.5
     else:
-        wanted, per_rank = learner.ranks + _gpus_of_servers(config), 1.0
+        wanted, per_rank = learner.ranks + gpus_of_servers(config), 1.0
     if learner.gpus_per_node or gpus_there >= wanted:
         return per_rank
     if gpus_there == 0:
@@ -129,7 +129,7 @@ def _gpus_per_rank(config: Config, gpus_there: float) -> float:
     return int(100 / wanted) / 100
 
 
-def _gpus_of_servers(config: Config) -> int:
+def gpus_of_servers(config: Config) -> int:
     """Return the number of GPUs of the servers that the run starts: not of one that rollout.server_url names."""
     placement = config.placement
     of_policy = 0 if config.rollout.server_url else len(config.server_names) * placement.rollout.tp

@@ -34,10 +34,8 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
         ConfigError: the directory can't be written or has too little space.
     """
     resumed = run_dir_of(find_checkpoint(config.run.resume)) if config.run.resume else None  # it stays where it is
-    above = Path(config.run.dir).absolute()
-    for folder in () if resumed else (above, *above.parents):
-        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-            raise ConfigError(f"run.dir must be a folder or not exist yet, got {above}: {folder} is no folder")
+    if not resumed:
+        _check_is_folder(Path(config.run.dir).absolute())
     parent = resumed or existing_parent(config.run_dir)
     if not os.access(parent, os.W_OK):
         place, remedy = ("run.resume", "Copy it and resume the copy") if resumed else ("run.dir", "Set run.dir=...")
@@ -51,6 +49,28 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
             "weights in float32, and what the optimizer keeps for them; while one is written, checkpoint.keep_last and "
             "keep_best others exist). Free some, keep fewer, or "
             f"{'copy the run' if resumed else 'set run.dir=...'} to another disk"
+        )
+
+
+def check_log_disk(config: Config) -> None:
+    """Check that a host on which nothing of a run but logs may be written has room for them at the run's path.
+
+    Raises:
+        ConfigError: the run's path can't be written on this host, or its disk has too little space.
+    """
+    folder = Path(config.run.resume or config.run_dir).absolute()
+    _check_is_folder(folder)
+    parent = existing_parent(folder)
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"run.dir {folder}: no permission to write in {parent}, where the processes of this host write their logs. "
+            "Set run.dir=... to a folder that every host can write"
+        )
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < RUN_BYTES:
+        raise ConfigError(
+            f"too little disk for the logs of this host in {folder}: {_gib(free_bytes)} free in {parent}, "
+            f"{_gib(RUN_BYTES)} needed. Free some, or set run.dir=... to another disk"
         )
 
 
@@ -87,6 +107,12 @@ def existing_parent(path: Path) -> Path:
     """Return the nearest existing folder among `path` and its parents."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
+
+
+def _check_is_folder(path: Path) -> None:
+    for folder in (path, *path.parents):
+        if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+            raise ConfigError(f"run.dir must be a folder or not exist yet, got {path}: {folder} is no folder")
 
 
 def _may_write_model_folders(config: Config) -> bool:

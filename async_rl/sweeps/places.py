@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from async_rl.config import Config
 from async_rl.config.check import check
+from async_rl.driver.resources import gpus_of_servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,13 @@ class CellPlace:
 def cells_at_once(config: Config, num_gpus: int, num_cores: int) -> int:
     """Return how many cells with this configuration this host holds, so that none shares a GPU with another, or a core.
 
-    On GPUs each learner rank and each server has its own (placement.rollout.tp of them), or a pair of both has one with
+    On GPUs each learner rank and each server has its own (as many as its tp), or a pair of both has one with
     placement.colocated; a host with fewer GPUs holds one cell, which shares them. Without GPUs each process has a core.
     """
     placement = config.placement
     ranks, servers = placement.learner.ranks, placement.num_servers
     if num_gpus:
-        apart = 0 if placement.colocated or config.rollout.server_url else servers * placement.rollout.tp
+        apart = 0 if placement.colocated else gpus_of_servers(config)
         return max(1, num_gpus // (ranks + apart))
     return max(1, num_cores // (ranks + servers))
 

@@ -53,12 +53,6 @@ class GpuSampler:
             self._samples.append(Sample(self._pool, "gpu", time.monotonic(), sum(percent) / len(percent) / 100))
 
 
-def smallest_gpu_bytes() -> int:
-    """Return the memory of the smallest GPU that CUDA shows to this process; 0 if NVML names none."""
-    nvml, devices = _open_devices()
-    return min((int(nvml.nvmlDeviceGetMemoryInfo(device).total) for device in devices), default=0)
-
-
 def _open_devices() -> tuple[Any, list[Any]]:
     """Return (pynvml module, its handles of the visible GPUs); (None, []) without the package, a driver or a GPU."""
     try:

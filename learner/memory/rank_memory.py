@@ -123,6 +123,13 @@ class RankMemoryEstimate:
         )
         return RankMemory(parts=parts, host=host, peaks=peaks)
 
+    def kept(self, offload: str) -> int:
+        """Return the bytes that a rank has on its device between its steps, with this value of learner.offload."""
+        split = self._split(self._config.placement.learner.ranks)
+        held = [part for network in self.networks for part in self._held(network, split, offload)]
+        kept = sum(size for name, size, is_offloaded in held if name != "gradients" and not is_offloaded)
+        return kept + PROCESS_BYTES[self._device_type]
+
     def _peaks(self, moments: list[Moments], held: dict[str, int], split: int) -> dict[str, int]:
         """Return the bytes on the device at each moment that may be the fullest.
 

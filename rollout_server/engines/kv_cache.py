@@ -41,10 +41,17 @@ def graph_replies(config: Config) -> int:
     return min(max_running_replies(config), MAX_GRAPH_REPLIES)
 
 
-def kv_token_bytes(model: Any, dtype: str) -> int:
-    """Return the bytes that one token takes in the KV cache. `model` is the text part of the model's config."""
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    return 2 * int(model.num_hidden_layers) * int(heads) * head_size(model) * (4 if dtype == "float32" else 2)
+def kv_token_bytes(model: Any, dtype: str, tp: int = 1) -> int:
+    """Return the bytes that one token takes in the KV cache of each of the `tp` ranks of a server.
+
+    A rank holds one head at least: of fewer heads than ranks each is there more than once.
+
+    Args:
+        model: the text part of the model's config.
+    """
+    heads = int(getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
+    of_rank = max(1, heads // tp)
+    return 2 * int(model.num_hidden_layers) * of_rank * head_size(model) * (4 if dtype == "float32" else 2)
 
 
 def head_size(model: Any) -> int:

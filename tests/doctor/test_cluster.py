@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -22,6 +23,7 @@ from async_rl.doctor.cluster import NodeReport, Probe, compare
 from async_rl.doctor.host import SENT, Check, _examine_config
 from async_rl.driver.preflight import MODEL, TASK
 from async_rl.seams.own_packages import PROJECT
+from async_rl.storage.free_space import RUN_BYTES
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
@@ -98,7 +100,23 @@ def test_on_another_host_only_files_that_are_there_are_checked(config_file: Path
     found = checked()
     assert not broken(found.values())
     assert found[MODEL].found == f"{tmp_path}/model is not on this host"
-    assert found["disk"].found == f"not checked: that needs the {MODEL}"
+    assert found["disk"] == Check("disk", "ok", f"room for logs in {tmp_path}/runs")
+
+
+def test_another_host_than_the_drivers_needs_room_for_logs_and_not_for_checkpoints(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"bytes": RUN_BYTES}
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free["bytes"]))
+    config = load_config(config_file, [f"run.resume={tmp_path}/runs/lacking"])  # only the driver's host has it
+
+    def disk(*, is_driver: bool) -> Check:
+        (found,) = [each for each in _examine_config(config, is_driver) if each.what == "disk"]
+        return found
+
+    assert disk(is_driver=False).state == "ok" and disk(is_driver=True).state == "broken"
+    free["bytes"] -= 1
+    assert disk(is_driver=False).state == "broken" and "logs of this host" in disk(is_driver=False).found
 
 
 def test_files_of_params_that_will_be_sent_are_not_missed(config_file: Path, tmp_path: Path) -> None:

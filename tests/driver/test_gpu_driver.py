@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_a_cluster_host_where_torch_finds_no_gpu_is_named_before_anything_loads(
 
 
 class FakeCuda:
-    """The CUDA driver of a host whose GPUs have these compute modes."""
+    """The CUDA driver of a host whose GPUs have these compute modes, and 80, 81, ... bytes."""
 
     def __init__(self, *modes: int) -> None:
         self._modes = modes
@@ -95,6 +96,10 @@ class FakeCuda:
         value._obj.value = self._modes[device.value]
         return 0
 
+    def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:
+        size._obj.value = 80 + device.value
+        return 0
+
 
 def test_a_gpu_for_one_process_is_not_shared_unless_mps_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +115,12 @@ def test_a_gpu_for_one_process_is_not_shared_unless_mps_does_it(
     (tmp_path / "control").unlink()
     monkeypatch.setattr(gpu_driver.ctypes, "CDLL", lambda name: FakeCuda(0, 0))
     check_shared_gpus(2)
+
+
+def test_the_size_of_the_gpus_is_known_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(gpu_driver.ctypes, "CDLL", lambda name: FakeCuda(0, 0))
+    assert gpu_driver.smallest_gpu_bytes() == 80
 
 
 @pytest.mark.parametrize(("asked", "gpus_there", "processes"), [

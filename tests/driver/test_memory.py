@@ -206,6 +206,30 @@ def test_a_share_too_small_for_the_weights_and_an_answer_is_refused(folder: Path
         plan(folder, 1, 24 * 10**9, rollout={"mem_fraction": 0.01}).check()
 
 
+def test_in_turns_a_share_too_large_beside_what_the_learner_keeps_is_refused(folder: Path) -> None:
+    parameters = 151_936 * 896 + 4 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864 + 896 + 2 * 128 + 2 * 896) + 896
+    kept = 12 * parameters + 3 * 2**29  # weights, two moments, the process; no gradients
+    room = 2 * (kept + 3 * GIB)  # of which a server has the half, and 3 GiB
+
+    def check(gpu_bytes: int, **sections: Any) -> None:
+        turns: dict[str, Any] = {"placement": {"colocated": True}, "rollout": {"mem_fraction": 0.5}}
+        plan(folder, 1, gpu_bytes, **turns | sections).check_servers()
+
+    check(room)
+    said = r"keeps there, 3\.\d\d GiB: .* Set rollout\.mem_fraction: 0\.49 or learner\.offload: moments or .*: all$"
+    with pytest.raises(ConfigError, match=said):
+        check(room - 100)
+    check(room - 100, rollout={"mem_fraction": 0.49})
+    check(room - 100, learner={"offload": "moments"})
+    check(room - 100, staleness={"max": 1}, placement={})  # at once the rank has what the servers leave
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 2), (2, 1), (8, 1)])  # of two heads of keys and values in the model
+def test_each_gpu_of_a_server_caches_one_head_at_least(folder: Path, tp: int, heads: int) -> None:
+    planned = plan(folder, 1 + tp, placement={"rollout": {"tp": tp}})
+    assert planned.server.token == 2 * 4 * heads * 64 * 2  # keys and values, layers, heads, size, bytes of bfloat16
+
+
 def test_on_a_cpu_all_processes_share_the_memory_of_the_host(folder: Path) -> None:
     one = plan(folder, 0)
     two = plan(folder, 0, placement={"learner": {"ranks": 2}, "rollout": {"servers": 2}})
@@ -248,6 +272,13 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
     monkeypatch.setattr(memory, "plan_memory", lambda config: pytest.fail("not needed"))
     assert is_surely_small(config, host_bytes()) and memory.check_memory(config) == []
     assert not is_surely_small(config, 2**20)
+
+
+def test_gpus_of_unknown_size_are_told_and_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpus_here", lambda: 1.0)
+    monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 0)
+    (caution,) = memory.check_memory(make_config(folder))
+    assert caution.startswith("memory: not checked")
 
 
 def test_the_learner_resolves_auto_by_its_room(

@@ -203,6 +203,11 @@ class FakeReservation:
     def host_of(self, process: str) -> str:
         return "10.0.0.9"
 
+    def is_new(self, host: str) -> bool:
+        return False
+
+    def follow_moves(self) -> None: ...
+
 
 class FakeRun:
     """A run with a supervisor in `folder`, whose processes do what the files there tell them.

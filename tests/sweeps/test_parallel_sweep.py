@@ -95,6 +95,8 @@ def test_a_box_of_eight_gpus_sweeps_eleven_bounds_with_three_seeds(
     [
         ({}, 8, 16, 4),  # a learner rank and a server each
         ({"learner": {"ranks": 2}, "rollout": {"servers": 1, "tp": 2}}, 8, 16, 2),
+        ({"judge": {"servers": 1, "tp": 4}}, 8, 16, 1),
+        ({"judge": {"servers": 1}, "rollout": {"servers": 1, "tp": 4}}, 12, 16, 2),
         ({"learner": {"ranks": 2}, "rollout": {"servers": 2}, "colocated": True}, 8, 16, 4),
         ({"rollout": {"servers": 3}}, 2, 16, 1),  # they share what there is
         ({}, 0, 16, 8),
@@ -105,7 +107,8 @@ def test_a_box_of_eight_gpus_sweeps_eleven_bounds_with_three_seeds(
 def test_as_many_cells_run_at_once_as_the_host_holds(
     settings: dict[str, Any], gpus: int, cores: int, count: int
 ) -> None:
-    assert cells_at_once(make_config(placement=settings), gpus, cores) == count
+    config = make_config(placement=settings, judge={"path": "judge" if "judge" in settings else ""})
+    assert cells_at_once(config, gpus, cores) == count
 
 
 @pytest.fixture

@@ -1,0 +1,75 @@
+"""A server whose host is lost: Ray starts it again on another host, which may have joined after the run began."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from async_rl.driver import actor_group
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.placement import Reservation
+from async_rl.driver.resources import HostDemand
+from async_rl.driver.signals import StopSignals
+from async_rl.errors import ConfigError, ProcessDiedError
+from async_rl.storage.file_sources import Places
+from async_rl.telemetry.status import Status
+
+COPY: Places = {("model.path", "model"): "/copy"}
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """The nodes of a Ray cluster on which the two bundles of a run are: {bundle: node}, which a test may change."""
+    nodes = {0: "a", 1: "b"}
+    known = [{"NodeID": node, "NodeManagerAddress": f"10.0.0.{node}"} for node in "abc"]
+    monkeypatch.setattr(ray, "nodes", lambda: known)
+    monkeypatch.setattr("ray.util.placement_group_table", lambda group: {"bundles_to_node_id": nodes})
+    return nodes
+
+
+@pytest.fixture
+def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorGroup:
+    """The processes of a run that has sent a copy of the model to the server's host. `start` returns the Origin."""
+    options = SimpleNamespace(remote=lambda origin: origin)
+    monkeypatch.setattr(actor_group.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: options))
+    monkeypatch.setattr(Reservation, "options", lambda self, process: {})
+    bundles = [HostDemand(gpus_of={"buffer": 0.0, "learner/0": 0.0}), HostDemand(gpus_of={"rollout/0": 0.0})]
+    reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"])
+    return ActorGroup(tmp_path, reservation, StopSignals(), places={"10.0.0.b": COPY})
+
+
+def start(processes: ActorGroup) -> Any:
+    return processes.start("rollout/0", object)
+
+
+def fail(processes: ActorGroup) -> None:
+    with processes.named_failure("rollout/0"):
+        raise RayTaskError("start", "", ConfigError("model.path model holds no tokenizer"))
+
+
+def test_a_server_on_another_host_is_told_no_copies_of_the_lost_one(
+    processes: ActorGroup, nodes: dict[int, str]
+) -> None:
+    assert start(processes).places == COPY
+    nodes[1] = ""  # Ray has lost the host, and has no other yet
+    assert start(processes).places == COPY and processes.on_host("rollout/0") == "rollout/0 on 10.0.0.b"
+    nodes[1] = "c"
+    assert start(processes).places == {}
+    assert processes.place("rollout/0", Status(doing="starts", since_s=0.0)).host == "10.0.0.c"
+    assert processes.on_host("learner/0") == "learner/0 on 10.0.0.a"
+
+
+def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
+    processes: ActorGroup, nodes: dict[int, str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path model holds no tokenizer$"):
+        fail(processes)
+    nodes[1] = "c"
+    told = r"^rollout/0 on 10\.0\.0\.c can't work: .* a resumed run sends them \(model\.path model holds no tokenizer\)"
+    with pytest.raises(ProcessDiedError, match=told):
+        fail(processes)

@@ -263,16 +263,16 @@ class Supervisor:
     async def _end_on(self, stop: asyncio.Event) -> None:
         """Once Ctrl-C has set `stop`, have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
         await stop.wait()
-        limit_s = self._config.timeouts.interrupt_s
+        limit = self._config.timeouts.limit("interrupt_s")
         self._log.logger.note(
-            f"interrupted: ending with a checkpoint after this step, within {limit_s:.0f} s (timeouts.interrupt_s). "
-            "Again to end at once"
+            f"interrupted: ending with a checkpoint after this step, within {limit}. Again to end at once"
         )
         for name in self._learning:
             self._processes.actors[name].stop.remote()
         self._evaluations.cancel()
-        await asyncio.sleep(limit_s)
-        raise KeyboardInterrupt(f"no checkpoint within {limit_s:.0f} s of the interrupt (timeouts.interrupt_s)")
+        await asyncio.sleep(limit.seconds)
+        if self._learning:
+            raise KeyboardInterrupt(f"no checkpoint within {limit} of the interrupt")
 
     async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
         """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.

@@ -175,11 +175,11 @@ class Supervisor:
             url = self._urls[name] = await self._call_server(
                 name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
             )
-        if has_groups:
-            await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
-        connecting = actor.connect.remote(self._buffer_address, self._judges.urls)
-        await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
-        self._log.restarted(name, await self._join(name, url) if has_groups else None)
+            if has_groups:
+                await self._abandon(name)  # again: a last request of the dead server may have reached the buffer since
+            connecting = actor.connect.remote(self._buffer_address, self._judges.urls)
+            await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
+            self._log.restarted(name, await self._join(name, url) if has_groups else None)
         if not has_groups:  # it gets the version that is evaluated next, and no push is made for it
             self._processes.actors["learner/0"].add_eval_server.remote(name, url)
         await self._serve(name)

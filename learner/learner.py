@@ -181,7 +181,7 @@ class Learner:
                 self.gpu_turns.begin_step(self.config.timeouts.limit("work_s"))
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:
-                self._weights.publisher.release_server_memory()
+                self._weights.release_server_memory()
             dist.barrier()
 
     def _train_step(self, batch: Batch) -> list[Metric]:

@@ -58,6 +58,11 @@ class Pusher:
         self.publisher.forget(self.membership.apply(self.publisher.servers))
         return bool(self.publisher.servers)
 
+    def release_server_memory(self) -> None:
+        """Make every server, also one that came back, give its GPU memory to the learner until the next push."""
+        if self.has_servers():
+            self.publisher.release_server_memory()
+
     def connect(self) -> list[ServersLost]:
         """Prepare the first push, so that servers which can't be reached are known before the first step.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from async_rl.config import Limit
@@ -15,7 +16,9 @@ class ServerMembership:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._urls: dict[str, str] = {}
-        """URLs of servers that wait for a push in `join`, by name; empty: the server left."""
+        """URLs of servers that wait for a push in `join`, by name."""
+        self._changed: set[str] = set()
+        """The names of servers that left or came back since the last `apply`."""
         self._joining: dict[str, Future[None]] = {}
         """The end of the `join` of each server that waits, by URL."""
 
@@ -23,43 +26,46 @@ class ServerMembership:
         """Note that a server died, so that the next push does not try to reach it; its `join` ends with an error."""
         with self._lock:
             self._fail(name)
-            self._urls[name] = ""
+            self._changed.add(name)
 
     def add(self, name: str, url: str) -> Future[None]:
         """Add the new server `name` at `url` to those that get the next push, which ends the returned future."""
         with self._lock:
             self._urls[name] = url
+            self._changed.add(name)
             joined = self._joining[url] = Future()
         return joined
 
-    def join(self, name: str, url: str, limit: Limit) -> None:
-        """Add the new server `name` at `url`, and wait until it holds the learner's current version.
+    def join(self, name: str, url: str, limit: Limit, added: Callable[[str], object] = lambda name: None) -> None:
+        """Add the new server `name` at `url`, call `added` with its name, and wait until it holds the current version.
 
         Raises:
             WeightSyncError, WaitTimeoutError: the server died before that, or there was no push within `limit`.
         """
         try:
-            self.add(name, url).result(limit.seconds)
+            joined = self.add(name, url)
+            added(name)
+            joined.result(limit.seconds)
         except TimeoutError:
             raise WaitTimeoutError(f"{name} waited {limit} for the learner's current weights") from None
 
     def someone_waits(self) -> bool:
         """Return whether a server waits in `join`, and so needs an extra push."""
-        return any(self._urls.values())
+        return bool(self._urls)
 
     def apply(self, servers: dict[str, str]) -> tuple[str, ...]:
         """Take servers that died out of `servers`, {name: URL} of those to push to, and add those that came back.
 
         Returns:
-            The names of all these.
+            The names of all these, each once: a server that waits may have been asked to release its memory since.
         """
         with self._lock:
-            changed = tuple(self._urls)
-            for name, url in self._urls.items():
+            changed = tuple(sorted(self._changed))
+            self._changed.clear()
+            for name in changed:
                 servers.pop(name, None)
-                if url:
-                    servers[name] = url
-            self._urls = {name: url for name, url in self._urls.items() if url}
+                if name in self._urls:
+                    servers[name] = self._urls[name]
         return changed
 
     def pushed(self, servers: dict[str, str], lost: dict[str, str]) -> None:

@@ -23,9 +23,9 @@ LOAD_BATCHES = 32
 WINDOW_STEPS = 20
 KL_PER_VERSION = 0.0085
 """KL of behaviour to proximal policy, k3 in nats a token, that one version of staleness gave in this project's sweeps
-(docs/results.md, exact staleness 1). Used until the run has measured its own."""
+(docs/results.md, exact staleness 1). Used until the run has measured its own since its start or resume."""
 _LOWEST_STALENESS = 0.2
-"""Steps with less staleness say little of what a version of it costs."""
+"""Steps with no more staleness say little of what a version of it costs."""
 Array = npt.NDArray[np.float64]
 _DROPPED = ("buffer/dropped_failed", "buffer/dropped_zero_variance")
 ABORTED_TAKE = 2.0
@@ -41,12 +41,17 @@ class _Step:
 
 
 class RecentWindow:
-    """Keeps the last LOAD_BATCHES batches' worth of groups and the last WINDOW_STEPS steps of one run."""
+    """Keeps the last LOAD_BATCHES batches' worth of groups and the last WINDOW_STEPS steps of one run.
+
+    The last WINDOW_STEPS that tell what staleness costs are kept apart: at depth 0 none is added to them, and a run
+    that forgot why it went there would leave and come back again and again.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._groups: deque[GroupRecord] = deque(maxlen=LOAD_BATCHES * config.fresh_per_step)
         self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+        self._stale_steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
 
     def add_groups(self, groups: Iterable[GroupRecord]) -> None:
         self._groups.extend(groups)
@@ -57,7 +62,10 @@ class RecentWindow:
 
     def add_step(self, version: int, values: Mapping[str, float]) -> None:
         """Add the metrics of a step in which nothing but training happened."""
-        self._steps.append(_Step(version, values["time/step_s"], values))
+        step = _Step(version, values["time/step_s"], values)
+        self._steps.append(step)
+        if values.get("staleness/mean", 0.0) > _LOWEST_STALENESS:
+            self._stale_steps.append(step)
 
     @property
     def is_filled(self) -> bool:
@@ -72,12 +80,12 @@ class RecentWindow:
 
     @property
     def kl_per_version(self) -> float:
-        """The median over the steps of the KL of behaviour to proximal policy over the mean staleness."""
+        """The median over the last stale steps of the KL of behaviour to proximal policy over the mean staleness."""
         return self._per_version("offpolicy/kl_behaviour_proximal_k3", KL_PER_VERSION)
 
     @property
     def ess_loss_per_version(self) -> float:
-        """The median over the steps of 1 - ESS / N over the mean staleness; in this project's sweeps twice the KL.
+        """The median over the last stale steps of 1 - ESS / N over the mean staleness; in our sweeps twice the KL.
 
         The ESS is that of the step size, sqrt(ESS / N): of tokens or of rows, as learner.lr_by_ess says.
         """
@@ -85,9 +93,8 @@ class RecentWindow:
 
     def _per_version(self, key: str, prior: float, cost: Callable[[float], float] = float) -> float:
         found = [
-            max(0.0, cost(step.values[key])) / staleness
-            for step in self._steps
-            if (staleness := step.values.get("staleness/mean", 0.0)) > _LOWEST_STALENESS and key in step.values
+            max(0.0, cost(step.values[key])) / step.values["staleness/mean"]
+            for step in self._stale_steps if key in step.values
         ]
         return float(np.median(found)) if found else prior
 

@@ -279,8 +279,11 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """Wait, for timeouts.work_s, until a restarted server at `url` has got the weights; returns their version."""
-        self._learner.servers["rollout"].join(name, url, self._config.timeouts.limit("work_s"))
+        """Wait, for timeouts.work_s, until a restarted server at `url` has got the weights; returns their version. The
+        server's turn on a shared GPU ends at once: a step that begins from now on makes it release its memory.
+        """
+        limit, added = self._config.timeouts.limit("work_s"), self._learner.gpu_turns.end_start
+        self._learner.servers["rollout"].join(name, url, limit, added)
         return self._learner.version
 
     @ray.method(concurrency_group="control")

@@ -33,6 +33,7 @@ class RunningEvaluations:
         self._running = running
         self._declare_lost = declare_lost
         self._tasks: dict[asyncio.Task[None], EvaluationDue] = {}
+        self._is_cancelled = False
 
     @property
     def take_from_training(self) -> bool:
@@ -40,13 +41,16 @@ class RunningEvaluations:
         return any(not due.servers for due in self._tasks.values())
 
     def begin(self, due: EvaluationDue, tasks: asyncio.TaskGroup) -> None:
-        """Have `due` evaluated by a task of `tasks`."""
+        """Have `due` evaluated by a task of `tasks`, unless `cancel` was called."""
+        if self._is_cancelled:
+            return
         task = tasks.create_task(self._evaluate(due))
         self._tasks[task] = due
         task.add_done_callback(self._tasks.pop)
 
     def cancel(self) -> None:
-        """Give up the evaluations that are going on, because the user ends the run."""
+        """Give up the evaluations that are going on or become due, because the user ends the run."""
+        self._is_cancelled = True
         for task in self._tasks:
             task.cancel()
 

@@ -26,8 +26,8 @@ class ServerMemory:
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
-        """Wait for the end of a step and put off the next one until the block ends, if servers and learner take turns
-        in using GPUs; else do nothing.
+        """Wait for the end of a step and put off the next one until the block ends, or until the server joins in it, if
+        servers and learner take turns in using GPUs; else do nothing. A step makes servers that joined release memory.
 
         Raises:
             AsyncRLError: the step did not end in time, or learner rank 0 has died.

@@ -175,11 +175,11 @@ class Supervisor:
             url = self._urls[name] = await self._call_server(
                 name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
             )
-        if has_groups:
-            await self._abandon(name)  # again: a last request of the dead server may have reached the buffer meanwhile
-        connecting = actor.connect.remote(self._buffer_address, self._judges.urls)
-        await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
-        self._log.restarted(name, await self._join(name, url) if has_groups else None)
+            if has_groups:
+                await self._abandon(name)  # again: a last request of the dead server may have reached the buffer since
+            connecting = actor.connect.remote(self._buffer_address, self._judges.urls)
+            await self._call_server(name, connecting, timeouts.limit("startup_s"), "connecting")
+            self._log.restarted(name, await self._join(name, url) if has_groups else None)
         if not has_groups:  # it gets the version that is evaluated next, and no push is made for it
             self._processes.actors["learner/0"].add_eval_server.remote(name, url)
         await self._serve(name)
@@ -263,16 +263,16 @@ class Supervisor:
     async def _end_on(self, stop: asyncio.Event) -> None:
         """Once Ctrl-C has set `stop`, have the learner end with a checkpoint. KeyboardInterrupt: it takes too long."""
         await stop.wait()
-        limit_s = self._config.timeouts.interrupt_s
+        limit = self._config.timeouts.limit("interrupt_s")
         self._log.logger.note(
-            f"interrupted: ending with a checkpoint after this step, within {limit_s:.0f} s (timeouts.interrupt_s). "
-            "Again to end at once"
+            f"interrupted: ending with a checkpoint after this step, within {limit}. Again to end at once"
         )
         for name in self._learning:
             self._processes.actors[name].stop.remote()
         self._evaluations.cancel()
-        await asyncio.sleep(limit_s)
-        raise KeyboardInterrupt(f"no checkpoint within {limit_s:.0f} s of the interrupt (timeouts.interrupt_s)")
+        await asyncio.sleep(limit.seconds)
+        if self._learning:
+            raise KeyboardInterrupt(f"no checkpoint within {limit} of the interrupt")
 
     async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
         """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.

@@ -50,8 +50,8 @@ class WeightPublisher(ABC):
         """The type in which tensors travel: that of the servers' weights, or bytes in a compact push."""
         self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
-        self.has_begun = False
-        """Whether the push under way, if any, has asked servers for more than to connect."""
+        self.is_updating = False
+        """Whether a server may be in an update: the push under way, if any, has begun some, and not ended all."""
         self._silences = 0
 
     def connect(self) -> None:  # noqa: B027 - a transport may need none
@@ -62,9 +62,8 @@ class WeightPublisher(ABC):
         """
 
     def connect_living(self) -> PushReport:
-        """Connect before the first push. Servers that died are removed and reported, as `push` does it: call it again.
-        """
-        self.has_begun = False
+        """Connect before the first push. Servers that died are removed and reported, as by `push`: call it again."""
+        self.is_updating = False
         try:
             self.connect()
         except (WeightSyncError, WaitTimeoutError) as error:
@@ -106,11 +105,11 @@ class WeightPublisher(ABC):
     def give_up(self) -> tuple[str, ...]:
         """After a failed push, end the update at each server, which stays paused if it is, with the weights in use.
 
-        A push that has not begun asks for nothing: SGLang would end an update only when it is paused or idle.
+        If none can be in an update, it asks for nothing: SGLang would end one only when it is paused or idle.
 
         Returns the names of servers that did not answer within `push_limit`: they hang in the failed push.
         """
-        if not self.has_begun:
+        if not self.is_updating:
             return ()
         stages = self.config.weight_sync.staging != "none"
 
@@ -167,7 +166,7 @@ class WeightPublisher(ABC):
 
     def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
         """Do the work of `push` on rank 0, but for gathering what is left after an error."""
-        self.has_begun = False
+        self.is_updating = False
         try:
             if self._changes is not None:
                 self._changes.is_sparse = False  # as of the push before
@@ -176,7 +175,7 @@ class WeightPublisher(ABC):
             if self._changes is not None:
                 tensors = self._changes.parcels(tensors, version, self.servers)
             staged, beside = self.stage(tensors, version), self.config.weight_sync.staging != "none"
-            self.has_begun = True
+            self.is_updating = True
             if beside:  # the servers sample meanwhile, with the old weights
                 self._begin_update()
                 num_bytes = self.send(staged, version)
@@ -321,6 +320,7 @@ class WeightPublisher(ABC):
     def _end_update(self, was_erased: bool) -> None:
         """End the update at each server, allocate its KV cache again if that was released, then resume all servers."""
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
+        self.is_updating = False
         if was_erased:
             self._check_loaded()
         if self.config.shares_gpus:

@@ -116,7 +116,7 @@ class BroadcastPublisher(BucketPublisher):
 
     def give_up(self) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast
-        if self.has_begun:
+        if self.is_updating:
             return super().give_up()
         # A server leaves also while it samples, but not while it hangs in the join.
         return self.tell_servers(lambda admin: admin.leave_group(self.group_name), self.servers)

@@ -95,6 +95,17 @@ def test_kl_and_ess_are_those_of_one_version_in_the_median() -> None:
     assert window.ess_loss_per_version == pytest.approx(0.04)  # of .02, .05, .04
 
 
+def test_what_staleness_has_cost_is_known_also_after_many_steps_without_any() -> None:
+    """Such as at depth 0, to which a high cost leads."""
+    window = RecentWindow(CONFIG)
+    for version in range(60):
+        stale = {"staleness__mean": 1.0, "offpolicy__kl_behaviour_proximal_k3": 0.1, "policy__lr_scale": 0.8}
+        fresh = {"staleness__mean": 0.0, "offpolicy__kl_behaviour_proximal_k3": 0.0, "policy__lr_scale": 1.0}
+        window.add_step(version, step_values(**(stale if version < 10 else fresh)))
+    assert window.kl_per_version == pytest.approx(0.1)
+    assert window.ess_loss_per_version == pytest.approx(1 - 0.8**2)
+
+
 def test_the_duration_of_steps_counts_from_a_version_on_if_there_are_four() -> None:
     window = RecentWindow(CONFIG)
     assert not window.is_filled

@@ -161,6 +161,20 @@ def test_an_evaluation_that_fails_is_skipped_and_training_goes_on(servers: tuple
     assert not fixture.log.results and not fixture.lost
 
 
+def test_a_version_that_becomes_due_once_the_user_ends_the_run_is_not_evaluated() -> None:
+    asked: list[Any] = []
+    fixture = Fixture(rollout_0=answering(asked))
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            fixture.evaluations.cancel()  # in the step after which the version becomes due
+            fixture.evaluations.begin(EvaluationDue(version=4), tasks)
+            await fixture.evaluations.wait()
+
+    asyncio.run(run())
+    assert not asked and not fixture.log.results
+
+
 def test_a_server_that_was_down_when_an_evaluation_began_is_not_asked_later() -> None:
     """It serves version 0 until the next push."""
     asked: list[Any] = []

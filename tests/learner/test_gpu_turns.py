@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from async_rl.config import Limit, PlacementConfig, RolloutConfig, RunConfig, StalenessConfig, WeightSyncConfig
+from async_rl.config import (
+    Limit,
+    PlacementConfig,
+    RolloutConfig,
+    RunConfig,
+    StalenessConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
+from async_rl.driver.actors import LearnerActor
 from async_rl.errors import WaitTimeoutError
 from learner.gpu_turns import GpuTurns
+from learner.learner import Learner
 from tests.kit.learner.fakes import FakePublisher, open_learner
 
 SOON, LATE = Limit(0.02, "timeouts.work_s"), Limit(10.0, "timeouts.work_s")
@@ -47,14 +58,19 @@ def test_the_end_of_a_start_that_never_began_changes_nothing() -> None:
     turns.begin_start("rollout/0", SOON)
 
 
-def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_learner(
+@pytest.fixture
+def learner(tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None) -> Learner:
+    """A learner that makes two steps in turns with its server."""
+    return open_learner(
         tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
         rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9),
-        placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0),
+        placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0), timeouts=TimeoutsConfig(work_s=20),
     )
+
+
+def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
+    learner: Learner, publisher: FakePublisher
+) -> None:
     soon = learner.config.timeouts.limit("wire_s")
     learner.gpu_turns.begin_start("rollout/0", soon)
 
@@ -70,3 +86,26 @@ def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
     list(reports)
     steps = ["release_server_memory", "push"]
     assert [call for call, _ in publisher.calls] == ["connect", "started", *steps, *steps]
+
+
+def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
+    learner: Learner, publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start must not be taken for ended before that, and it gets its first weights after the step."""
+    calls: list[object] = []
+    push, new = publisher.push, {"rollout/0": "http://new"}
+    monkeypatch.setattr(publisher, "release_server_memory", lambda: calls.append(dict(publisher.servers)))
+    monkeypatch.setattr(publisher, "push", lambda *args, **settings: calls.append("push") or push(*args, **settings))
+    actor = LearnerActor.__new__(LearnerActor)
+    actor._config, actor._learner = learner.config, learner
+    actor.begin_start("rollout/0")
+
+    def join() -> None:
+        while learner.status().doing != "waits for a server to start on its GPU":
+            time.sleep(0.01)
+        actor.join_server("rollout/0", "http://new")
+
+    joining = started(threading.Thread(target=join, daemon=True))
+    list(learner.run())
+    joining.join(10)
+    assert not joining.is_alive() and calls == [new, "push", new, "push"]

@@ -104,3 +104,13 @@ def test_servers_that_left_or_came_back_are_named_also_at_the_same_url() -> None
     servers.add("rollout/1", "http://b")
     assert servers.apply(live) == ("rollout/1",)
     assert live == {"rollout/0": "http://a", "rollout/1": "http://b"}
+
+
+def test_a_server_that_waits_for_its_push_is_named_once() -> None:
+    """Being named has all that is known of it forgotten, also that it has released its memory for a step."""
+    servers, live = ServerMembership(), {"rollout/0": "http://a", "rollout/1": "http://old"}
+    joined = servers.add("rollout/1", "http://new")
+    assert servers.apply(live) == ("rollout/1",)
+    assert servers.apply(live) == () and servers.someone_waits()
+    servers.pushed(live, {})
+    assert joined.done() and live == {"rollout/0": "http://a", "rollout/1": "http://new"}

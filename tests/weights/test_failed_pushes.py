@@ -84,6 +84,33 @@ def test_the_cause_of_a_lost_push_is_reported_and_survivors_that_hang_are_lost_t
     assert publisher.push([("w", torch.zeros(1))], 1).lost == ()
 
 
+def test_a_server_that_samples_again_need_not_end_a_push_that_did_not_resume_all(url_of: Any) -> None:
+    """SGLang would wait with it for the longest reply, and let no other begin."""
+    asked, is_dead = list[str](), threading.Event()
+
+    class NotingHandler(AcceptingHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            super().do_POST()
+
+    class DyingHandler(AcceptingHandler):
+        """A server that dies when it is to resume."""
+
+        def do_GET(self) -> None:
+            if not is_dead.is_set():
+                super().do_GET()
+
+        def do_POST(self) -> None:
+            if self.path == "/continue_generation":
+                is_dead.set()
+            else:
+                super().do_POST()
+
+    publisher = PausingPublisher(CONFIG, [url_of(NotingHandler), url_of(DyingHandler)], 0, CPU)
+    assert publisher.push([("w", torch.zeros(1))], 1).lost == ("rollout/1",)
+    assert asked.count("/end_weight_update") == 1
+
+
 @pytest.mark.parametrize("is_at_start", [True, False])
 def test_a_server_that_samples_need_not_end_a_push_that_could_not_connect(
     is_at_start: bool, url_of: Any, monkeypatch: pytest.MonkeyPatch

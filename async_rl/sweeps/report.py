@@ -59,7 +59,7 @@ LEARNING: dict[str, tuple[str, str]] = {
     "policy_reward": ("reward of the policy, mean over the time", "{:.3f}"),
     "reward_over_time": ("reward of the batches, mean over the time, which lags by the staleness", "{:.3f}"),
     "reward_less_lag": ("the same with the lag taken off, to first order", "{:.3f}"),
-    "truncated": ("truncated IS weights", "{:.2%}"),
+    "truncated": ("IS weights beyond cap or floor", "{:.2%}"),
     "masked": ("tokens masked as too old", "{:.2%}"),
     "clipped_positive": ("tokens clipped, advantage above 0", "{:.2%}"),
     "clipped_negative": ("tokens clipped, advantage below 0", "{:.2%}"),

@@ -43,8 +43,13 @@ def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def unit_axes(rows: Sequence[Setting]) -> list[str]:
-    """Return the axes along which the unit of `speed_key` differs among the rows of `ranked`."""
-    units = [order[0].beside_staleness for order in ranked(rows)]
+    """Return the axes along which the unit of `speed_key` differs, also among rows without a value of it.
+
+    Rows of exact mode don't count.
+    """
+    if speed_key(rows) == "per_minute":
+        return []
+    units = [row.beside_staleness for row in rows if not row.exact]
     return [labels[0][0] for labels in zip(*units, strict=True) if len({*labels}) > 1]
 
 

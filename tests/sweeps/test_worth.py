@@ -209,6 +209,15 @@ def test_effective_steps_are_compared_only_where_they_have_one_unit(sweep: Path)
     assert _trade_off(rows).axes[2].get_title() == "effective steps per minute,\nin steps of the same learner.lr"
 
 
+def test_settings_whose_effective_steps_cannot_be_told_lose_to_none_of_another_unit(sweep: Path) -> None:
+    """At the second learning rate synchronous training failed, so that only the rows at the first are ranked."""
+    rows = of_two_rates(sweep)
+    kept = settings_of(run for row in rows if row.name != "staleness 0 (learner.lr 3e-4)" for run in row.runs)
+    assert [row.has("efficiency") for row in kept] == [True, True, False]
+    assert " per minute of those with learner.lr 1e-4: " in best_row(kept)
+    assert "rows with another learner.lr have another unit" in best_row(kept)
+
+
 def test_improvement_per_minute_is_compared_over_all_axes(sweep: Path) -> None:
     rows = [row for row in of_two_rates(sweep) if row.staleness.max == 1]
     for row in rows:

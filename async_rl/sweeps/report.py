@@ -25,6 +25,7 @@ from async_rl.sweeps.significance import (
     ended_early,
     ranked,
     went_on,
+    which_are_bold,
 )
 from async_rl.sweeps.tables import Table, tables_in
 from buffer.stored_group import DROP_REASONS
@@ -95,8 +96,7 @@ REWARD_NOTE = (
     "staleness of the sweep if the policy after v steps has the reward of the policy after e v steps there."
 )
 NOTES = (
-    "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
-    "that learns fastest per minute is bold.",
+    "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out.",
     WORTH_NOTE,
     "Improvement is held-out accuracy at the end minus at the start. Where nothing was evaluated, it is the mean "
     "reward of the last tenth of the steps minus that of the first tenth. It stands only where e can't be told. It "
@@ -161,7 +161,7 @@ def write_report(folder: Path) -> str:
     ends = (ended_early(rows), went_on(rows), so_far(runs))
     said = (best_row(rows), *efficiency_unknown(rows), seconds_compared(rows), *ends)
     sentences = [text for text in said if text]
-    notes = list(NOTES)
+    notes = [f"{NOTES[0]} {which_are_bold(rows)}", *NOTES[1:]]
     if kept:
         notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)

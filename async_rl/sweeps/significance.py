@@ -53,6 +53,13 @@ def unit_axes(rows: Sequence[Setting]) -> list[str]:
     return [labels[0][0] for labels in zip(*units, strict=True) if len({*labels}) > 1]
 
 
+def which_are_bold(rows: Sequence[Setting]) -> str:
+    """Return the sentence that says which rows of a table are set in bold."""
+    axes = " and ".join(unit_axes(rows))
+    row = f"Of the rows with equal {axes}, the one" if axes else "The row"
+    return f"{row} that learns fastest per minute is bold."
+
+
 def best_row(rows: Sequence[Setting]) -> str:
     """Return text that names the best row, or says that there is none; "" if there is only one row to compare.
 

@@ -25,7 +25,7 @@ from async_rl.sweeps.report import (
 )
 from async_rl.sweeps.results import read_results, read_runs
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, policy_rewards, settings_of
-from async_rl.sweeps.significance import best_row, bounds_compared
+from async_rl.sweeps.significance import best_row, bounds_compared, which_are_bold
 from async_rl.sweeps.tables import tables_in
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.sweeps import make_sweep
@@ -80,6 +80,7 @@ def test_a_report_shows_what_a_step_is_worth_wherever_it_shows_it(sweep: Path, p
         rows[1].estimate("efficiency").mean * rows[1].estimate("steps_per_minute").mean
     )
     assert f"the most effective steps per minute: {speeds[1].text('{:.1f}')}." in printed
+    assert "left out. The row that learns fastest per minute is bold.\n" in (sweep / "table.md").read_text()
     for text in (WORTH_NOTE, "effective steps per minute"):
         assert text in html.unescape(page) and text in html.unescape(Client(sweep).get("/sweep").text)
     assert "improvement" not in "".join(titles)
@@ -204,6 +205,7 @@ def test_effective_steps_are_compared_only_where_they_have_one_unit(sweep: Path)
         "policy or by held-out accuracy."
     )
     assert told.endswith(another)
+    assert which_are_bold(rows) == "Of the rows with equal learner.lr, the one that learns fastest per minute is bold."
     synchronous = [row for row in rows if row.staleness.max == 0]
     assert best_row(synchronous) == another and bounds_compared(synchronous) == []
     assert _trade_off(rows).axes[2].get_title() == "effective steps per minute,\nin steps of the same learner.lr"

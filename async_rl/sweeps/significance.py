@@ -65,11 +65,12 @@ def best_row(rows: Sequence[Setting]) -> str:
 
     With several units it names the best of each that has other rows. With one seed it says what that leaves open.
     """
-    orders = ranked(rows)
-    if not orders:
-        return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
-    key, axes = speed_key(rows), unit_axes(rows)
+    if len(rows) == 1:
+        return ""
+    orders, key, axes = ranked(rows), speed_key(rows), unit_axes(rows)
     name, form = SPEEDS[key]
+    if not orders:
+        return f"No row is the best one: no setting with staleness.mode=bounded has a value of {name}."
     sentences = []
     for best in (order[0] for order in orders if order[1:]):
         same = f" of those with {_labels(best, axes)}" if axes else ""

@@ -52,11 +52,6 @@ def printed(sweep: Path) -> str:
     return write_report(sweep)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
-
-
 def test_a_report_shows_what_a_step_is_worth_wherever_it_shows_it(sweep: Path, printed: str) -> None:
     """The runs gain .01 a step at 0, and .0095 and .0055 at 1 and 3: their steps are worth 0.95 and 0.55."""
     rows = settings_of(read_runs(sweep))

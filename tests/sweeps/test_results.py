@@ -71,6 +71,11 @@ def test_an_evaluation_of_an_earlier_version_is_not_that_of_the_end(sweep: Path,
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = read_run(run_dir).values()
     assert values["accuracy_start"] == 0.3 and math.isnan(values["accuracy_end"]) and math.isnan(values["improvement"])
+    run = read_run(run_dir)
+    run.evals[1:] = []
+    assert math.isnan(run.improvement), "its gain in reward is none in held-out accuracy"
+    run.evals.clear()
+    assert run.improvement > 0
     learned = next(table for table in tables_in(write_report(copy)) if table.title == "What was learned")
     ends = [row[learned.header.index("held-out accuracy, end")] for row in learned.rows]
     assert [end == "-" for end in ends] == [False, True, False]

@@ -23,6 +23,7 @@ from async_rl.sweeps.significance import (
     bounds_compared,
     corrections_compared,
     ended_early,
+    not_evaluated,
     ranked,
     went_on,
     which_are_bold,
@@ -158,7 +159,7 @@ def write_report(folder: Path) -> str:
     tables = [table for table in found if table]
     kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
     tables += kept
-    ends = (ended_early(rows), went_on(rows), so_far(runs))
+    ends = (ended_early(rows), not_evaluated(rows), went_on(rows), so_far(runs))
     said = (best_row(rows), *efficiency_unknown(rows), seconds_compared(rows), *ends)
     sentences = [text for text in said if text]
     notes = [f"{NOTES[0]} {which_are_bold(rows)}", *NOTES[1:]]

@@ -111,12 +111,12 @@ def _compared(order: Sequence[Setting], base: Setting, key: str) -> Table:
     lines = []
     for row, p, corrected in zip(order, [math.nan, *raw], [math.nan, *holm(raw)], strict=True):
         times = "-" if row is base else ratio_text(row.values[key], base.values[key])
-        lines.append([row.name, row.estimate(key).text(form), times, _p(p), _p(corrected)])
+        lines.append([row.name, row.estimate(key).text(form), times, _number(p), _number(corrected)])
     return Table(header, lines, "Which setting learns fastest", best=(0,))
 
 
-def _p(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2g}"
+def _number(value: float, form: str = "{:.2g}") -> str:
+    return "-" if math.isnan(value) else form.format(value)
 
 
 def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
@@ -147,7 +147,7 @@ def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str,
             difference = estimate(ours).mean - estimate(none).mean
             singles.append((correction, str(row.staleness), difference, p_value(ours, none)))
     lines = [
-        [correction, staleness, f"{difference:+.3f}", _p(p), _p(corrected)]
+        [correction, staleness, _number(difference, "{:+.3f}"), _number(p), _number(corrected)]
         for tests in (averages, singles)
         for (correction, staleness, difference, p), corrected in zip(tests, holm([t[3] for t in tests]), strict=True)
     ]
@@ -171,3 +171,18 @@ def ended_early(rows: Sequence[Setting]) -> str:
         for row in rows for run in row.runs if run.summary.get("ended")
     ]
     return f"These runs ended early and count with the steps they took: {'; '.join(ended)}." if ended else ""
+
+
+def not_evaluated(rows: Sequence[Setting]) -> str:
+    """Return one sentence that names the ended runs of whose held-out accuracy only the end is unknown, or ""."""
+    names = [
+        run.folder.name
+        for row in rows for run, accuracy in zip(row.runs, row.values["accuracy_end"], strict=True)
+        if run.evals and run.has_ended and math.isnan(accuracy)
+    ]
+    if not names:
+        return ""
+    return (
+        "These runs ended without an evaluation of their last version, so that their settings have no held-out "
+        f"accuracy at the end and no improvement, and stand in no comparison by either: {', '.join(names)}."
+    )

@@ -115,24 +115,28 @@ class SweepFiles:
     def points(self, metric: str, axis: str) -> list[dict[str, Any]]:
         """Return the lines of a plot of `metric` over `axis`: a line for each setting on the other axes but the seed.
 
-        A point is the report's estimate over the seeds with its standard error. `metric` is a value of the report, or
-        the key of a step's metric, of which a cell's figure over its steps is taken.
+        A point is the report's estimate over the seeds with its standard error; there is none, as in the report, where
+        a seed has no value. `metric` is a value of the report, or the key of a step's metric, of which a cell's figure
+        over its steps is taken.
         """
         cells = [cell for cell in self.cells() if cell.state == "finished"]
         runs = {run.folder.name: run for run in self.runs()}
         axes = self.axes(cells)
         lines: dict[str, dict[str, list[float]]] = {}
         for cell in cells:
+            if axis not in cell.labels:
+                continue
             value = cell.values.get(metric, math.nan)
             if metric not in TITLES and cell.name in runs:
                 value = runs[cell.name].figure(metric)
-            if math.isnan(value) or axis not in cell.labels:
-                continue
             others = [f"{key} {cell.labels.get(key)}" for key in axes if key not in (axis, SEED)]
             lines.setdefault(", ".join(others), {}).setdefault(cell.labels[axis], []).append(value)
         found = []
         for name, by_label in sorted(lines.items()):
-            labels = sorted(by_label, key=_sort_key)
+            told = (label for label, values in by_label.items() if not any(map(math.isnan, values)))
+            labels = sorted(told, key=_sort_key)
+            if not labels:
+                continue
             estimates = [estimate_of(metric, by_label[label]) for label in labels]
             errors = [0.0 if math.isnan(e.error) else e.error for e in estimates]
             found.append(

@@ -286,6 +286,11 @@ def test_corrections_with_one_seed_have_no_p_value() -> None:
     assert found["coupled", "4"] == ("+0.300", "-")
 
 
+def test_a_correction_with_a_seed_that_has_no_improvement_has_no_difference() -> None:
+    found = differences([exact_row(4, "none", [0.1, 0.2]), exact_row(4, "coupled", [0.4, math.nan])])
+    assert found == {("coupled", "average"): ("-", "-"), ("coupled", "4"): ("-", "-")}
+
+
 def test_dropped_groups_stand_beside_trained_ones(sweep: Path, printed: str) -> None:
     assert "| staleness 1 | trained | 60 | 0.5 | 1 |" in printed
     assert "| staleness 1 | dropped: late | 90 | 0.5 | 2.62 |" in printed

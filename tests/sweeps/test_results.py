@@ -76,9 +76,12 @@ def test_an_evaluation_of_an_earlier_version_is_not_that_of_the_end(sweep: Path,
     assert math.isnan(run.improvement), "its gain in reward is none in held-out accuracy"
     run.evals.clear()
     assert run.improvement > 0
-    learned = next(table for table in tables_in(write_report(copy)) if table.title == "What was learned")
+    printed = write_report(copy)
+    learned = next(table for table in tables_in(printed) if table.title == "What was learned")
     ends = [row[learned.header.index("held-out accuracy, end")] for row in learned.rows]
     assert [end == "-" for end in ends] == [False, True, False]
+    assert "their last version, " in printed and "comparison by either: staleness-1.seed-0." in printed
+    assert "their last version, " not in write_report(sweep)
 
 
 @pytest.mark.usefixtures("no_pictures")

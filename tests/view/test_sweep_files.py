@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -31,6 +32,17 @@ def test_a_point_is_the_mean_over_seeds_with_its_error(sweep_dir: Path) -> None:
     assert (line["labels"], line["seeds"]) == (["0", "1"], [2, 2])
     assert line["mean"][0] == pytest.approx(sum(at_zero) / 2)
     assert line["error"][0] == pytest.approx(abs(at_zero[0] - at_zero[1]) / 2)
+
+
+def test_a_setting_with_a_seed_that_has_no_value_is_no_point(sweep_dir: Path) -> None:
+    """The other seeds alone would flatter it, if the run was stopped because it learned nothing."""
+    file = sweep_dir / "cells" / "staleness-1.seed-1" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))  # the evaluation of the last version
+    sweep = SweepFiles(sweep_dir)
+    (line,) = sweep.points("accuracy_end", "staleness")
+    assert (line["labels"], line["seeds"]) == (["0"], [2])
+    assert [math.isnan(row.estimate("accuracy_end").mean) for row in sweep.rows()] == [False, True]
+    assert "in no comparison by either: staleness-1.seed-1." in Client(sweep_dir).get("/sweep").text
 
 
 def test_a_point_of_the_largest_staleness_is_the_largest_of_all_seeds(sweep_dir: Path) -> None:

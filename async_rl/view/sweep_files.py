@@ -59,10 +59,12 @@ class SweepFiles:
         return read_json(self.folder / "sweep.json")
 
     def revision(self) -> dict[str, str]:
-        """Return by the key `cells` a text that differs once a cell has begun or finished."""
+        """Return by the key `cells` a text that differs once a cell has begun, finished or changed its state."""
         files = sorted((self.folder / "cells").glob("*/cell.json"))
-        running = sorted(path.name for path in (self.folder / "cells").glob("*"))
-        return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{len(running)}"}
+        finished = {file.parent for file in files}
+        begun = sorted(folder for folder in (self.folder / "cells").glob("*") if folder not in finished)
+        states = ",".join(_state(RunFiles(folder)) for folder in begun)
+        return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{states}"}
 
     def rows(self) -> list[Setting]:
         """Return the finished cells by setting; none if there is none yet, or `problem` keeps them from being compared.
@@ -163,9 +165,13 @@ def _unfinished(folder: Path) -> ListedCell:
     run = RunFiles(folder)
     run.metrics.refresh()
     labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.bound or "")}
-    state = run.state.name
-    shown = state if state in ("running", "paused", "resuming") else "stopped"
-    return ListedCell(folder.name, labels, shown, run.progress.text, {}, True)
+    return ListedCell(folder.name, labels, _state(run), run.progress.text, {}, True)
+
+
+def _state(run: RunFiles) -> str:
+    """Return the state of a run without a cell.json as the page shows it."""
+    name = run.state.name
+    return name if name in ("running", "paused", "resuming") else "stopped"
 
 
 def _sort_key(label: str) -> tuple[float, str]:

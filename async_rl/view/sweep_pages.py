@@ -44,7 +44,7 @@ def sweep(request: Request) -> Response:
 
 
 def cells(request: Request) -> Response:
-    """Return the sweep's table of cells alone; the open page asks for it when a cell has begun or finished."""
+    """Return the sweep's table of cells alone; the open page asks for it when the state of a cell has changed."""
     return page(request, "sweep_cells.html", _facts(request))
 
 

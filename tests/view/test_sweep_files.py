@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.telemetry.status import write_status
 from async_rl.view.library import Library
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.sweeps import make_sweep
 from tests.kit.view.client import Client
-from tests.kit.view.run_dirs import make_run
+from tests.kit.view.run_dirs import append_step, make_run
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMITTED = RESULTS / "sweep_cpu"
@@ -94,6 +95,16 @@ def test_a_cell_that_finishes_changes_the_revision(sweep_dir: Path) -> None:
     sweep = SweepFiles(sweep_dir)
     before = sweep.revision()
     make_run(sweep_dir / "cells" / "staleness-9.seed-0")
+    assert sweep.revision() != before
+
+
+def test_a_cell_that_its_guard_pauses_changes_the_revision_and_its_progress_does_not(sweep_dir: Path) -> None:
+    run_dir, sweep = make_run(sweep_dir / "cells" / "staleness-9.seed-0", note="running"), SweepFiles(sweep_dir)
+    before = sweep.revision()
+    write_status(run_dir, [], "running")
+    append_step(run_dir, 13)
+    assert sweep.revision() == before
+    write_status(run_dir, [], "paused by its guard")
     assert sweep.revision() != before
 
 

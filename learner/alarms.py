@@ -31,7 +31,7 @@ def rules_for(compute_dtype: torch.dtype, *, has_weights: bool = True) -> tuple[
     """Return the rules, which docs/algorithms.md lists; in bfloat16 the mismatch may be ten times that in float32.
 
     Args:
-        has_weights: importance weights multiply the loss; else none is truncated, and no rule speaks of them.
+        has_weights: importance weights multiply the loss; else none is truncated, and no rule watches how many are.
     """
     mismatch = 0.01 if compute_dtype == torch.float32 else 0.1
     rules = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from async_rl.config import Config
 from async_rl.config.check import check
@@ -90,5 +91,7 @@ def _gpus_here() -> list[str]:
     from async_rl.driver.placement import gpus_here
 
     count = int(gpus_here())
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return (named or [str(index) for index in range(count)])[:count]  # -1 and what stands after it name none
+    names = filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    named = list(takewhile(lambda name: name != "-1", names))  # CUDA reads no further
+    # Of several MIG instances a process sees only one, but each may be that of a cell.
+    return (named or [str(index) for index in range(count)]) if count else []

@@ -133,7 +133,7 @@ def _trade_off(rows: Sequence[Setting]) -> Any:
     minute, each over the staleness bound. Where efficiency can't be told, it shows that by sampled reward instead, and
     where that can't be told either, the improvement.
     """
-    what = "accuracy" if all(len(run.evals) >= 2 for row in rows for run in row.runs) else "reward"
+    what = "accuracy" if any(run.evals for row in rows for run in row.runs) else "reward"
     if any(row.has("efficiency") for row in rows):
         worth, speed = ("efficiency", "synchronous steps that a step is worth"), "effective steps per minute"
     elif any(row.has("efficiency_sampled") for row in rows):

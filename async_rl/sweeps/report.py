@@ -23,8 +23,10 @@ from async_rl.sweeps.significance import (
     bounds_compared,
     corrections_compared,
     ended_early,
+    not_evaluated,
     ranked,
     went_on,
+    which_are_bold,
 )
 from async_rl.sweeps.tables import Table, tables_in
 from buffer.stored_group import DROP_REASONS
@@ -59,7 +61,7 @@ LEARNING: dict[str, tuple[str, str]] = {
     "policy_reward": ("reward of the policy, mean over the time", "{:.3f}"),
     "reward_over_time": ("reward of the batches, mean over the time, which lags by the staleness", "{:.3f}"),
     "reward_less_lag": ("the same with the lag taken off, to first order", "{:.3f}"),
-    "truncated": ("truncated IS weights", "{:.2%}"),
+    "truncated": ("IS weights beyond cap or floor", "{:.2%}"),
     "masked": ("tokens masked as too old", "{:.2%}"),
     "clipped_positive": ("tokens clipped, advantage above 0", "{:.2%}"),
     "clipped_negative": ("tokens clipped, advantage below 0", "{:.2%}"),
@@ -95,8 +97,7 @@ REWARD_NOTE = (
     "staleness of the sweep if the policy after v steps has the reward of the policy after e v steps there."
 )
 NOTES = (
-    "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
-    "that learns fastest per minute is bold.",
+    "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out.",
     WORTH_NOTE,
     "Improvement is held-out accuracy at the end minus at the start. Where nothing was evaluated, it is the mean "
     "reward of the last tenth of the steps minus that of the first tenth. It stands only where e can't be told. It "
@@ -158,10 +159,10 @@ def write_report(folder: Path) -> str:
     tables = [table for table in found if table]
     kept = [] if has_steps else _kept_tables(folder, {table.title for table in tables})
     tables += kept
-    ends = (ended_early(rows), went_on(rows), so_far(runs))
+    ends = (ended_early(rows), not_evaluated(rows), went_on(rows), so_far(runs))
     said = (best_row(rows), *efficiency_unknown(rows), seconds_compared(rows), *ends)
     sentences = [text for text in said if text]
-    notes = list(NOTES)
+    notes = [f"{NOTES[0]} {which_are_bold(rows)}", *NOTES[1:]]
     if kept:
         notes.append(f"Kept from a report made of the runs' steps: {'; '.join(table.title for table in kept)}.")
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)

@@ -127,12 +127,12 @@ class Run:
 
     @property
     def improvement(self) -> float:
-        """The held-out accuracy at the end minus at the start; nan if the last version was not evaluated.
+        """The held-out accuracy at the end minus at the start; nan if one of the two was not evaluated.
 
         Without evaluations, it is the mean reward of the last tenth of the steps minus that of the first tenth.
         """
-        if len(self.evals) >= 2:
-            return self.accuracy_end - self.evals[0][2]
+        if self.evals:
+            return self.accuracy_end - self.evals[0][2] if self.evals[1:] else math.nan
         rewards = [value for _, _, value in self.points("reward/mean")]
         tenth = max(1, len(rewards) // 10)
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan

@@ -43,9 +43,21 @@ def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def unit_axes(rows: Sequence[Setting]) -> list[str]:
-    """Return the axes along which the unit of `speed_key` differs among the rows of `ranked`."""
-    units = [order[0].beside_staleness for order in ranked(rows)]
+    """Return the axes along which the unit of `speed_key` differs, also among rows without a value of it.
+
+    Rows of exact mode don't count.
+    """
+    if speed_key(rows) == "per_minute":
+        return []
+    units = [row.beside_staleness for row in rows if not row.exact]
     return [labels[0][0] for labels in zip(*units, strict=True) if len({*labels}) > 1]
+
+
+def which_are_bold(rows: Sequence[Setting]) -> str:
+    """Return the sentence that says which rows of a table are set in bold."""
+    axes = " and ".join(unit_axes(rows))
+    row = f"Of the rows with equal {axes}, the one" if axes else "The row"
+    return f"{row} that learns fastest per minute is bold."
 
 
 def best_row(rows: Sequence[Setting]) -> str:
@@ -53,11 +65,12 @@ def best_row(rows: Sequence[Setting]) -> str:
 
     With several units it names the best of each that has other rows. With one seed it says what that leaves open.
     """
-    orders = ranked(rows)
-    if not orders:
-        return "No row is the best one: no finished run with staleness.mode=bounded measured a reward."
-    key, axes = speed_key(rows), unit_axes(rows)
+    if len(rows) == 1:
+        return ""
+    orders, key, axes = ranked(rows), speed_key(rows), unit_axes(rows)
     name, form = SPEEDS[key]
+    if not orders:
+        return f"No row is the best one: no setting with staleness.mode=bounded has a value of {name}."
     sentences = []
     for best in (order[0] for order in orders if order[1:]):
         same = f" of those with {_labels(best, axes)}" if axes else ""
@@ -98,12 +111,12 @@ def _compared(order: Sequence[Setting], base: Setting, key: str) -> Table:
     lines = []
     for row, p, corrected in zip(order, [math.nan, *raw], [math.nan, *holm(raw)], strict=True):
         times = "-" if row is base else ratio_text(row.values[key], base.values[key])
-        lines.append([row.name, row.estimate(key).text(form), times, _p(p), _p(corrected)])
+        lines.append([row.name, row.estimate(key).text(form), times, _number(p), _number(corrected)])
     return Table(header, lines, "Which setting learns fastest", best=(0,))
 
 
-def _p(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2g}"
+def _number(value: float, form: str = "{:.2g}") -> str:
+    return "-" if math.isnan(value) else form.format(value)
 
 
 def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
@@ -134,7 +147,7 @@ def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str,
             difference = estimate(ours).mean - estimate(none).mean
             singles.append((correction, str(row.staleness), difference, p_value(ours, none)))
     lines = [
-        [correction, staleness, f"{difference:+.3f}", _p(p), _p(corrected)]
+        [correction, staleness, _number(difference, "{:+.3f}"), _number(p), _number(corrected)]
         for tests in (averages, singles)
         for (correction, staleness, difference, p), corrected in zip(tests, holm([t[3] for t in tests]), strict=True)
     ]
@@ -158,3 +171,18 @@ def ended_early(rows: Sequence[Setting]) -> str:
         for row in rows for run in row.runs if run.summary.get("ended")
     ]
     return f"These runs ended early and count with the steps they took: {'; '.join(ended)}." if ended else ""
+
+
+def not_evaluated(rows: Sequence[Setting]) -> str:
+    """Return one sentence that names the ended runs of whose held-out accuracy only the end is unknown, or ""."""
+    names = [
+        run.folder.name
+        for row in rows for run, accuracy in zip(row.runs, row.values["accuracy_end"], strict=True)
+        if run.evals and run.has_ended and math.isnan(accuracy)
+    ]
+    if not names:
+        return ""
+    return (
+        "These runs ended without an evaluation of their last version, so that their settings have no held-out "
+        f"accuracy at the end and no improvement, and stand in no comparison by either: {', '.join(names)}."
+    )

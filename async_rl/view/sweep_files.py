@@ -59,10 +59,12 @@ class SweepFiles:
         return read_json(self.folder / "sweep.json")
 
     def revision(self) -> dict[str, str]:
-        """Return by the key `cells` a text that differs once a cell has begun or finished."""
+        """Return by the key `cells` a text that differs once a cell has begun, finished or changed its state."""
         files = sorted((self.folder / "cells").glob("*/cell.json"))
-        running = sorted(path.name for path in (self.folder / "cells").glob("*"))
-        return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{len(running)}"}
+        finished = {file.parent for file in files}
+        begun = sorted(folder for folder in (self.folder / "cells").glob("*") if folder not in finished)
+        states = ",".join(_state(RunFiles(folder)) for folder in begun)
+        return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{states}"}
 
     def rows(self) -> list[Setting]:
         """Return the finished cells by setting; none if there is none yet, or `problem` keeps them from being compared.
@@ -115,24 +117,28 @@ class SweepFiles:
     def points(self, metric: str, axis: str) -> list[dict[str, Any]]:
         """Return the lines of a plot of `metric` over `axis`: a line for each setting on the other axes but the seed.
 
-        A point is the report's estimate over the seeds with its standard error. `metric` is a value of the report, or
-        the key of a step's metric, of which a cell's figure over its steps is taken.
+        A point is the report's estimate over the seeds with its standard error; there is none, as in the report, where
+        a seed has no value. `metric` is a value of the report, or the key of a step's metric, of which a cell's figure
+        over its steps is taken.
         """
         cells = [cell for cell in self.cells() if cell.state == "finished"]
         runs = {run.folder.name: run for run in self.runs()}
         axes = self.axes(cells)
         lines: dict[str, dict[str, list[float]]] = {}
         for cell in cells:
+            if axis not in cell.labels:
+                continue
             value = cell.values.get(metric, math.nan)
             if metric not in TITLES and cell.name in runs:
                 value = runs[cell.name].figure(metric)
-            if math.isnan(value) or axis not in cell.labels:
-                continue
             others = [f"{key} {cell.labels.get(key)}" for key in axes if key not in (axis, SEED)]
             lines.setdefault(", ".join(others), {}).setdefault(cell.labels[axis], []).append(value)
         found = []
         for name, by_label in sorted(lines.items()):
-            labels = sorted(by_label, key=_sort_key)
+            told = (label for label, values in by_label.items() if not any(map(math.isnan, values)))
+            labels = sorted(told, key=_sort_key)
+            if not labels:
+                continue
             estimates = [estimate_of(metric, by_label[label]) for label in labels]
             errors = [0.0 if math.isnan(e.error) else e.error for e in estimates]
             found.append(
@@ -159,9 +165,13 @@ def _unfinished(folder: Path) -> ListedCell:
     run = RunFiles(folder)
     run.metrics.refresh()
     labels = {SEED: str(run.setting("run.seed", "")), STALENESS: str(run.bound or "")}
-    state = run.state.name
-    shown = state if state in ("running", "paused", "resuming") else "stopped"
-    return ListedCell(folder.name, labels, shown, run.progress.text, {}, True)
+    return ListedCell(folder.name, labels, _state(run), run.progress.text, {}, True)
+
+
+def _state(run: RunFiles) -> str:
+    """Return the state of a run without a cell.json as the page shows it."""
+    name = run.state.name
+    return name if name in ("running", "paused", "resuming") else "stopped"
 
 
 def _sort_key(label: str) -> tuple[float, str]:

@@ -13,7 +13,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.sweeps.cells import SEED
 from async_rl.sweeps.report import LEARNING, REWARD_NOTE, TRADE_OFF, WORTH_NOTE, seconds_compared, shown_columns
 from async_rl.sweeps.settings import Setting, efficiency_unknown
-from async_rl.sweeps.significance import SPEEDS
+from async_rl.sweeps.significance import SPEEDS, not_evaluated
 from async_rl.view.live import event_stream
 from async_rl.view.pages import json_finite, library_of, page
 from async_rl.view.sweep_files import TITLES, SweepFiles
@@ -44,7 +44,7 @@ def sweep(request: Request) -> Response:
 
 
 def cells(request: Request) -> Response:
-    """Return the sweep's table of cells alone; the open page asks for it when a cell has begun or finished."""
+    """Return the sweep's table of cells alone; the open page asks for it when the state of a cell has changed."""
     return page(request, "sweep_cells.html", _facts(request))
 
 
@@ -71,7 +71,7 @@ def _facts(request: Request) -> dict[str, Any]:
 
 def _notes(rows: Sequence[Setting], measured: Collection[str]) -> list[str]:
     notes = [WORTH_NOTE] * ("efficiency" in measured) + [REWARD_NOTE] * ("policy_reward" in measured)
-    return [*notes, *efficiency_unknown(rows), *filter(None, [seconds_compared(rows)])]
+    return [*notes, *efficiency_unknown(rows), *filter(None, [not_evaluated(rows), seconds_compared(rows)])]
 
 
 def points(request: Request) -> Response:

@@ -46,9 +46,12 @@ def test_several_cells_run_at_once_each_with_its_part_of_the_host(
 
 @pytest.mark.parametrize(
     ("variable", "count", "found"),
-    [("-1", 0, []), ("2,-1,3", 1, ["2"]), ("4,GPU-8a", 2, ["4", "GPU-8a"]), ("", 0, []), (None, 2, ["0", "1"])],
-)
-def test_the_gpus_of_cells_are_those_that_cuda_sees(
+    [
+        ("-1", 0, []), ("2,-1,3", 1, ["2"]), ("4,GPU-8a", 2, ["4", "GPU-8a"]), ("", 0, []), (None, 2, ["0", "1"]),
+        ("MIG-a,MIG-b", 1, ["MIG-a", "MIG-b"]),  # of which a process sees one
+    ],
+)  # fmt: skip
+def test_the_gpus_of_cells_are_those_that_cuda_may_use(
     variable: str | None, count: int, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: float(count))

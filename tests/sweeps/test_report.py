@@ -31,11 +31,6 @@ def printed(sweep: Path) -> str:
     return write_report(sweep)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
-
-
 def test_the_table_has_a_row_for_each_bound_and_marks_the_best(sweep: Path, printed: str) -> None:
     lines = (sweep / "table.md").read_text().split("\n\n")[1].splitlines()
     assert lines[0].startswith("| staleness | IS-weight variance | KL")
@@ -104,7 +99,7 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
     for file in exact.glob("cells/*/config.yaml"):
         file.write_text(file.read_text().replace("mode: bounded", "mode: exact"))
     text = write_report(exact)
-    assert "No row is the best one" in text
+    assert "No row is the best one: no setting with staleness.mode=bounded has a value of improvement per min" in text
     assert "predicted" not in text
     header = next(line for line in text.splitlines() if line.startswith("|"))
     assert "ESS" in header
@@ -289,6 +284,11 @@ def test_corrections_are_compared_with_none_at_each_exact_staleness() -> None:
 def test_corrections_with_one_seed_have_no_p_value() -> None:
     found = differences([exact_row(4, "none", [0.1]), exact_row(4, "coupled", [0.4])])
     assert found["coupled", "4"] == ("+0.300", "-")
+
+
+def test_a_correction_with_a_seed_that_has_no_improvement_has_no_difference() -> None:
+    found = differences([exact_row(4, "none", [0.1, 0.2]), exact_row(4, "coupled", [0.4, math.nan])])
+    assert found == {("coupled", "average"): ("-", "-"), ("coupled", "4"): ("-", "-")}
 
 
 def test_dropped_groups_stand_beside_trained_ones(sweep: Path, printed: str) -> None:

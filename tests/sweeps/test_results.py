@@ -71,9 +71,30 @@ def test_an_evaluation_of_an_earlier_version_is_not_that_of_the_end(sweep: Path,
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = read_run(run_dir).values()
     assert values["accuracy_start"] == 0.3 and math.isnan(values["accuracy_end"]) and math.isnan(values["improvement"])
-    learned = next(table for table in tables_in(write_report(copy)) if table.title == "What was learned")
+    run = read_run(run_dir)
+    run.evals[1:] = []
+    assert math.isnan(run.improvement), "its gain in reward is none in held-out accuracy"
+    run.evals.clear()
+    assert run.improvement > 0
+    printed = write_report(copy)
+    learned = next(table for table in tables_in(printed) if table.title == "What was learned")
     ends = [row[learned.header.index("held-out accuracy, end")] for row in learned.rows]
     assert [end == "-" for end in ends] == [False, True, False]
+    assert "their last version, " in printed and "comparison by either: staleness-1.seed-0." in printed
+    assert "their last version, " not in write_report(sweep)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_goes_on_is_no_row_among_others(sweep: Path, tmp_path: Path) -> None:
+    """Its last version was not evaluated, so that it has no improvement yet."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(sweep / "cells" / "staleness-1.seed-0", run_dir)
+    (run_dir / "summary.json").unlink()
+    lines = [line for line in logged(run_dir) if line["step"] <= 13]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    printed = write_report(run_dir)
+    assert math.isnan(read_run(run_dir).improvement) and len(read_run(run_dir).evals) == 2
+    assert "this is of its first 13 steps" in printed and "No row" not in printed
 
 
 def test_a_run_that_goes_on_after_its_end_has_the_summary_of_its_steps_so_far(sweep: Path, tmp_path: Path) -> None:

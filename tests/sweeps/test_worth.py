@@ -25,7 +25,7 @@ from async_rl.sweeps.report import (
 )
 from async_rl.sweeps.results import read_results, read_runs
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, policy_rewards, settings_of
-from async_rl.sweeps.significance import best_row, bounds_compared
+from async_rl.sweeps.significance import best_row, bounds_compared, which_are_bold
 from async_rl.sweeps.tables import tables_in
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.sweeps import make_sweep
@@ -52,11 +52,6 @@ def printed(sweep: Path) -> str:
     return write_report(sweep)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
-
-
 def test_a_report_shows_what_a_step_is_worth_wherever_it_shows_it(sweep: Path, printed: str) -> None:
     """The runs gain .01 a step at 0, and .0095 and .0055 at 1 and 3: their steps are worth 0.95 and 0.55."""
     rows = settings_of(read_runs(sweep))
@@ -80,6 +75,7 @@ def test_a_report_shows_what_a_step_is_worth_wherever_it_shows_it(sweep: Path, p
         rows[1].estimate("efficiency").mean * rows[1].estimate("steps_per_minute").mean
     )
     assert f"the most effective steps per minute: {speeds[1].text('{:.1f}')}." in printed
+    assert "left out. The row that learns fastest per minute is bold.\n" in (sweep / "table.md").read_text()
     for text in (WORTH_NOTE, "effective steps per minute"):
         assert text in html.unescape(page) and text in html.unescape(Client(sweep).get("/sweep").text)
     assert "improvement" not in "".join(titles)
@@ -204,9 +200,19 @@ def test_effective_steps_are_compared_only_where_they_have_one_unit(sweep: Path)
         "policy or by held-out accuracy."
     )
     assert told.endswith(another)
+    assert which_are_bold(rows) == "Of the rows with equal learner.lr, the one that learns fastest per minute is bold."
     synchronous = [row for row in rows if row.staleness.max == 0]
     assert best_row(synchronous) == another and bounds_compared(synchronous) == []
     assert _trade_off(rows).axes[2].get_title() == "effective steps per minute,\nin steps of the same learner.lr"
+
+
+def test_settings_whose_effective_steps_cannot_be_told_lose_to_none_of_another_unit(sweep: Path) -> None:
+    """At the second learning rate synchronous training failed, so that only the rows at the first are ranked."""
+    rows = of_two_rates(sweep)
+    kept = settings_of(run for row in rows if row.name != "staleness 0 (learner.lr 3e-4)" for run in row.runs)
+    assert [row.has("efficiency") for row in kept] == [True, True, False]
+    assert " per minute of those with learner.lr 1e-4: " in best_row(kept)
+    assert "rows with another learner.lr have another unit" in best_row(kept)
 
 
 def test_improvement_per_minute_is_compared_over_all_axes(sweep: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+from async_rl.telemetry.status import write_status
 from async_rl.view.library import Library
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.sweeps import make_sweep
 from tests.kit.view.client import Client
-from tests.kit.view.run_dirs import make_run
+from tests.kit.view.run_dirs import append_step, make_run
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMITTED = RESULTS / "sweep_cpu"
@@ -31,6 +33,17 @@ def test_a_point_is_the_mean_over_seeds_with_its_error(sweep_dir: Path) -> None:
     assert (line["labels"], line["seeds"]) == (["0", "1"], [2, 2])
     assert line["mean"][0] == pytest.approx(sum(at_zero) / 2)
     assert line["error"][0] == pytest.approx(abs(at_zero[0] - at_zero[1]) / 2)
+
+
+def test_a_setting_with_a_seed_that_has_no_value_is_no_point(sweep_dir: Path) -> None:
+    """The other seeds alone would flatter it, if the run was stopped because it learned nothing."""
+    file = sweep_dir / "cells" / "staleness-1.seed-1" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))  # the evaluation of the last version
+    sweep = SweepFiles(sweep_dir)
+    (line,) = sweep.points("accuracy_end", "staleness")
+    assert (line["labels"], line["seeds"]) == (["0"], [2])
+    assert [math.isnan(row.estimate("accuracy_end").mean) for row in sweep.rows()] == [False, True]
+    assert "in no comparison by either: staleness-1.seed-1." in Client(sweep_dir).get("/sweep").text
 
 
 def test_a_point_of_the_largest_staleness_is_the_largest_of_all_seeds(sweep_dir: Path) -> None:
@@ -82,6 +95,16 @@ def test_a_cell_that_finishes_changes_the_revision(sweep_dir: Path) -> None:
     sweep = SweepFiles(sweep_dir)
     before = sweep.revision()
     make_run(sweep_dir / "cells" / "staleness-9.seed-0")
+    assert sweep.revision() != before
+
+
+def test_a_cell_that_its_guard_pauses_changes_the_revision_and_its_progress_does_not(sweep_dir: Path) -> None:
+    run_dir, sweep = make_run(sweep_dir / "cells" / "staleness-9.seed-0", note="running"), SweepFiles(sweep_dir)
+    before = sweep.revision()
+    write_status(run_dir, [], "running")
+    append_step(run_dir, 13)
+    assert sweep.revision() == before
+    write_status(run_dir, [], "paused by its guard")
     assert sweep.revision() != before
 
 

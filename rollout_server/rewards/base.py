@@ -63,7 +63,7 @@ class NamedReward:
     settings: Any = None
     timeout_s: float
     limit: str = "timeouts.reward_s"
-    """The configuration key of `timeout_s`."""
+    """The configuration key of `timeout_s`, or words for it where there is none."""
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS or MAX_TASKS."""
     identity: bytes = b""
@@ -95,8 +95,9 @@ def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> 
         settings = _settings(reward, each, key)
         if reward.function:
             _check_arguments(reward.function, reward, settings is not None, name_key, each.reward)
+        gets_greedy = config.algorithm.advantage_entry.needs_greedy_baseline and alone != "eval.gold_reward"
         check(
-            reward.of != "group" or not config.algorithm.advantage_entry.needs_greedy_baseline, name_key, each.reward,
+            reward.of != "group" or not gets_greedy, name_key, each.reward,
             f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
             "Its greedy answer, the baseline, has no others beside it.",
         )
@@ -107,10 +108,11 @@ def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> 
         if reward.check:
             reward.check(config, settings, timeout_s, key)
         about = reward.describe(config, settings) if reward.describe else ""
+        own_limit = f"{key}.timeout_s" if config.task.rewards else "its own time limit"
         found.append(NamedReward(
             name=each.name, weight=each.weight, weights=each.weights, reward=reward, settings=settings,
             timeout_s=timeout_s,
-            limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else f"{key}.timeout_s",
+            limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else own_limit,
             concurrency=each.concurrency or own.concurrency,
             identity=_identity(each.reward, reward, settings, config), about=about,
             logs_score=bool(config.task.rewards),

@@ -104,7 +104,7 @@ class Worker(EvalWorker):
                 while True:
                     while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
                         self._group_ended.clear()
-                        await self._group_ended.wait()  # generate_s, reward_s and wire_s limit the time of a group
+                        await self._group_ended.wait()  # startup_s, generate_s, reward_s and wire_s limit a group
                     slots = await self._client.admit(num_free)
                     granted_s = asyncio.get_running_loop().time()
                     # All prompts are made before the first task starts: groups that are granted together reach the

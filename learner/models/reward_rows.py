@@ -11,6 +11,7 @@ from async_rl.config import Config, TaskConfig
 from async_rl.storage.model_folder import load_tokenizer
 from async_rl.storage.model_loading import load_without_weights
 from async_rl.storage.policy_rows import check_positions, usable_positions
+from async_rl.template_date import TEMPLATE_DATE
 from learner.models.prompt_messages import REPLY, SYSTEM, USER, Messages, PromptReader
 
 
@@ -62,7 +63,9 @@ class RewardRows:
         reply = self._policy.decode(answer, skip_special_tokens=True)
         if self._own.chat_template:
             messages = [*self._own_form(asked), {"role": "assistant", "content": reply}]
-            return RewardRow(self._own.apply_chat_template(messages, return_dict=False))
+            return RewardRow(self._own.apply_chat_template(
+                messages, return_dict=False, strftime_now=TEMPLATE_DATE.strftime
+            ))  # fmt: skip
         pair = self._own("\n".join(message["content"] for message in asked), reply)
         segments = pair.get("token_type_ids", ())
         return RewardRow(pair["input_ids"], segments if any(segments) else ())

@@ -20,6 +20,7 @@ from async_rl.config.params import read_params
 from async_rl.errors import ConfigError
 from async_rl.seams import find_entry
 from async_rl.seams.lookup import import_object
+from async_rl.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.code.checker import CODE
 from rollout_server.rewards.contract import CallLimits, Reward, Score
@@ -27,7 +28,7 @@ from rollout_server.rewards.judge.rewards import JUDGE, JUDGE_LISTWISE, JUDGE_PA
 from rollout_server.rewards.math_checker import num_children
 from rollout_server.rewards.reward_tasks import MAX_TASKS
 from rollout_server.rewards.reward_threads import MAX_THREADS
-from rollout_server.rewards.rules import RULES
+from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.rewards.verdict_cache import identity
 
 # A thread's wait for a free math-verify process would count against the time limit.
@@ -62,7 +63,7 @@ class NamedReward:
     settings: Any = None
     timeout_s: float
     limit: str = "timeouts.reward_s"
-    """The configuration key of `timeout_s`."""
+    """The configuration key of `timeout_s`, or words for it where there is none."""
     concurrency: int = 0
     """The most calls that a worker makes at once; 0: MAX_THREADS or MAX_TASKS."""
     identity: bytes = b""
@@ -94,8 +95,9 @@ def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> 
         settings = _settings(reward, each, key)
         if reward.function:
             _check_arguments(reward.function, reward, settings is not None, name_key, each.reward)
+        gets_greedy = config.algorithm.advantage_entry.needs_greedy_baseline and alone != "eval.gold_reward"
         check(
-            reward.of != "group" or not config.algorithm.advantage_entry.needs_greedy_baseline, name_key, each.reward,
+            reward.of != "group" or not gets_greedy, name_key, each.reward,
             f"one of an answer or an episode with algorithm.advantage {config.algorithm.advantage}",
             "Its greedy answer, the baseline, has no others beside it.",
         )
@@ -106,10 +108,11 @@ def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> 
         if reward.check:
             reward.check(config, settings, timeout_s, key)
         about = reward.describe(config, settings) if reward.describe else ""
+        own_limit = f"{key}.timeout_s" if config.task.rewards else "its own time limit"
         found.append(NamedReward(
             name=each.name, weight=each.weight, weights=each.weights, reward=reward, settings=settings,
             timeout_s=timeout_s,
-            limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else f"{key}.timeout_s",
+            limit="timeouts.reward_s" if timeout_s == config.timeouts.reward_s else own_limit,
             concurrency=each.concurrency or own.concurrency,
             identity=_identity(each.reward, reward, settings, config), about=about,
             logs_score=bool(config.task.rewards),
@@ -133,8 +136,8 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
     """Return the reward that eval.gold_reward names, `task` being the task's own; () if it is empty.
 
     Raises:
-        ConfigError: there is no such reward, it does not suit the run as in `open_rewards`, or the environment or the
-            agent gives the rewards.
+        ConfigError: there is no such reward, it does not suit the run as in `open_rewards`, it is a rule that can't
+            read the right answer of a held-out question, or the environment or the agent gives the rewards.
     """
     name = config.eval.gold_reward
     if not name:
@@ -145,8 +148,20 @@ def open_gold_reward(config: Config, task: Verifier) -> tuple[NamedReward, ...]:
     )
     alone = replace(config.task, reward="" if name == "task" else name, rewards=())
     found = open_rewards(replace(config, task=alone), task, "eval.gold_reward")
+    _check_held_out(config, task)
     # under a name of its own, so that its costs are not those of the rewards that are trained on
     return tuple(replace(each, name="eval.gold_reward") for each in found)
+
+
+def _check_held_out(config: Config, task: Verifier) -> None:
+    """Check that the gold reward, if it is a rule, can read the right answers of the held-out questions."""
+    name = config.eval.gold_reward
+    is_rule_of_source = name == "task" and bool(config.task.path)
+    prompts: list[Prompt] = getattr(task, "eval_prompts", list)()
+    for prompt in prompts:
+        question: Question = prompt.question
+        rule = rule_for_source(question.source, "eval.gold_reward") if is_rule_of_source else name
+        check_reference(rule, question.ground_truth, prompt.origin)
 
 
 def is_async(function: Score) -> bool:

@@ -21,6 +21,7 @@ from async_rl.errors import ConfigError, RewardError, first_error, shown
 from async_rl.field_kinds import MAX_METRICS
 from async_rl.telemetry.metrics import Metric
 from rollout_server.episodes.episode import Episode
+from rollout_server.episodes.user_code.time_limits import ForeignCode
 from rollout_server.question import Question
 from rollout_server.rewards.base import NamedReward, is_async
 from rollout_server.rewards.contract import RewardResult, Score, read_verdict
@@ -129,7 +130,7 @@ class _Scorer:
             self._take(named.reward.function)
 
     async def open(self, waiting: Callable[[float], AbstractContextManager[None]]) -> None:
-        """Open what the reward needs, unless an earlier call has done it.
+        """Open what the reward needs, unless an earlier call has; if one is about to, wait for it.
 
         Args:
             waiting: is entered meanwhile, with the time limit in seconds.
@@ -138,23 +139,18 @@ class _Scorer:
             RewardError: opening it failed. The message names the reward if the run has several.
             ConfigError: it said so.
         """
-        async with self._opening:
-            if self._calls is None:
-                limit_s = self._config.timeouts.startup_s
-                with self._counting_failures(), waiting(limit_s):
-                    self._take(await self._open(limit_s))
+        if self._calls is None:
+            limit_s = self._config.timeouts.startup_s
+            with self._counting_failures(), waiting(limit_s):
+                await self._open(limit_s)
 
-    async def _open(self, limit_s: float) -> Score:
-        """Return the function that the reward opens.
-
-        Raises:
-            RewardError: it raised, or took longer than `limit_s`.
-        """
-        assert self.named.reward.open is not None, "a reward has a function, or opens one"
+    async def _open(self, limit_s: float) -> None:
+        """Open what the reward needs within `limit_s`, the wait for another call that does so included."""
+        foreign = ForeignCode()  # the tasks that it creates go on: they belong to what is open
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                context = self.named.reward.open(self._config, self.named.settings)
-                return await self._opened.enter_async_context(context)
+            async with asyncio.timeout(limit_s) as limit, self._opening:
+                if self._calls is None:
+                    self._take(await foreign.call(self._entered, limit_s, "opening the reward"))
         except (ConfigError, RewardError):
             raise
         except Exception as error:
@@ -162,6 +158,13 @@ class _Scorer:
                 late = f"the reward took longer than timeouts.startup_s = {limit_s:g} s to open what it needs"
                 raise RewardError(late) from None
             raise raised(error) from error
+        finally:
+            await foreign.end_cancelled_calls()
+
+    async def _entered(self) -> Score:
+        """Return the function that the reward opens."""
+        assert self.named.reward.open is not None, "a reward has a function, or opens one"
+        return await self._opened.enter_async_context(self.named.reward.open(self._config, self.named.settings))
 
     def _take(self, function: Score) -> None:
         """Use this function from now on."""

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.episodes.conversation.rendering import TEMPLATE_DATE
+from async_rl.template_date import TEMPLATE_DATE
 
 
 def prompt_text(

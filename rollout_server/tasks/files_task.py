@@ -56,7 +56,6 @@ class FilesTask(Task):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._gold_reward = config.eval.gold_reward
         self._train = self._read_all(config.task.train_data, "task.path")
         self._starts = [0, *accumulate(len(source.questions) for source in self._train)]
         self.num_prompts = sum(source.per_epoch for source in self._train)
@@ -86,12 +85,6 @@ class FilesTask(Task):
 
     def rules_of(self, question: Question) -> tuple[str, ...]:
         return tuple(name or rule_for_source(question.source) for name in super().rules_of(question))
-
-    def _gold_rules(self, question: Question) -> tuple[str, ...]:
-        """Return the name of the rule or function of eval.gold_reward that scores answers to a held-out question."""
-        if self._gold_reward == "task":
-            return (rule_for_source(question.source, "eval.gold_reward"),)
-        return (self._gold_reward,) if self._gold_reward else ()
 
     def _at(self, position: int) -> tuple[_Source, int, Question]:
         """Return (source, row in it, question) of training question `position`."""
@@ -138,8 +131,6 @@ class FilesTask(Task):
                 where = f"{data.path}, row {num_rows}"
                 rules = self.rules_of(question)
                 tests = {check_reference(rule, question.ground_truth, where) for rule in rules} - {""}
-                for rule in self._gold_rules(question) if key == "task.eval_path" else ():
-                    check_reference(rule, question.ground_truth, where)
                 if self.is_short_enough(question):
                     questions.append((num_rows, question))
                     cheatable += [f"row {num_rows}, {test}" for test in tests]

@@ -12,13 +12,13 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.template_date import TEMPLATE_DATE
 from rollout_server.episodes.conversation.messages import ROLES, Message, Schema, tools_text, user
 
 _REPLY = "\u2402reply\u2402"
@@ -33,9 +33,6 @@ _PROBE_TOOL: Schema = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
-TEMPLATE_DATE = datetime(2024, 7, 26)
-"""The date that chat templates write. Llama's would write today's, so that a prompt would differ tomorrow, and a group
-could at midnight."""
 
 
 class TurnRenderer:

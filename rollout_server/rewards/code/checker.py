@@ -210,11 +210,14 @@ def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: st
     Raises:
         ConfigError: one of the two is not so.
     """
-    check(
-        settings.answer_s + MARGIN_S <= timeout_s, f"{key}.params.answer_s", settings.answer_s,
-        f"at most {timeout_s - MARGIN_S:g}, {MARGIN_S:g} s less than timeouts.reward_s or its own timeout_s",
-        "Else a slow program would cost its whole group the reward.",
-    )
+    needed_s, why = settings.answer_s + MARGIN_S, "Else a slow program would cost its whole group the reward."
+    if config.task.rewards:
+        check(
+            needed_s <= timeout_s, f"{key}.params.answer_s", settings.answer_s,
+            f"at most {timeout_s - MARGIN_S:g}, {MARGIN_S:g} s less than timeouts.reward_s or its own timeout_s", why,
+        )
+    else:  # a reward that is alone has no params
+        check(needed_s <= timeout_s, "timeouts.reward_s", timeout_s, f"at least {needed_s:g} with {key} code", why)
     open_runner(config.task.sandbox, settings)
 
 

@@ -141,6 +141,13 @@ def test_a_prompt_with_the_date_of_another_day_is_read(tmp_path: Path) -> None:
     assert "01 Jan 1970" in text and rows.can_read(prompt_tokens(policy, text))
 
 
+def test_the_own_template_of_a_reward_model_writes_the_date_of_all_prompts(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "policy", THINKS_FIRST)
+    tokenizer_of("llama3_2").save_pretrained(tmp_path / "rm")
+    text = text_of(tmp_path, policy, asked(policy, said("2 + 3?"), task_of()), task_of())
+    assert "Today Date: 26 Jul 2024\n" in text and text.endswith("it is 5<|eot_id|>")
+
+
 @pytest.mark.parametrize(("own", "expected"), [
     (REFUSES_SYSTEM, "[user] Be brief.\n\n2 + 3?;[assistant] it is 5;"),
     (LEAVES_SYSTEM_OUT, "[user] Be brief.\n\n2 + 3?;[assistant] it is 5;"),

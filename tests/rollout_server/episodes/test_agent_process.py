@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from learner.models.tiny_model import character_tokenizer
 from rollout_server.episodes.agents.agent_process import AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.conversation.session import Session
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.question import Question
 from tests.kit.episodes import example_agents
@@ -24,9 +26,14 @@ LIMITS = EpisodeLimits(tool_s=5, turn_s=10, episode_s=20)
 
 
 def played(
-    name: str, folder: Path, count: int = 1, limits: EpisodeLimits = LIMITS, num_before: int = 0, module: str = PLACE
-) -> list[Episode]:
-    """Episodes of the agent, at once, whose policy always answers 4."""
+    name: str, folder: Path, count: int = 1, limits: EpisodeLimits = LIMITS, num_before: int = 0, module: str = PLACE,
+    begin: Callable[[], None] = lambda: None,
+) -> list[Episode]:  # fmt: skip
+    """Episodes of the agent, at once, whose policy always answers 4. Each attempt calls `begin` as it begins."""
+
+    def open_session() -> Session:
+        begin()
+        return session_of(scripted(TOKENIZER, ["4"] * 3), TOKENIZER, [TOKENIZER.eos_token_id])
 
     async def play() -> list[Episode]:
         endpoint, agent = OpenAIEndpoint(), AgentProcess(f"{module}:{name}", folder / "agent.log")
@@ -38,12 +45,7 @@ def played(
         try:
             for _ in range(num_before):
                 await runner.run(question, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [0]))
-            return list(await asyncio.gather(*(
-                runner.run(
-                    question, lambda: session_of(scripted(TOKENIZER, ["4"] * 3), TOKENIZER, [TOKENIZER.eos_token_id])
-                )
-                for _ in range(count)
-            )))  # fmt: skip
+            return list(await asyncio.gather(*(runner.run(question, open_session) for _ in range(count))))
         finally:
             await agent.aclose()
             await endpoint.aclose()
@@ -65,12 +67,14 @@ def test_modules_of_the_agent_win_over_those_of_this_project(tmp_path: Path, mon
     assert (episode.end, episode.reward) == ("done", 1.0), episode.error
 
 
-def test_the_start_of_a_process_is_no_silence_of_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3)\nfrom example_agents import solve_or_die\n")
+def test_an_attempt_begins_once_its_process_has_imported_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the import counts in none of its time limits, nor does that of the process which replaces one that died."""
+    (tmp_path / "told.py").write_text("from example_agents import solve_or_die\nopen('imported', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(example_agents.__file__).parent))
-    limits = EpisodeLimits(tool_s=5, turn_s=2, episode_s=20)
-    (episode,) = played("solve_or_die", tmp_path, module="slow", limits=limits)
+    (episode,) = played("solve_or_die", tmp_path, module="told", begin=(tmp_path / "imported").unlink)
     assert (episode.end, episode.reward, episode.metrics["failed"]) == ("done", 1.0, 1), episode.error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -68,3 +68,58 @@ def test_opening_that_fails_or_hangs_fails_its_group_and_is_tried_again() -> Non
     assert [each.reward for each in verdicts] == [1.0] and counts["scoring/service/failed"] == 3
     opens, scores = ("opens its reward service for", "its reward service", 0.1), ("scores", "its reward service")
     assert waits[:4] == [opens] * 4 and waits[4][:2] == scores
+
+
+def all_scored_by(
+    opened: Callable[[Config, Any], AbstractAsyncContextManager[Any]], groups: int = 1
+) -> tuple[list[Any], list[str]]:
+    """The verdicts on groups, scored at once by a reward that may take 0.5 s to open, or their errors, and the waits.
+    """
+    waits: list[str] = []
+
+    def wait(action: str, *_: Any) -> AbstractContextManager[None]:
+        waits.append(action)
+        return nullcontext()
+
+    async def score() -> list[Any]:
+        scoring = Scoring(
+            make_config(timeouts={"startup_s": 0.5}), [named(Reward(open=opened), name="service")], wait
+        )
+        scores = (scoring.score(QUESTION, [told("4")]) for _ in range(groups))
+        try:
+            return await asyncio.gather(*scores, return_exceptions=True)
+        finally:
+            await scoring.aclose()
+
+    return asyncio.run(score()), waits
+
+
+LATE = "service: the reward took longer than timeouts.startup_s = 0.5 s to open what it needs"
+
+
+def test_groups_that_wait_for_an_opening_that_hangs_fail_with_it() -> None:
+    durations_s = iter([60.0, 0.2])  # the second would be in time
+
+    @asynccontextmanager
+    async def opened(config: Config, settings: Any) -> AsyncIterator[Callable[..., Any]]:
+        await asyncio.sleep(next(durations_s))
+        yield lambda question, response: 1.0
+
+    errors, waits = all_scored_by(opened, groups=3)
+    assert list(map(str, errors)) == [LATE] * 3 and waits == ["opens its reward service for"] * 3
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("gone"), SystemExit("gone"), None])
+def test_an_opening_that_exits_or_can_not_be_cancelled_fails_its_group(error: BaseException | None) -> None:
+    @asynccontextmanager
+    async def opened(config: Config, settings: Any) -> AsyncIterator[Callable[..., Any]]:
+        if error:
+            raise error
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+        yield lambda question, response: 1.0
+
+    (failed,), _ = all_scored_by(opened)
+    assert isinstance(failed, RewardError)
+    assert str(failed).startswith("service: CodeExitError: gone, at " if error else LATE)

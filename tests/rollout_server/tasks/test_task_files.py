@@ -11,7 +11,7 @@ import pytest
 from async_rl.config import Config, RewardConfig, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
-from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.base import open_gold_reward, open_rewards
 from rollout_server.rewards.rules import gsm8k
 from rollout_server.tasks.base import Task, open_task
 from rollout_server.tasks.prepare_gsm8k import prepare_gsm8k
@@ -117,8 +117,8 @@ def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, 
 @pytest.mark.parametrize(
     ("gold", "source", "message"),
     [
-        ("gsm8k", "poems", r"held_out\.jsonl, row 1: reward_model\.ground_truth must be one number for the rule gsm8k"),
-        ("task", "gsm8k", r"held_out\.jsonl, row 1: reward_model\.ground_truth must be one number for the rule gsm8k"),
+        ("gsm8k", "poems", r"^row 1 of .*held_out\.jsonl: reward_model\.ground_truth must be one number for the rule "),
+        ("task", "gsm8k", r"^row 1 of .*held_out\.jsonl: reward_model\.ground_truth must be one number for the rule "),
         ("task", "poems", r"data_source 'poems'\. Set eval\.gold_reward to one of"),
     ],
 )
@@ -129,10 +129,15 @@ def test_held_out_answers_that_the_gold_reward_can_not_read_are_refused(
     train = written(tmp_path / "train.jsonl", [worked])
     held_out = str(written(tmp_path / "held_out.jsonl", [row_of(0, data_source=source), worked]))
     task = {"name": "", "path": str(train), "eval_path": held_out, "reward": "my_rewards:score"}
-    for gold_reward in ("", "my_rewards:gold"):
-        open_task(make_config(task=task, eval={"size": 2, "every_steps": 5, "gold_reward": gold_reward}), TOKENIZER)
+
+    def config_of(gold_reward: str) -> Config:
+        return make_config(task=task, eval={"size": 2, "every_steps": 5, "gold_reward": gold_reward})
+
+    opened = open_task(config_of(gold), TOKENIZER)  # a command that gives no gold reward does not refuse them
+    for taken in ("", "tests.extensions.reward:answer_length"):
+        open_gold_reward(config_of(taken), opened)
     with pytest.raises(ConfigError, match=message):
-        open_task(make_config(task=task, eval={"size": 2, "every_steps": 5, "gold_reward": gold}), TOKENIZER)
+        open_gold_reward(config_of(gold), opened)
 
 
 def rows_of_programs(*asserts: str) -> list[dict[str, Any]]:

@@ -234,11 +234,12 @@ def test_the_comparisons_of_an_evaluation_have_the_time_that_they_need() -> None
 def test_a_gold_judge_that_compares_has_places_for_the_answers_of_an_evaluation() -> None:
     config = make_config(
         judge={"urls": ("http://h/v1",), "timeout_s": 5.0}, rollout={"group_size": 1},
-        algorithm={"advantage": "reinforce_pp"},
+        algorithm={"advantage": "remax"},  # its greedy answers get no gold reward
         eval={"gold_reward": "judge_pairwise", "samples": 4, "size": 16, "every_steps": 1, "temperature": 1.0},
     )  # fmt: skip
     (named,) = open_gold_reward(config, None)  # type: ignore[arg-type]
     assert (named.timeout_s, named.concurrency) == (600 + 5 * 2, 5)  # 12 requests each, and 64 places
+    assert named.limit == "its own time limit"
 
 
 def test_a_time_limit_that_would_cut_an_outage_short_is_refused() -> None:

@@ -55,6 +55,15 @@ class SlowHandler(AcceptingHandler):
         super().do_POST()
 
 
+class StuckAtEndHandler(AcceptingHandler):
+    """A server whose scheduler hangs once the update has ended, when it is to resume."""
+
+    def do_POST(self) -> None:
+        if self.path == "/continue_generation":
+            HANGING.wait(60)
+        super().do_POST()
+
+
 @pytest.fixture
 def url_of() -> Iterator[Any]:
     servers: list[ThreadingHTTPServer] = []
@@ -133,7 +142,9 @@ def test_a_server_that_hangs_in_the_join_is_lost_with_the_one_that_died(
 
 
 @pytest.mark.parametrize(
-    ("handler", "lost"), [(StuckHandler, ("rollout/1",)), (SlowHandler, ("rollout/0", "rollout/1"))]
+    ("handler", "lost"), [
+        (StuckHandler, ("rollout/1",)), (SlowHandler, ("rollout/0", "rollout/1")), (StuckAtEndHandler, ("rollout/1",)),
+    ],
 )
 def test_servers_that_others_need_not_wait_for_are_lost_once_they_are_slow(
     handler: type[AcceptingHandler], lost: tuple[str, ...], url_of: Any, monkeypatch: pytest.MonkeyPatch

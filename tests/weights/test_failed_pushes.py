@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,26 @@ def test_a_server_that_hangs_in_the_join_is_lost_with_the_one_that_died(
     config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=1.0))
     publisher = BroadcastPublisher(config, [url_of(StuckHandler), DEAD], 0, CPU, backend="gloo")
     assert publisher.connect_living().lost == ("rollout/1", "rollout/0")
+
+
+def test_servers_are_asked_once_to_leave_the_group_of_a_push_that_ended(
+    url_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    class NotingHandler(AcceptingHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            super().do_POST()
+
+    monkeypatch.setattr(broadcast, "join_group", lambda *_: SimpleNamespace(abort=lambda: None))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda _: None)
+    publisher = BroadcastPublisher(CONFIG, [url_of(NotingHandler)], 0, CPU, backend="gloo")
+    publisher.connect()
+    publisher.give_up()
+    publisher.connect()
+    join, leave = "/init_weights_update_group", "/destroy_weights_update_group"
+    assert [path for path in asked if path in (join, leave)] == [join, leave, join]
 
 
 @pytest.mark.parametrize(

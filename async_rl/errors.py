@@ -12,7 +12,14 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class WaitTimeoutError(AsyncRLError, TimeoutError):
-    """A wait reached its time limit. The message says who waited on whom, for what, and for how long."""
+    """A wait reached its time limit. The message says who waited on whom, for what, and for how long.
+
+    Of calls that were made together, `names` are those that were still running.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 class ProcessDiedError(AsyncRLError):

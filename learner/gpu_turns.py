@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from async_rl.config import Limit
+from async_rl.config import Limit, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError
 
 
@@ -12,7 +12,7 @@ class GpuTurns:
     """Lets either the learner take a step or lost servers start again. A server measures the free memory of its GPU.
 
     One that starts in the middle of a step would have a small KV cache for the rest of the run, or none. The driver
-    calls `begin_start` and `end_start` from other threads.
+    calls `begin_start` and `end_start` of rank 0 from other threads; on other ranks no step waits.
     """
 
     def __init__(self) -> None:
@@ -50,3 +50,8 @@ class GpuTurns:
         with self._changed:
             self._starting.discard(name)
             self._changed.notify_all()
+
+
+def start_limit(timeouts: TimeoutsConfig) -> Limit:
+    """Return how long a step waits for servers: each may take timeouts.startup_s to start, and to reach the others."""
+    return Limit(timeouts.work_s + 2 * timeouts.startup_s, "timeouts.work_s + 2 * timeouts.startup_s")

@@ -30,7 +30,7 @@ from learner.checkpointing import Checkpointer
 from learner.depth_moves import DepthMoves
 from learner.driver_requests import DriverRequests
 from learner.evaluations import Evaluations
-from learner.gpu_turns import GpuTurns
+from learner.gpu_turns import GpuTurns, start_limit
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import due_folders, save_policy
 from learner.pusher import open_pushers
@@ -176,9 +176,9 @@ class Learner:
     def _release_server_memory(self) -> None:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
         self.evaluations.await_end()
-        if self.rank == 0:
-            with self._timeline.span("wait_weights", "server start"):
-                self.gpu_turns.begin_step(self.config.timeouts.limit("work_s"))
+        with self._timeline.span("wait_weights", "server start"):
+            self.gpu_turns.begin_step(start_limit(self.config.timeouts))
+            dist.barrier()
         with self._timeline.span("sync", "release memory"):
             if self.rank == 0:
                 self._weights.release_server_memory()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config import Config
 from async_rl.network import open_store, use_interface
+from learner.gpu_turns import start_limit
 
 
 def init_distributed(
@@ -20,7 +21,8 @@ def init_distributed(
 ) -> torch.device:
     """Join the default group of all learner ranks (gloo for CPU tensors, NCCL for GPUs), and return the device.
 
-    The group's timeout covers the longest that ranks wait for rank 0: a batch or an evaluation, then a push.
+    The group's timeout covers the longest that ranks wait for rank 0: servers that start on its GPUs, a batch or an
+    evaluation, then a push.
 
     Args:
         listener: rank 0's socket that listens at the address and port; None: it is opened here.
@@ -31,7 +33,7 @@ def init_distributed(
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeouts.startup_s + timeouts.work_s + timeouts.push_s)
+    timeout = timedelta(seconds=start_limit(timeouts).seconds + timeouts.push_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=open_store(master_address, master_port, rank, world_size, timeout, listener),

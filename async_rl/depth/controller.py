@@ -4,7 +4,7 @@ After 8 steps, and then every 15, the next steps are simulated at several depths
 groups, and the depth moves if another is worth 1.5 % more (see choice.py); a smaller one has to be worth more also if
 staleness costs half of what it is taken to cost. After a move nothing is decided until the steps show it: a smaller
 depth takes as many steps as the old one had, because groups that exist are trained first. An alarm lowers the depth by
-half a batch at once, down to 1, but not in the first 8 steps, nor before a move has settled. The push that follows
+half a batch at once, down to 1, but not in the first 7 steps, nor before a move has settled. The push that follows
 makes the move; after the last one that opens admission none is wanted. What the reward does is not looked at: it takes
 90 to 800 steps at each depth to see a difference of 5 % there.
 """

@@ -115,8 +115,7 @@ class Supervisor:
                 await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
                 if self._tuner:
                     await self._tuner.tell_outlook()
-                limit = self._config.timeouts.limit("startup_s")
-                what = "the rollout servers' last reports"
+                limit, what = self._config.timeouts.limit("startup_s"), "the rollout servers' last reports"
                 await self._changed.wait_until(lambda: not self._log.has_open_steps, limit, what)
                 await self._evaluations.wait()
                 for task in background:
@@ -272,7 +271,8 @@ class Supervisor:
         self._evaluations.cancel()
         await asyncio.sleep(limit.seconds)
         if self._learning:
-            raise KeyboardInterrupt(f"no checkpoint within {limit} of the interrupt")
+            late = "the learner did not end" if self._log.ended else "no checkpoint"
+            raise KeyboardInterrupt(f"{late} within {limit} of the interrupt")
 
     async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
         """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.

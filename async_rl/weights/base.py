@@ -91,8 +91,7 @@ class WeightPublisher(ABC):
         """Take part in a push on another rank than 0. What this does not gather of the tensors, `push` gathers."""
 
     def end_push(self) -> None:  # noqa: B027 - in most transports only rank 0 sends
-        """Release other ranks that still wait in `help`. `push` calls this on rank 0 at its end, also after an error.
-        """
+        """Release other ranks that wait in `help`. `push` calls this on rank 0 at its end, also after an error."""
 
     def admin(self, name: str) -> ServerAdmin:
         """Return the ServerAdmin, of the engine's class, that pauses, updates and resumes the server `name`."""
@@ -208,7 +207,8 @@ class WeightPublisher(ABC):
             if isinstance(error, ServersSilentError):
                 lost = error.names
             elif isinstance(error, WaitTimeoutError):
-                lost = self.give_up() or tuple(self.servers)
+                late = () if self.is_updating else tuple(sorted(self.servers.keys() & error.names))
+                lost = self.give_up() or late or tuple(self.servers)  # in an update servers wait for each other
         if not (lost or repeats):
             raise error
         self._remove(lost)

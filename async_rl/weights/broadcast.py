@@ -118,6 +118,7 @@ class BroadcastPublisher(BucketPublisher):
         self._abort()  # frees the servers that hang in a broadcast
         if self.is_updating:
             return super().give_up()
+        self._members = {}
         # A server leaves also while it samples, but not while it hangs in the join.
         return self.tell_servers(lambda admin: admin.leave_group(self.group_name), self.servers)
 

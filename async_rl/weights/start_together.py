@@ -38,8 +38,8 @@ def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: s
                 kind = WaitTimeoutError if isinstance(error, WaitTimeoutError) else WeightSyncError
                 raise kind(f"{what}: {name} failed: {error}") from error
         if running:
-            names = ", ".join(sorted(name for name, future in futures.items() if future in running))
-            raise WaitTimeoutError(f"{what}: the learner waited {limit} for {names}")
+            names = tuple(sorted(name for name, future in futures.items() if future in running))
+            raise WaitTimeoutError(f"{what}: the learner waited {limit} for {', '.join(names)}", names)
         return {name: future.result() for name, future in futures.items()}
 
     for name in calls:

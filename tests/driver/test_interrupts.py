@@ -14,14 +14,18 @@ from async_rl.driver.supervisor import Supervisor
 from tests.kit.configs import make_config
 
 
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_an_interrupted_run_is_given_up_only_if_a_rank_still_trains(has_ended: bool, tmp_path: Path) -> None:
-    """After the checkpoint the driver may still wait for the servers' last reports."""
+@pytest.mark.parametrize(
+    ("ended", "late"), [("stopped", ""), ("", "no checkpoint"), ("stopped", "the learner did not end")]
+)
+def test_an_interrupted_run_is_given_up_only_if_a_rank_still_runs(ended: str, late: str, tmp_path: Path) -> None:
+    """After the checkpoint the driver may still wait for the servers' last reports, and a rank for servers to answer.
+    """
     config = make_config(run={"dir": tmp_path}, timeouts={"interrupt_s": 0.01})
     log = RunLog(config)
+    log.ended = ended
 
     def stop() -> None:
-        if has_ended:
+        if not late:
             asyncio.get_running_loop().call_soon(supervisor._learning.clear)
 
     processes: Any = SimpleNamespace(actors={"learner/0": SimpleNamespace(stop=SimpleNamespace(remote=stop))})
@@ -33,9 +37,9 @@ def test_an_interrupted_run_is_given_up_only_if_a_rank_still_trains(has_ended: b
         stopping.set()
         await supervisor._end_on(stopping)
 
-    if has_ended:
-        asyncio.run(end())
-    else:
-        with pytest.raises(KeyboardInterrupt, match=r"no checkpoint within 0 s \(timeouts\.interrupt_s\) of the inter"):
+    if late:
+        with pytest.raises(KeyboardInterrupt, match=rf"{late} within 0 s \(timeouts\.interrupt_s\) of the interrupt"):
             asyncio.run(end())
+    else:
+        asyncio.run(end())
     log.close()

@@ -218,11 +218,16 @@ def test_a_server_on_a_shared_gpu_starts_again_between_steps_and_tells_of_less_r
     run = start_run(colocated=True)
     assert run.config.shares_gpus
     run.tell("rollout-0-answers", "learner-0-drops a server")
-    thread = ends_when(run, lambda: "rollout/0 is back, with the weights of version 5" in run.notes)
+    happened = run.folder / "events"
+
+    def is_told_and_turn_has_ended() -> bool:
+        is_told = any("rollout/0 came back with room" in note for note in run.notes)
+        return is_told and "the turn of rollout/0 ends" in happened.read_text()
+
+    thread = ends_when(run, is_told_and_turn_has_ended)
     run.train()
     thread.join(5)
-    events = (run.folder / "events").read_text().splitlines()
-    assert events == [
+    assert happened.read_text().splitlines() == [
         "rollout/0 abandoned", "the turn of rollout/0", "rollout/0 started", "rollout/0 abandoned",
         "rollout/0 connected", "the turn of rollout/0 ends",
     ]

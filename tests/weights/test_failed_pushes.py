@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,15 @@ class SlowHandler(AcceptingHandler):
 
     def do_POST(self) -> None:
         if self.path == "/pause_generation":
+            HANGING.wait(60)
+        super().do_POST()
+
+
+class StuckAtEndHandler(AcceptingHandler):
+    """A server whose scheduler hangs once the update has ended, when it is to resume."""
+
+    def do_POST(self) -> None:
+        if self.path == "/continue_generation":
             HANGING.wait(60)
         super().do_POST()
 
@@ -132,8 +142,30 @@ def test_a_server_that_hangs_in_the_join_is_lost_with_the_one_that_died(
     assert publisher.connect_living().lost == ("rollout/1", "rollout/0")
 
 
+def test_servers_are_asked_once_to_leave_the_group_of_a_push_that_ended(
+    url_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    class NotingHandler(AcceptingHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            super().do_POST()
+
+    monkeypatch.setattr(broadcast, "join_group", lambda *_: SimpleNamespace(abort=lambda: None))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda _: None)
+    publisher = BroadcastPublisher(CONFIG, [url_of(NotingHandler)], 0, CPU, backend="gloo")
+    publisher.connect()
+    publisher.give_up()
+    publisher.connect()
+    join, leave = "/init_weights_update_group", "/destroy_weights_update_group"
+    assert [path for path in asked if path in (join, leave)] == [join, leave, join]
+
+
 @pytest.mark.parametrize(
-    ("handler", "lost"), [(StuckHandler, ("rollout/1",)), (SlowHandler, ("rollout/0", "rollout/1"))]
+    ("handler", "lost"), [
+        (StuckHandler, ("rollout/1",)), (SlowHandler, ("rollout/0", "rollout/1")), (StuckAtEndHandler, ("rollout/1",)),
+    ],
 )
 def test_servers_that_others_need_not_wait_for_are_lost_once_they_are_slow(
     handler: type[AcceptingHandler], lost: tuple[str, ...], url_of: Any, monkeypatch: pytest.MonkeyPatch

@@ -227,6 +227,14 @@ def read_training_state(folder: Path) -> TrainingState:
     return TrainingState(**fields)
 
 
+def lineage_of_checkpoint(folder: Path) -> int:
+    """Return how often the run had been resumed when it wrote a checkpoint; 0 for one that can't be read."""
+    try:
+        return read_training_state(folder).lineage
+    except ValueError:  # also a ConfigError, of another format
+        return 0
+
+
 def resumed_training_state(config: Config) -> TrainingState | None:
     """Return the state from which this run resumes, or None for a new run."""
     return read_training_state(Path(config.run.resume)) if config.run.resume else None

@@ -20,6 +20,7 @@ from async_rl.storage.checkpoints import (
     TrainingState,
     later_models,
     lineage_of,
+    lineage_of_checkpoint,
     list_checkpoints,
     rename_later,
 )
@@ -81,8 +82,7 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
     The new names contain the number of the lineage that ends, so that each resume keeps its own files.
     """
     run_dir, version = config.run_dir, saved.version
-    # the buffer finds the journal of the checkpoint's lineage by that number, also if files of others were deleted
-    marker = _Marker(max(lineage_of(run_dir), saved.lineage), version, has_moved_models=True)
+    marker = _Marker(_newest_lineage(run_dir), version, has_moved_models=True)
     suffix = marker.suffix
     write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
     write_whole(run_dir / _NEW_CONFIG, _text(config))
@@ -176,9 +176,24 @@ def _read_marker(run_dir: Path) -> _Marker | None:
     return _Marker(int(found[1]), int(found[2]), bool(found[3])) if found else None
 
 
+def _newest_lineage(run_dir: Path) -> int:
+    """Return the number of the lineage that a resume ends: no file tells of a later one.
+
+    What `lineage_of` counts may have been deleted.
+    """
+    file = run_dir / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {}
+    of_checkpoints = map(lineage_of_checkpoint, list_checkpoints(run_dir).values())
+    return max(lineage_of(run_dir), summary.get("resumes", 0), *of_checkpoints)
+
+
 def _has_gone_on(run_dir: Path, marker: _Marker) -> bool:
-    """Return whether a resume has made a checkpoint: the run goes on from there, also if no step was logged."""
-    return marker.past_config(run_dir).exists() and max(list_checkpoints(run_dir), default=0) > marker.version
+    """Return whether a resume has made a checkpoint: the run goes on from there, also if no step was logged.
+
+    Later checkpoints that it has not set aside yet are of the lineage that ends, or of one before.
+    """
+    later = (folder for version, folder in list_checkpoints(run_dir).items() if version > marker.version)
+    return any(lineage_of_checkpoint(folder) > marker.lineage for folder in later)
 
 
 def _put_back(run_dir: Path, marker: _Marker) -> None:

@@ -191,3 +191,13 @@ def test_a_run_that_went_back_to_a_checkpoint_after_its_end_is_not_complete(
         assert again.run.resume == str(checkpoint_folder(run_dir, trained_to))
     (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 1}))
     assert is_complete(run_dir, asked)
+
+
+def test_a_run_that_went_back_after_its_end_is_not_complete_without_old_files(config: Config, tmp_path: Path) -> None:
+    run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
+    for version in (4, 8):
+        save(run_dir, version)
+    (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 1}')
+    with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
+        write_config(again)
+    assert not is_complete(run_dir, asked)

@@ -62,6 +62,18 @@ def lineage_of(run_dir: Path) -> int:
     return 1 + max((int(name[1]) for name in found if name), default=-1)
 
 
+def past_file(run_dir: Path, name: str, lineage: int) -> Path:
+    """Return the file or folder of a lineage that a resume has set aside; that of the last lineage if it is not there.
+
+    The user may have deleted it. The last lineage has begun with a copy of what was there at its own checkpoint.
+
+    Args:
+        name: the name in the run directory, with {lineage} for the number.
+    """
+    found = run_dir / name.format(lineage=lineage)
+    return found if found.exists() else run_dir / name.format(lineage=lineage_of(run_dir) - 1)
+
+
 def checkpoint_folder(run_dir: Path, version: int) -> Path:
     return run_dir / FOLDER / f"step_{version}"
 

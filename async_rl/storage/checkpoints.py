@@ -240,11 +240,11 @@ def read_training_state(folder: Path) -> TrainingState:
 
 
 def lineage_of_checkpoint(folder: Path) -> int:
-    """Return how often the run had been resumed when it wrote a checkpoint; 0 for one that can't be read."""
+    """Return how often the run had been resumed when it wrote a checkpoint; -1 for one that can't be read."""
     try:
         return read_training_state(folder).lineage
     except ValueError:  # also a ConfigError, of another format
-        return 0
+        return -1
 
 
 def resumed_training_state(config: Config) -> TrainingState | None:

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.config import Config
+from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
 from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
@@ -23,6 +23,7 @@ from async_rl.storage.checkpoints import (
     lineage_of_checkpoint,
     list_checkpoints,
     rename_later,
+    run_dir_of,
 )
 from async_rl.storage.whole_file import write_whole
 
@@ -110,22 +111,29 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
 def check_alpha(config: Config, saved: TrainingState) -> None:
     """Check that the adapters of the checkpoint `saved`, if it holds any, keep the model.lora.alpha of their training.
 
-    Nothing is checked if the config of that time can't be read.
+    Nothing is checked if the config of that time is gone or can't be read.
 
     Raises:
         ConfigError: with another alpha they would weigh more or less, in the version of the checkpoint, too.
     """
-    past_config, alpha = config.run_dir / f"config.lineage_{saved.lineage}.yaml", config.model.lora.alpha
-    file = past_config if past_config.exists() else config.run_dir / "config.yaml"
-    try:
-        lora = load_config(file).model.lora
-    except ConfigError:
+    past = _config_of(config.run_dir, saved.lineage)
+    if past is None or 0 in (past.model.lora.rank, config.model.lora.rank):
         return
+    alpha, allowed = config.model.lora.alpha, past.model.lora.alpha
     check(
-        0 in (lora.rank, config.model.lora.rank) or alpha == lora.alpha, "model.lora.alpha", alpha,
-        f"{lora.alpha:g}, with which the adapters of {config.run.resume} were trained",
+        alpha == allowed, "model.lora.alpha", alpha,
+        f"{allowed:g}, with which the adapters of {config.run.resume} were trained",
         "Leave it, or begin a new run with model.path at the result of `async-rl export`.",
     )
+
+
+def as_trained(model: ModelConfig, checkpoint: Path) -> ModelConfig:
+    """Return `model`, of the run's config, with the choice of what is trained that held for a checkpoint, if known.
+
+    Other versions of this program have let a resume change model.frozen and model.lora.
+    """
+    past = _config_of(run_dir_of(checkpoint), lineage_of_checkpoint(checkpoint))
+    return dataclasses.replace(model, frozen=past.model.frozen, lora=past.model.lora) if past else model
 
 
 def undo_resume(run_dir: Path) -> None:
@@ -155,6 +163,15 @@ def kept_resumes(run_dir: Path) -> int:
     """Return how often a run has been resumed, without a resume that `undo_resume` will undo."""
     marker = _read_marker(run_dir)
     return marker.lineage if marker and not _has_gone_on(run_dir, marker) else lineage_of(run_dir)
+
+
+def _config_of(run_dir: Path, lineage: int) -> Config | None:
+    """Return the config of a lineage; None: its file was deleted, or this version of the program refuses it."""
+    is_newest = lineage == _newest_lineage(run_dir)
+    try:
+        return load_config(config_file(run_dir) if is_newest else run_dir / f"config.lineage_{lineage}.yaml")
+    except ConfigError:
+        return None
 
 
 def _text(config: Config) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import CheckpointConfig, Config
+from async_rl.config.check import check
 from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
@@ -295,6 +296,16 @@ def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping
         kept |= set(sorted(measured, key=lambda v: (values[v], v))[-config.keep_best :])
         kept |= set(sorted(version for version in versions if version > max(values, default=-1))[:1])
     return [version for version in versions if version not in kept]
+
+
+def check_measured(config: Config) -> None:
+    """Check, for checkpoint.keep_best, that the version of each checkpoint is pushed: others are not evaluated."""
+    every, pushes = config.checkpoint.every_steps, config.weight_sync.every_steps
+    check(
+        every % pushes == 0, "checkpoint.every_steps", every,
+        f"a multiple of weight_sync.every_steps = {pushes} with checkpoint.keep_best",
+        f"Else eval/{config.checkpoint.best_by} is not measured at each checkpoint's version.",
+    )
 
 
 def _is_complete(folder: Path) -> bool:

@@ -244,7 +244,7 @@ def lineage_of_checkpoint(folder: Path) -> int:
     """Return how often the run had been resumed when it wrote a checkpoint; -1 for one that can't be read."""
     try:
         return read_training_state(folder).lineage
-    except ValueError:  # also a ConfigError, of another format
+    except (OSError, ValueError):  # a ConfigError, of another format, is a ValueError
         return -1
 
 

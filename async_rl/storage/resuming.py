@@ -80,10 +80,12 @@ def write_config(config: Config) -> None:
 def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None:
     """Set aside what the run wrote after the checkpoint `saved`: rename its files, move lines of metrics.jsonl.
 
-    The new names contain the number of the lineage that ends, so that each resume keeps its own files.
+    The new names contain the number of the lineage that ends, so that each resume keeps its own files. It is the
+    largest of which any file tells, as the user may have deleted some.
     """
-    run_dir, version = config.run_dir, saved.version
-    marker = _Marker(_newest_lineage(run_dir), version, has_moved_models=True)
+    run_dir, version, summary = config.run_dir, saved.version, config.run_dir / "summary.json"
+    told = json.loads(summary.read_text()).get("resumes", 0) if summary.is_file() else 0
+    marker = _Marker(max(_newest_lineage(run_dir), told), version, has_moved_models=True)
     suffix = marker.suffix
     write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
     write_whole(run_dir / _NEW_CONFIG, _text(config))
@@ -194,14 +196,8 @@ def _read_marker(run_dir: Path) -> _Marker | None:
 
 
 def _newest_lineage(run_dir: Path) -> int:
-    """Return the number of the lineage that a resume ends: no file tells of a later one.
-
-    What `lineage_of` counts may have been deleted.
-    """
-    file = run_dir / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else {}
-    of_checkpoints = map(lineage_of_checkpoint, list_checkpoints(run_dir).values())
-    return max(lineage_of(run_dir), summary.get("resumes", 0), *of_checkpoints)
+    """Return how often the run has been resumed, also if what `lineage_of` counts was deleted."""
+    return max([lineage_of(run_dir), *map(lineage_of_checkpoint, list_checkpoints(run_dir).values())])
 
 
 def _has_gone_on(run_dir: Path, marker: _Marker) -> bool:

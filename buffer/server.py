@@ -18,7 +18,7 @@ from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WireError
 from async_rl.messages.codec import check_group
 from async_rl.messages.limits import Limits
-from async_rl.storage.checkpoints import TrainingState, resumed_training_state
+from async_rl.storage.checkpoints import TrainingState, past_file, resumed_training_state
 from buffer.checkpoint import restore_checkpoint
 from buffer.frames import receive, view
 from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
@@ -122,10 +122,10 @@ class BufferServer:
         """Restore the store from a training checkpoint and the earlier run's journal; import that into the new one."""
         past, groups = {}, {}
         ids = [group_id for group_id, *_ in saved.buffer["live"]]
-        past_file = run_dir / PAST_FILE_NAME.format(lineage=saved.lineage)
+        past_journal = past_file(run_dir, PAST_FILE_NAME, saved.lineage)
         if self._journal:
-            self._journal.import_past(past_file, saved)
-        for group_id, row in read_arrived(past_file, ids).items():
+            self._journal.import_past(past_journal, saved)
+        for group_id, row in read_arrived(past_journal, ids).items():
             with contextlib.suppress(WireError):  # the new configuration allows no such group
                 groups[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row

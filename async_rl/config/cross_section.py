@@ -197,12 +197,11 @@ def _check_best(config: Config) -> None:
         not config.task.path or bool(config.task.eval_path), "task.eval_path", config.task.eval_path,
         f"the held-out file {needed} and task.path", measured,
     )
-    for key, steps in (("eval.every_steps", evals), ("weight_sync.every_steps", config.weight_sync.every_steps)):
-        check(
-            steps > 0 and every % steps == 0, "checkpoint.every_steps", every,
-            f"a multiple of {key} = {steps} {needed}",
-            f"Else {by} is not measured at each checkpoint's version.",
-        )
+    check(
+        evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
+        f"a multiple of eval.every_steps = {evals} {needed}",
+        f"Else {by} is not measured at each checkpoint's version.",
+    )
 
 
 def _check_eval_servers(config: Config) -> None:

@@ -36,7 +36,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
     begun = depth_text(depth_at(config.slots, config.fresh_per_step), config.staleness.max)
-    begins = f", {config.slots} at the start: {begun}" * (config.staleness.depth == "auto")
+    begins = f", {config.slots} at the start: {begun}" * (config.staleness.depth == "auto" and not config.run.resume)
     derived = {
         "epochs of the training prompts, at least":
             f"{config.run.steps * config.learner.prompts_per_step / prompts:.3g} of {prompts} prompts",

@@ -25,6 +25,7 @@ from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import check_ports
+from async_rl.storage.checkpoints import check_measured
 from async_rl.storage.free_space import check_disk
 from async_rl.storage.hub_upload import check_login
 from async_rl.storage.model_folder import (
@@ -101,6 +102,8 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     checks.append(PreflightCheck("learner.optimizer", config.learner.optimizer, optimizer, everywhere=True))
     if pushed := config.checkpoint.push_to_hub:
         checks.append(PreflightCheck("checkpoint.push_to_hub", pushed, lambda: check_login(config)))
+    if best := config.checkpoint.keep_best:
+        checks.append(PreflightCheck("checkpoint.keep_best", f"{best}", lambda: check_measured(config)))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
         checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
@@ -134,10 +137,8 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         checks.append(PreflightCheck("task.pretrain_path", text, reads, (MODEL,), everywhere=True))
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
     rewards, check_reward = config.task.reward_names, lambda: _check_reward(config, task())
-    checks += [
-        PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), (MODEL,), everywhere=True),
-        PreflightCheck("reward", rewards, check_reward, (TASK,), everywhere=True),
-    ]
+    checks.append(PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), (MODEL,), everywhere=True))
+    checks.append(PreflightCheck("reward", rewards, check_reward, (TASK,), everywhere=True))
     if path := config.reward_model.path:
         needs = (TASK, "reward_model.path")
         checks.append(PreflightCheck("reward_model's rows", path, lambda: _check_rewarded(config, task()), needs))

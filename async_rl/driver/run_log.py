@@ -17,9 +17,9 @@ from async_rl.guard.alarm_log import AlarmLog, alarm_texts
 from async_rl.guard.collapse_watch import CollapseFinding
 from async_rl.guard.decision import Finding, Guard
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
-from async_rl.storage.checkpoints import lineage_of, list_checkpoints, prune, resumed_training_state
+from async_rl.storage.checkpoints import list_checkpoints, prune, resumed_training_state
 from async_rl.storage.guard_events import accepted_signals, checkpoint_before
-from async_rl.storage.resuming import write_config
+from async_rl.storage.resuming import kept_resumes, write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
 from async_rl.telemetry.figures import trained_tokens
 from async_rl.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics
@@ -72,9 +72,8 @@ class RunLog:
         self.guard = Guard(config.guard, accepted_signals(self.run_dir)) if config.guard_action else None
         """Follows the metrics, if the run is guarded."""
         self.alarms = AlarmLog(config.alarms, config.eval.right_above)
-        self._resumes = 0
         if saved := resumed_training_state(config):
-            self.version, self._resumes = saved.version, lineage_of(self.run_dir)
+            self.version = saved.version
             past = read_metrics(self.run_dir / "metrics.jsonl")
             self._find_unlogged(past)
             for record in past:
@@ -326,7 +325,7 @@ class RunLog:
         summary: dict[str, Any] = {
             "run_dir": str(self.run_dir),
             "steps": self.version,
-            "resumes": self._resumes,
+            "resumes": kept_resumes(self.run_dir),
             **self.results.summary(self.version, self.logger.figures, self.timeline),
             "buffer": buffer_counters,
         }

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import CheckpointConfig, Config
+from async_rl.config.check import check
 from async_rl.errors import ConfigError
 
 FOLDER = "checkpoints"
@@ -60,6 +61,18 @@ def lineage_of(run_dir: Path) -> int:
     files = (file for folder in ("", FOLDER, MODELS) for file in (run_dir / folder).glob("*.lineage_*"))
     found = (_PAST_FILE.search(file.name) for file in files)
     return 1 + max((int(name[1]) for name in found if name), default=-1)
+
+
+def past_file(run_dir: Path, name: str, lineage: int) -> Path:
+    """Return the file or folder of a lineage that a resume has set aside; that of the last lineage if it is not there.
+
+    The user may have deleted it. The last lineage has begun with a copy of what was there at its own checkpoint.
+
+    Args:
+        name: the name in the run directory, with {lineage} for the number.
+    """
+    found = run_dir / name.format(lineage=lineage)
+    return found if found.exists() else run_dir / name.format(lineage=lineage_of(run_dir) - 1)
 
 
 def checkpoint_folder(run_dir: Path, version: int) -> Path:
@@ -227,6 +240,14 @@ def read_training_state(folder: Path) -> TrainingState:
     return TrainingState(**fields)
 
 
+def lineage_of_checkpoint(folder: Path) -> int:
+    """Return how often the run had been resumed when it wrote a checkpoint; -1 for one that can't be read."""
+    try:
+        return read_training_state(folder).lineage
+    except (OSError, ValueError):  # a ConfigError, of another format, is a ValueError
+        return -1
+
+
 def resumed_training_state(config: Config) -> TrainingState | None:
     """Return the state from which this run resumes, or None for a new run."""
     return read_training_state(Path(config.run.resume)) if config.run.resume else None
@@ -275,6 +296,16 @@ def to_remove(versions: Sequence[int], config: CheckpointConfig, values: Mapping
         kept |= set(sorted(measured, key=lambda v: (values[v], v))[-config.keep_best :])
         kept |= set(sorted(version for version in versions if version > max(values, default=-1))[:1])
     return [version for version in versions if version not in kept]
+
+
+def check_measured(config: Config) -> None:
+    """Check, for checkpoint.keep_best, that the version of each checkpoint is pushed: others are not evaluated."""
+    every, pushes = config.checkpoint.every_steps, config.weight_sync.every_steps
+    check(
+        every % pushes == 0, "checkpoint.every_steps", every,
+        f"a multiple of weight_sync.every_steps = {pushes} with checkpoint.keep_best",
+        f"Else eval/{config.checkpoint.best_by} is not measured at each checkpoint's version.",
+    )
 
 
 def _is_complete(folder: Path) -> bool:

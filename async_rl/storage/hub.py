@@ -29,6 +29,7 @@ from async_rl.storage.hub_names import (
     recorded_name,
     with_name,
 )
+from async_rl.storage.resuming import config_file
 
 PROGRESS_INTERVAL_S = 10.0
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -189,7 +190,7 @@ def _recorded(config: Config, repo: HubRepo) -> str | None:
 
 @cache
 def _run_config(checkpoint: str) -> Config | None:
-    file = run_dir_of(Path(checkpoint)) / "config.yaml"
+    file = config_file(run_dir_of(Path(checkpoint)))
     return load_config(file) if file.is_file() else None
 
 

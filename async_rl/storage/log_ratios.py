@@ -24,6 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.storage.checkpoints import past_file
+
 FOLDER = "trajectories.sqlite-log-ratios"
 PAST_FOLDER = "trajectories.lineage_{lineage}.sqlite-log-ratios"
 """The name that a resume gives to the folder of the run before it."""
@@ -123,7 +125,7 @@ def read_log_ratios(run_dir: Path, step: int, group_id: int, row: int) -> RowLog
 
 def link_past(run_dir: Path, lineage: int, version: int) -> None:
     """Take the files of the steps up to `version` over from an earlier lineage of a run that is resumed."""
-    for step, file in _files(run_dir / PAST_FOLDER.format(lineage=lineage)):
+    for step, file in _files(past_file(run_dir, PAST_FOLDER, lineage)):
         target = run_dir / FOLDER / file.name
         if step <= version and not target.exists():
             target.parent.mkdir(exist_ok=True)

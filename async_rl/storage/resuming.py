@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.config import Config
+from async_rl.config import Config, ModelConfig
 from async_rl.config.check import check
 from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
@@ -20,8 +20,10 @@ from async_rl.storage.checkpoints import (
     TrainingState,
     later_models,
     lineage_of,
+    lineage_of_checkpoint,
     list_checkpoints,
     rename_later,
+    run_dir_of,
 )
 from async_rl.storage.whole_file import write_whole
 
@@ -78,11 +80,12 @@ def write_config(config: Config) -> None:
 def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None:
     """Set aside what the run wrote after the checkpoint `saved`: rename its files, move lines of metrics.jsonl.
 
-    The new names contain the number of the lineage that ends, so that each resume keeps its own files.
+    The new names contain the number of the lineage that ends, so that each resume keeps its own files. It is the
+    largest of which any file tells, as the user may have deleted some.
     """
-    run_dir, version = config.run_dir, saved.version
-    # the buffer finds the journal of the checkpoint's lineage by that number, also if files of others were deleted
-    marker = _Marker(max(lineage_of(run_dir), saved.lineage), version, has_moved_models=True)
+    run_dir, version, summary = config.run_dir, saved.version, config.run_dir / "summary.json"
+    told = json.loads(summary.read_text()).get("resumes", 0) if summary.is_file() else 0
+    marker = _Marker(max(_newest_lineage(run_dir), told), version, has_moved_models=True)
     suffix = marker.suffix
     write_whole(run_dir / RESUMING, f"{suffix} {version} {MODELS}{_NAMED if is_named else ''}")
     write_whole(run_dir / _NEW_CONFIG, _text(config))
@@ -110,22 +113,29 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
 def check_alpha(config: Config, saved: TrainingState) -> None:
     """Check that the adapters of the checkpoint `saved`, if it holds any, keep the model.lora.alpha of their training.
 
-    Nothing is checked if the config of that time can't be read.
+    Nothing is checked if the config of that time is gone or can't be read.
 
     Raises:
         ConfigError: with another alpha they would weigh more or less, in the version of the checkpoint, too.
     """
-    past_config, alpha = config.run_dir / f"config.lineage_{saved.lineage}.yaml", config.model.lora.alpha
-    file = past_config if past_config.exists() else config.run_dir / "config.yaml"
-    try:
-        lora = load_config(file).model.lora
-    except ConfigError:
+    past = _config_of(config.run_dir, saved.lineage)
+    if past is None or 0 in (past.model.lora.rank, config.model.lora.rank):
         return
+    alpha, allowed = config.model.lora.alpha, past.model.lora.alpha
     check(
-        0 in (lora.rank, config.model.lora.rank) or alpha == lora.alpha, "model.lora.alpha", alpha,
-        f"{lora.alpha:g}, with which the adapters of {config.run.resume} were trained",
+        alpha == allowed, "model.lora.alpha", alpha,
+        f"{allowed:g}, with which the adapters of {config.run.resume} were trained",
         "Leave it, or begin a new run with model.path at the result of `async-rl export`.",
     )
+
+
+def as_trained(model: ModelConfig, checkpoint: Path) -> ModelConfig:
+    """Return `model`, of the run's config, with the choice of what is trained that held for a checkpoint, if known.
+
+    Other versions of this program have let a resume change model.frozen and model.lora.
+    """
+    past = _config_of(run_dir_of(checkpoint), lineage_of_checkpoint(checkpoint))
+    return dataclasses.replace(model, frozen=past.model.frozen, lora=past.model.lora) if past else model
 
 
 def undo_resume(run_dir: Path) -> None:
@@ -157,6 +167,15 @@ def kept_resumes(run_dir: Path) -> int:
     return marker.lineage if marker and not _has_gone_on(run_dir, marker) else lineage_of(run_dir)
 
 
+def _config_of(run_dir: Path, lineage: int) -> Config | None:
+    """Return the config of a lineage; None: its file was deleted, or this version of the program refuses it."""
+    is_newest = lineage == _newest_lineage(run_dir)
+    try:
+        return load_config(config_file(run_dir) if is_newest else run_dir / f"config.lineage_{lineage}.yaml")
+    except ConfigError:
+        return None
+
+
 def _text(config: Config) -> str:
     """Return the content of config.yaml."""
     return dump_config(dataclasses.replace(config, run=dataclasses.replace(config.run, resume="")))
@@ -176,9 +195,18 @@ def _read_marker(run_dir: Path) -> _Marker | None:
     return _Marker(int(found[1]), int(found[2]), bool(found[3])) if found else None
 
 
+def _newest_lineage(run_dir: Path) -> int:
+    """Return how often the run has been resumed, also if what `lineage_of` counts was deleted."""
+    return max([lineage_of(run_dir), *map(lineage_of_checkpoint, list_checkpoints(run_dir).values())])
+
+
 def _has_gone_on(run_dir: Path, marker: _Marker) -> bool:
-    """Return whether a resume has made a checkpoint: the run goes on from there, also if no step was logged."""
-    return marker.past_config(run_dir).exists() and max(list_checkpoints(run_dir), default=0) > marker.version
+    """Return whether a resume has made a checkpoint: the run goes on from there, also if no step was logged.
+
+    Later checkpoints that it has not set aside yet are of the lineage that ends, or of one before.
+    """
+    later = (folder for version, folder in list_checkpoints(run_dir).items() if version > marker.version)
+    return any(lineage_of_checkpoint(folder) > marker.lineage for folder in later)
 
 
 def _put_back(run_dir: Path, marker: _Marker) -> None:

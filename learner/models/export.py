@@ -13,6 +13,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import check_newest, find_checkpoint, run_dir_of
 from async_rl.storage.hub import located
 from async_rl.storage.model_folder import writing
+from async_rl.storage.resuming import as_trained, config_file
 from async_rl.weights.checkpoint_names import to_checkpoint
 from learner.checkpointing import AVERAGE, check_weights, has_average
 from learner.models.loading import read_weights
@@ -27,8 +28,8 @@ def export(source: str | Path, target: Path) -> Path:
     get the type of those of model.path, and adapters are merged into them. Other files are copied from there.
 
     Raises:
-        ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, config.yaml trains fewer
-            weights, or `target` holds something already or can't be written.
+        ConfigError: there is no checkpoint, a resume leaves open which is the newest of a run, the run's config trains
+            fewer weights, or `target` holds something already or can't be written.
     """
     target = target.resolve()  # "." has no name, which the folder gets once it is complete
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
@@ -41,8 +42,8 @@ def export(source: str | Path, target: Path) -> Path:
         check_newest(run_dir_of(checkpoint))
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # so that it fails before weights are read
-    config = located(load_config(run_dir_of(checkpoint) / "config.yaml"), ["model.path"])
-    policy = open_policy(config.model, torch.float32)
+    config = located(load_config(config_file(run_dir_of(checkpoint))), ["model.path"])
+    policy = open_policy(as_trained(config.model, checkpoint), torch.float32)
     read_weights(policy, policy.lm, "cpu")
     kind = AVERAGE if has_average(checkpoint) else ""
     trained = {f"policy.{name}": p.detach() for name, p in policy.named_parameters() if p.requires_grad}

@@ -9,8 +9,9 @@ import pytest
 from matplotlib.axes import Axes
 
 from async_rl.driver.run_log import RunLog
-from async_rl.messages.reports import StepDone, WorkerReport
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.messages.reports import StepDone, TrainingEnded, WorkerReport
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of, write_training_state
+from async_rl.storage.run_dir import open_run_dir
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.timeline import Span
 from tests.kit.configs import make_config
@@ -53,6 +54,17 @@ def test_counts_of_the_summary_are_those_of_the_whole_run(tmp_path: Path) -> Non
     log.close()
     assert (summary["failed_groups"], summary["skipped_evaluations"]) == (6, 5)
     assert logged(tmp_path / "r")[-1]["eval/skipped"] == 5.0
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_a_summary_counts_a_resume_unless_that_is_undone(tmp_path: Path, is_stop: bool) -> None:
+    resumed_log(tmp_path).close()
+    with open_run_dir(make_config(run={"resume": tmp_path / "r"}, logging={"wandb": "disabled"})) as config:
+        log = RunLog(config)
+        log.add("learner/0", TrainingEnded(version=RESUMED_AT, reason="the guard's pause ran out", is_stop=is_stop))
+        log.close()
+        summary = log.summary({})
+    assert summary["resumes"] == lineage_of(config.run_dir) == (0 if is_stop else 1)
 
 
 def test_the_plot_of_the_timeline_names_the_steps_since_the_resume(

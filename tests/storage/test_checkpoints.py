@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from async_rl.config import CheckpointConfig
+from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FORMAT,
@@ -202,3 +203,16 @@ def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None
     for every_steps, evals in ((40, 30), (40, 0), (20, 40)):
         with pytest.raises(ConfigError, match=r"a multiple of eval\.every_steps"):
             make_config(checkpoint={"every_steps": every_steps, "keep_best": 1}, eval={"every_steps": evals})
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_a_run_does_not_start_if_a_best_checkpoint_may_be_between_two_pushes(best: int) -> None:
+    config = make_config(
+        checkpoint={"every_steps": 5, "keep_best": best}, eval={"every_steps": 5}, weight_sync={"every_steps": 2},
+        staleness={"max": 1},
+    )  # fmt: skip
+    found = [each for each in input_checks(config) if each.what == "checkpoint.keep_best"]
+    assert len(found) == best
+    for each in found:
+        with pytest.raises(ConfigError, match=r"a multiple of weight_sync\.every_steps = 2 with .*keep_best, got 5"):
+            each.run()

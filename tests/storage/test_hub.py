@@ -14,8 +14,9 @@ import pytest
 from huggingface_hub import constants
 
 from async_rl.config import Config
-from async_rl.config.loading import load_config
+from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.hub import cached_folder, located, pinned
 from async_rl.storage.hub_names import find_model
 from async_rl.storage.model_folder import check_model_folder
@@ -195,14 +196,18 @@ def test_a_folder_goes_before_the_hub_and_the_scheme_before_the_folder(hub: HubS
     assert "OWNER/NAME" in refusal("hf://Qwen")
 
 
-def test_a_resume_takes_the_commit_of_its_run(hub: HubServer, tmp_path: Path) -> None:
-    from async_rl.config.loading import dump_config
-
-    checkpoint = tmp_path / "runs" / "first" / "checkpoints" / "step_4"
+@pytest.mark.parametrize("file", ["config.yaml", "config.resuming.yaml"])
+def test_a_resume_takes_the_commit_of_its_run(hub: HubServer, tmp_path: Path, file: str) -> None:
+    run_dir = tmp_path / "runs" / "first"
+    checkpoint = checkpoint_folder(run_dir, 4)
     checkpoint.mkdir(parents=True)
-    (checkpoint / "training_state.json").write_text("{}")
+    state = TrainingState(version=4, lineage=1, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    write_training_state(checkpoint, state)
     first = pinned(config_of(NAME))
-    (checkpoint.parents[1] / "config.yaml").write_text(dump_config(first))
+    (run_dir / "config.yaml").write_text(dump_config(config_of(NAME)))
+    (run_dir / file).write_text(dump_config(first))
+    if file != "config.yaml":  # of a resume that was killed after this checkpoint, before it had logged a step
+        (run_dir / ".resuming").write_text("lineage_0 2 models")
     files = next(iter(hub.models[NAME].commits.values()))
     hub.models[NAME].commit({**files, "generation_config.json": b"{}"})
     resumed = f"run.resume={checkpoint}"

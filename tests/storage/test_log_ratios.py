@@ -96,7 +96,8 @@ def test_a_resume_takes_the_files_up_to_its_checkpoint_over(tmp_path: Path) -> N
     link_past(tmp_path, lineage=2, version=2)
     assert names(tmp_path) == ["step_1.rank_0.npz", "step_2.rank_0.npz"]
     link_past(tmp_path, lineage=2, version=2)  # a second call changes nothing
-    link_past(tmp_path, lineage=1, version=2)  # there is nothing of that lineage
+    link_past(tmp_path, lineage=1, version=3)  # there is nothing of that lineage: those of the last are taken
+    assert names(tmp_path) == [f"step_{step}.rank_0.npz" for step in (1, 2, 3)]
     assert read_log_ratios(tmp_path, 2, 7, 2) is not None
 
 

@@ -31,10 +31,10 @@ def save_model(run_dir: Path, version: int, text: str) -> None:
     (folder / "config.json").write_text(text)
 
 
-def make_checkpoint(run_dir: Path, version: int) -> None:
+def make_checkpoint(run_dir: Path, version: int, lineage: int = 0) -> None:
     folder = checkpoint_folder(run_dir, version)
     folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    state = TrainingState(version=version, lineage=lineage, ranks=1, networks={}, kl_coef=0.0, buffer={})
     write_training_state(folder, state)
 
 
@@ -156,7 +156,7 @@ def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
 def test_a_resume_that_fails_while_it_sets_checkpoints_aside_puts_them_back(
     stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(checkpoint_folder(tmp_path / "run", 2), checkpoint_folder(tmp_path / "run", 3))
+    make_checkpoint(tmp_path / "run", 3, lineage=1)  # what the resume before has set aside was deleted
     before, rename, renamed = files(tmp_path / "run"), Path.rename, []
 
     def fail_at_the_second(path: Path, target: Path) -> None:
@@ -177,9 +177,10 @@ def test_a_resume_that_was_killed_keeps_its_settings_if_it_has_made_a_checkpoint
     killed = tmp_path / "killed" / "run"
     with pytest.raises(KeyboardInterrupt), open_run_dir(changed(stopped, learner={"lr": 0.125})) as opened:
         begin_anew(opened.run_dir)
-        make_checkpoint(opened.run_dir, 3)
+        make_checkpoint(opened.run_dir, 3, lineage=1)
         shutil.copytree(opened.run_dir, killed)
         raise KeyboardInterrupt
+    (killed / "config.lineage_0.yaml").unlink()  # by the user
     for run_dir in (tmp_path / "run", killed):
         assert "lr: 0.125" in config_file(run_dir).read_text(), "the next resume begins with it"
         undo_resume(run_dir)
@@ -214,6 +215,10 @@ def test_a_resume_with_another_alpha_than_that_of_its_adapters_is_refused(stoppe
         with pytest.raises(ConfigError, match=message), open_run_dir(other):
             raise AssertionError("its adapters would weigh half as much")
         assert files(tmp_path / "run") == before
+    write_config(other)  # as of a later lineage, by a version of this program that let a resume change it
+    (tmp_path / "run" / "config.lineage_0.yaml").unlink()
+    with open_run_dir(first):
+        pass
 
 
 def test_a_resume_with_a_step_keeps_what_it_set_aside(stopped: Config, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -10,7 +12,8 @@ from async_rl.sweeps.report import LEARNING, TAILS, TRADE_OFF
 from async_rl.sweeps.settings import Setting
 from async_rl.sweeps.significance import SPEEDS
 from async_rl.sweeps.statistics import estimate, p_value
-from tests.kit.quotes import ROOT, by_staleness, text_of
+from benchmarks.credited_versions import gains_of
+from tests.kit.quotes import RESULTS, ROOT, by_staleness, text_of
 
 GRID = [f"{depth}/{bound}" for bound in (3, 4, 8) for depth in ("1", "1.25", "1.5", "2")]
 
@@ -34,7 +37,7 @@ def seconds_of_reward(rows: dict[str, Setting]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("sweep", "seeds", "others"), [("sweep_agent_grid", 5, []), ("sweep_agent_sglang", 4, ["auto/8"])]
+    ("sweep", "seeds", "others"), [("sweep_agent_grid", 5, []), ("sweep_agent_sglang", 5, ["auto/8"])]
 )
 def test_the_grids_of_depths_and_bounds_are_quoted_as_they_were_measured(
     sweep: str, seeds: int, others: list[str]
@@ -117,7 +120,7 @@ def test_what_the_grid_with_sglang_says_is_what_is_written() -> None:
     rows, page, readme = by_staleness("sweep_agent_sglang"), text_of("docs/depth.md"), text_of("README.md")
     _, one, two = assert_gains_are_quoted(rows, page)
     seconds = seconds_of_reward(rows)
-    assert f"With SGLang, over the first {seconds} s of 45 and four seeds, it is by {one} and {two}." in readme
+    assert f"With SGLang, over the first {seconds} s of 45, it is by {one} and {two}." in readme
     largest = max(rows["2/8"].values["is_weight_largest"])
     step = f"one run of `2/8` has a step with a weight of {largest:,.0f}."
     assert_tails_are_quoted(rows, page, f"the largest weight by {{}} and {{}}: {step}")
@@ -151,3 +154,23 @@ def test_what_auto_does_with_sglang_is_what_is_written() -> None:
     times, waits = estimate([a / b for a, b in pairs]), rows["auto/8"].estimate("waited_for_late").mean
     assert f"It makes {times.text('{:.2f}')} times as many steps as bound 8, and waits for" in page
     assert f"waits for late groups {100 * waits:.1f} % of the time." in page
+
+
+def test_what_the_version_for_which_an_answer_counts_changes_is_what_is_written() -> None:
+    """The rewards of the journals, counted for the oldest version, are those of the metrics."""
+    rows, page, metrics = by_staleness("sweep_agent_sglang"), text_of("docs/depth.md"), text_of("docs/metrics.md")
+    rewards = json.loads((RESULTS / "sweep_agent_sglang" / "credited_versions.json").read_text())
+    assert rewards.keys() == rows.keys()
+    for name, row in rows.items():
+        assert rewards[name]["oldest"] == pytest.approx(row.values["policy_reward"], abs=1e-5)
+    means = {name: {way: float(np.mean(row[way])) for way in row} for name, row in rewards.items()}
+    texts = [f"{means[name]['newest']:.3f}" for name in ("8", "4", "2/8")]
+    olds = [f"{means[name]['oldest']:.3f}" for name in ("8", "4", "2/8")]
+    assert "`8` has {} then in place of {}, `4` {} of {}, `2/8` {} of {}, and".format(
+        *(text for pair in zip(texts, olds, strict=True) for text in pair)
+    ) in metrics  # fmt: skip
+    assert abs(means["1"]["newest"] - means["1"]["oldest"]) < 0.002 and "`1` the same within 0.002;" in metrics
+    assert f"none has more than {max(row['oldest'] - row['middle'] for row in means.values()):.3f} less." in metrics
+    one, two = (gains_of(rewards)[depth]["newest"] for depth in ("1", "2"))
+    gained = f"{estimate(two).text('{:.3f}')} (p = {stats.ttest_1samp(two, 0.0).pvalue:.2f})"
+    assert f"for the newest, depth 2 gains {gained} and depth 1 {estimate(one).text('{:.3f}')} (" in page

@@ -154,7 +154,7 @@ class ActorGroup:
             cause = error.cause
             if isinstance(cause, ConfigError):  # its message is complete
                 self._reservation.follow_moves()
-                if not self._reservation.is_new(self._reservation.host_of(name)):
+                if not self._reservation.has_moved(name):
                     raise cause from None
                 raise ProcessDiedError(
                     f"{self.on_host(name)} can't work: Ray has lost its host and moved it to this one, which has none "

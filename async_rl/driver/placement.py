@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ class Reservation:
     bundles: list[HostDemand]
     addresses: list[str]
     """The address of each bundle's host at the start of the run."""
-    found: dict[int, str] = field(default_factory=dict)
-    """[bundle] the address of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """[bundle] the ID of its host in Ray at the start of the run: one that joins anew has another, at any address."""
+    found: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """[bundle] (ID, address) of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
 
     def options(self, process: str) -> dict[str, Any]:
         """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
@@ -54,15 +56,16 @@ class Reservation:
 
     def host_of(self, process: str) -> str:
         index = self._bundle_of(process)
-        return self.found.get(index, self.addresses[index])
+        return self.found[index][1] if index in self.found else self.addresses[index]
 
-    def is_new(self, host: str) -> bool:
-        """Whether a host came after the start of the run, so that it has nothing of what was sent to the hosts then."""
-        return host not in self.addresses
+    def has_moved(self, process: str) -> bool:
+        """Whether Ray has moved a process to a host that got nothing of what was sent when the run started."""
+        index = self._bundle_of(process)
+        return index in self.found and self.found[index][0] != self.nodes[index]
 
     def follow_moves(self) -> None:
         """Ask Ray on which hosts the bundles are; one without a host, until it has another, counts as where it was."""
-        self.found |= _addresses(self.group)
+        self.found = {**self.found, **_hosts(self.group)}
 
     def _bundle_of(self, process: str) -> int:
         return next(index for index, bundle in enumerate(self.bundles) if process in bundle.gpus_of)
@@ -94,18 +97,19 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
             f"{'; '.join(map(str, wanted))}. The hosts have it, but only {free or 'nothing'} is free: `ray status` "
             "shows who holds the rest: end that, or start this run later"
         )
-    addresses = _addresses(group)
-    return Reservation(group, parts, [addresses[index] for index in range(len(parts))])
+    found = _hosts(group)
+    addresses = [found[index][1] for index in range(len(parts))]
+    return Reservation(group, parts, addresses, {index: node for index, (node, _) in found.items()})
 
 
-def _addresses(group: Any) -> dict[int, str]:
-    """Return {bundle: address of its host} of a Ray placement group, without bundles that have no host."""
+def _hosts(group: Any) -> dict[int, tuple[str, str]]:
+    """Return {bundle: (ID, address) of its host} of a Ray placement group, without bundles that have no host."""
     import ray
     from ray.util import placement_group_table
 
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    return {index: address_of[node] for index, node in nodes.items() if node in address_of}
+    return {index: (node, address_of[node]) for index, node in nodes.items() if node in address_of}
 
 
 def ray_bundles(

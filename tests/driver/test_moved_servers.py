@@ -26,7 +26,7 @@ COPY: Places = {("model.path", "model"): "/copy"}
 def nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """The nodes of a Ray cluster on which the two bundles of a run are: {bundle: node}, which a test may change."""
     nodes = {0: "a", 1: "b"}
-    known = [{"NodeID": node, "NodeManagerAddress": f"10.0.0.{node}"} for node in "abc"]
+    known = [{"NodeID": node, "NodeManagerAddress": f"10.0.0.{node[0]}"} for node in ("a", "b", "b2", "c")]
     monkeypatch.setattr(ray, "nodes", lambda: known)
     monkeypatch.setattr("ray.util.placement_group_table", lambda group: {"bundles_to_node_id": nodes})
     return nodes
@@ -39,7 +39,7 @@ def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(actor_group.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: options))
     monkeypatch.setattr(Reservation, "options", lambda self, process: {})
     bundles = [HostDemand(gpus_of={"buffer": 0.0, "learner/0": 0.0}), HostDemand(gpus_of={"rollout/0": 0.0})]
-    reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"])
+    reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"], dict(nodes))
     return ActorGroup(tmp_path, reservation, StopSignals(), places={"10.0.0.b": COPY})
 
 
@@ -64,12 +64,13 @@ def test_a_server_on_another_host_is_told_no_copies_of_the_lost_one(
     assert processes.on_host("learner/0") == "learner/0 on 10.0.0.a"
 
 
+@pytest.mark.parametrize("node", ["c", "b2"])  # another host, or the same anew, such as a container with an empty disk
 def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
-    processes: ActorGroup, nodes: dict[int, str]
+    processes: ActorGroup, nodes: dict[int, str], node: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"^model\.path model holds no tokenizer$"):
         fail(processes)
-    nodes[1] = "c"
-    told = r"^rollout/0 on 10\.0\.0\.c can't work: .* a resumed run sends them \(model\.path model holds no tokenizer\)"
+    nodes[1] = node
+    told = rf"^rollout/0 on 10\.0\.0\.{node[0]} can't work: .* a resumed run sends them \(model\.path model holds no tokenizer\)"
     with pytest.raises(ProcessDiedError, match=told):
         fail(processes)

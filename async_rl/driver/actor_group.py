@@ -62,7 +62,8 @@ class ActorGroup:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
-        places = self._places.get(self._reservation.host_of(name), {})
+        # also on a host to which Ray has moved it: the two may share a disk, and else it fails and does not read others
+        places = self._places.get(self._reservation.first_host_of(name), {})
         origin = dataclasses.replace(self._origin, places=places)
         self._earlier_bytes[name] = {file: file.stat().st_size for file in self._log_files(name)}
         self.actors[name] = actor.options(**options).remote(origin, *args)

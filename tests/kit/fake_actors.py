@@ -203,6 +203,9 @@ class FakeReservation:
     def host_of(self, process: str) -> str:
         return "10.0.0.9"
 
+    def first_host_of(self, process: str) -> str:
+        return "10.0.0.9"
+
     def has_moved(self, process: str) -> bool:
         return False
 

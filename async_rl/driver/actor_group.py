@@ -145,22 +145,23 @@ class ActorGroup:
     def named_failure(self, name: str) -> Iterator[None]:
         """Turn an error that Ray raises in the `with` block into an AsyncRLError with the process that failed, and why.
 
-        A ConfigError that the process raised stays as it is, but on a host to which Ray has moved the process it is a
-        ProcessDiedError; another AsyncRLError keeps its type. A process that died in its `__init__` is a
-        ProcessDiedError; one that died later, or that Ray's memory monitor killed, is the subclass ProcessKilledError.
+        A ConfigError that the process raised stays as it is, and another AsyncRLError keeps its type; but on a host to
+        which Ray has moved the process, whatever it raised is a ProcessDiedError. A process that died in its `__init__`
+        is a ProcessDiedError; one that died later, or that Ray's memory monitor killed, the subclass ProcessKilledError.
         """
         try:
             yield
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, ConfigError):  # its message is complete
-                self._reservation.follow_moves()
-                if not self._reservation.has_moved(name):
-                    raise cause from None
+            self._reservation.follow_moves()
+            if self._reservation.has_moved(name):
                 raise ProcessDiedError(
-                    f"{self.on_host(name)} can't work: Ray has lost its host and moved it to this one, which has none "
-                    f"of the files that were sent when the run started; a resumed run sends them ({cause})"
+                    f"{self.on_host(name)} failed after Ray had lost its host and moved it to this one, which got none "
+                    "of the files that were sent when the run started; a resumed run sends them "
+                    f"({type(cause).__name__}: {cause}){self.log_tail(name, message=str(cause))}"
                 ) from None
+            if isinstance(cause, ConfigError):  # its message is complete
+                raise cause from None
             if isinstance(cause, AsyncRLError):
                 raise type(cause)(
                     f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, message=str(cause))}"

@@ -15,7 +15,7 @@ from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.placement import Reservation
 from async_rl.driver.resources import HostDemand
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import ConfigError, ProcessDiedError
+from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError
 from async_rl.storage.file_sources import Places
 from async_rl.telemetry.status import Status
 
@@ -47,9 +47,9 @@ def start(processes: ActorGroup) -> Any:
     return processes.start("rollout/0", object)
 
 
-def fail(processes: ActorGroup) -> None:
+def fail(processes: ActorGroup, cause: Exception) -> None:
     with processes.named_failure("rollout/0"):
-        raise RayTaskError("start", "", ConfigError("model.path model holds no tokenizer"))
+        raise RayTaskError("start", "", cause)
 
 
 def test_a_server_on_another_host_looks_for_the_copies_of_the_lost_one(
@@ -64,13 +64,18 @@ def test_a_server_on_another_host_looks_for_the_copies_of_the_lost_one(
     assert processes.on_host("learner/0") == "learner/0 on 10.0.0.a"
 
 
+@pytest.mark.parametrize("cause", [
+    ConfigError("model.path model holds no tokenizer"), FileNotFoundError("words.json"), AsyncRLError("no task"),
+])
 @pytest.mark.parametrize("node", ["c", "b2"])  # another host, or the same anew, such as a container with an empty disk
 def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
-    processes: ActorGroup, nodes: dict[int, str], node: str
+    processes: ActorGroup, nodes: dict[int, str], node: str, cause: Exception
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path model holds no tokenizer$"):
-        fail(processes)
+    raised = type(cause) if isinstance(cause, AsyncRLError) else AsyncRLError
+    with pytest.raises(AsyncRLError, match=str(cause)) as caught:
+        fail(processes, cause)
+    assert type(caught.value) is raised
     nodes[1] = node
-    told = rf"^rollout/0 on 10\.0\.0\.{node[0]} can't work: .* a resumed run sends them \(model\.path model holds no tokenizer\)"
+    told = rf"^rollout/0 on 10\.0\.0\.{node[0]} failed after .* run sends them \({type(cause).__name__}: {cause}\)"
     with pytest.raises(ProcessDiedError, match=told):
-        fail(processes)
+        fail(processes, cause)

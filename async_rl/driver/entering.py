@@ -57,8 +57,8 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
     if modules != origin.folder:
         if not Path(modules).is_dir():
             raise ConfigError(
-                f"{name} needs the copy of the driver's modules that was sent when the run started, {modules}, which is "
-                f"not on its host: `async-rl train --resume {config.run_dir}` sends it"
+                f"{name} needs the copy of the driver's modules that was sent when the run started, {modules}, which "
+                f"is not on its host: `async-rl train --resume {config.run_dir}` sends it"
             )
         use_copied_modules(modules)
     log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from async_rl.config import Limit
 from async_rl.driver import actor_group
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.placement import Reservation
 from async_rl.driver.resources import HostDemand
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError
+from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError
 from async_rl.storage.file_sources import Places
 from async_rl.telemetry.status import Status
 
@@ -79,3 +81,35 @@ def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
     told = rf"^rollout/0 on 10\.0\.0\.{node[0]} failed after .* run sends them \({type(cause).__name__}: {cause}\)"
     with pytest.raises(ProcessDiedError, match=told):
         fail(processes, cause)
+
+
+def test_each_failure_names_the_host_on_which_the_process_was(
+    processes: ActorGroup, nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed may be so with its host, which Ray replaces at once; others run where Ray has them."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.a")
+    start(processes)
+    nodes[1] = "c"
+
+    def failure(error: RayError) -> str:
+        with pytest.raises(ProcessDiedError) as caught, processes.named_failure("rollout/0"):
+            raise error
+        return str(caught.value)
+
+    assert failure(ActorDiedError()).startswith("rollout/0 on 10.0.0.b died")
+    failed = failure(ActorDiedError(RayTaskError("__init__", "", OSError("no folder"))))
+    assert failed.startswith("rollout/0 on 10.0.0.c failed while it started")
+
+
+def test_a_wait_that_is_too_long_names_the_host_of_the_log(
+    processes: ActorGroup, nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.a")
+    nodes[1] = "c"
+
+    async def silent() -> None:
+        await asyncio.Event().wait()
+
+    call: Any = silent()
+    with pytest.raises(WaitTimeoutError, match=r"its log is on that host, 10\.0\.0\.c"):
+        asyncio.run(processes.call("rollout/0", call, Limit(0.01, "a limit"), "the start"))

@@ -40,6 +40,8 @@ class Reservation:
     bundles: list[HostDemand]
     addresses: list[str]
     """The address of each bundle's host at the start of the run."""
+    gpus: float = 0.0
+    """The number of GPUs of all hosts of the cluster for which `bundles` was made."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """[bundle] the ID of its host in Ray at the start of the run: one that joins anew has another, at any address."""
     found: Mapping[int, tuple[str, str]] = field(default_factory=dict)
@@ -87,7 +89,8 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
     from ray.util import placement_group
 
     hosts = ray_hosts()
-    wanted = host_demands(config, sum(host.gpus for host in hosts))
+    gpus = sum(host.gpus for host in hosts)
+    wanted = host_demands(config, gpus)
     parts, resources, strategy = ray_bundles(wanted, assign(wanted, hosts))
     group = placement_group(resources, strategy=strategy)
     deadline_s = time.monotonic() + config.timeouts.startup_s
@@ -103,7 +106,7 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
         )
     found = _hosts(group)
     addresses = [found[index][1] for index in range(len(parts))]
-    return Reservation(group, parts, addresses, {index: node for index, (node, _) in found.items()})
+    return Reservation(group, parts, addresses, gpus, {index: node for index, (node, _) in found.items()})
 
 
 def _hosts(group: Any) -> dict[int, tuple[str, str]]:

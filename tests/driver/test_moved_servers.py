@@ -12,14 +12,15 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from async_rl.config import Limit
-from async_rl.driver import actor_group
+from async_rl.driver import actor_group, placement
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.placement import Reservation
-from async_rl.driver.resources import HostDemand
+from async_rl.driver.resources import Host, HostDemand
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError
 from async_rl.storage.file_sources import Places
 from async_rl.telemetry.status import Status
+from tests.kit.placements import TWO_NODES
 
 COPY: Places = {("model.path", "model"): "/copy"}
 
@@ -41,8 +42,20 @@ def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(actor_group.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: options))
     monkeypatch.setattr(Reservation, "options", lambda self, process: {})
     bundles = [HostDemand(gpus_of={"buffer": 0.0, "learner/0": 0.0}), HostDemand(gpus_of={"rollout/0": 0.0})]
-    reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"], dict(nodes))
+    reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"], nodes=dict(nodes))
     return ActorGroup(tmp_path, reservation, StopSignals(), places={"10.0.0.b": COPY})
+
+
+def test_a_reservation_keeps_the_nodes_and_the_gpus_for_which_it_was_made(
+    nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = [Host(name=f"10.0.0.{node}", cpus=8.0, gpus=8.0) for node in "ab"]
+    monkeypatch.setattr(placement, "ray_hosts", lambda: hosts)
+    monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: True))
+    reservation = placement.reserve(TWO_NODES, StopSignals())
+    hosts.append(Host(name="10.0.0.c", cpus=8.0, gpus=8.0))
+    assert reservation.gpus == 16 and reservation.addresses == ["10.0.0.a", "10.0.0.b"]
+    assert reservation.nodes == {0: "a", 1: "b"} and not reservation.has_moved("rollout/0")
 
 
 def start(processes: ActorGroup) -> Any:

@@ -9,7 +9,7 @@ from async_rl.config.changed_settings import changed_settings
 from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
 from async_rl.driver.memory import plan_dry_run
-from async_rl.driver.placement import explain
+from async_rl.driver.placement import explain, find_hosts
 from async_rl.driver.preflight import check_inputs, task_of
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import policy_lr
@@ -32,7 +32,8 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     config = located(shown, check=check)
     task = task_of(config)
     cautions = check_inputs(config, task)
-    plan = plan_dry_run(config, gpu_gb)
+    hosts = find_hosts(config)
+    plan = plan_dry_run(config, gpu_gb, sum(host.gpus for host in hosts))
     cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
     begun = depth_text(depth_at(config.slots, config.fresh_per_step), config.staleness.max)
@@ -57,7 +58,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
         "differs from the defaults": [
             f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
         ],
-        "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
+        "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config, hosts),
         "memory": plan.table() if plan else [NO_SIZE],
         "caution": cautions,
     }

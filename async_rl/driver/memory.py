@@ -278,11 +278,12 @@ def plan_memory(config: Config) -> MemoryPlan:
     return MemoryPlan(config, gpus, smallest_gpu_bytes() if gpus else 0, host_bytes())
 
 
-def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
-    """Return the plan that a dry run shows, for a run over other hosts with as many GPUs of `gpu_gb` as it asks for.
+def plan_dry_run(config: Config, gpu_gb: float, gpus_there: float) -> MemoryPlan | None:
+    """Return the plan that a dry run shows, for a run over other hosts with GPUs of `gpu_gb`.
 
     Args:
         gpu_gb: in units of 1e9 bytes; 0: not known, so that there is no plan for other hosts.
+        gpus_there: number of GPUs of all other hosts together; 0: not known, and taken to be as many as it asks for.
 
     Raises:
         ConfigError: `gpu_gb` is given for a run on this host alone.
@@ -291,12 +292,11 @@ def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
         if gpu_gb:
             raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
         return plan_memory(config)
-    return plan_elsewhere(config, round(1e9 * gpu_gb)) if gpu_gb else None
+    return plan_elsewhere(config, round(1e9 * gpu_gb), gpus_there or inf) if gpu_gb else None
 
 
-def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float = inf) -> MemoryPlan:
-    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes`, or with as many as it asks for.
-    """
+def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan:
+    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes` together."""
     gpus = sum(demand.gpus for demand in host_demands(config, gpus_there))
     return MemoryPlan(config, round(gpus), gpu_bytes, host_bytes=0)
 

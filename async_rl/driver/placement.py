@@ -1,7 +1,7 @@
 """Placement of the processes: Ray reserves the resources that async_rl/driver/resources.py asks of each host.
 
     reserve(config)           reserves a Ray placement group that spreads over the hosts
-    explain(config)           returns the placement as text without reserving anything (`--dry-run`)
+    explain(config, hosts)    returns the placement as text without reserving anything (`--dry-run`)
     resolve_placement(...)    fills in the weight transport, which depends on the placement
 """
 
@@ -294,25 +294,32 @@ def ray_messages_in(file: Path) -> Iterator[None]:
         worker.print_to_stdstream = printed
 
 
-def explain(config: Config) -> list[str]:
-    """Return the placement as text, one line for each host, without starting a process.
-
-    A Ray cluster that the run would join is asked for its hosts; ConfigError: they have too few resources. If there is
-    no cluster, the lines say only what the hosts must offer.
+def find_hosts(config: Config) -> list[Host]:
+    """Return the hosts that the run would have: this one, or those of the Ray cluster that it would join; none: there
+    is no cluster, and RAY_ADDRESS names none.
     """
     if runs_here(config):
-        hosts = [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
-    else:
-        try:
-            with open_ray(config):
-                hosts = ray_hosts()
-        except NoClusterError:
-            if os.environ.get("RAY_ADDRESS"):
-                raise
-            return [
-                *(f"host {number}: {demand}" for number, demand in enumerate(host_demands(config), 1)),
-                "not compared with any host: there is no Ray cluster here, and RAY_ADDRESS names none",
-            ]
+        return [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
+    try:
+        with open_ray(config):
+            return ray_hosts()
+    except NoClusterError:
+        if os.environ.get("RAY_ADDRESS"):
+            raise
+        return []
+
+
+def explain(config: Config, hosts: Sequence[Host]) -> list[str]:
+    """Return the placement on `hosts` as text, one line for each, without starting a process. If there are none, the
+    lines say only what hosts must offer.
+
+    ConfigError: they have too few resources.
+    """
+    if not hosts:
+        return [
+            *(f"host {number}: {demand}" for number, demand in enumerate(host_demands(config), 1)),
+            "not compared with any host: there is no Ray cluster here, and RAY_ADDRESS names none",
+        ]
     wanted = host_demands(config, sum(host.gpus for host in hosts))
     return [f"{host.name}: {demand}" for host, demand in zip(assign(wanted, hosts), wanted, strict=True)]
 

@@ -15,7 +15,7 @@ from async_rl.driver.actors import LearnerActor
 from async_rl.driver.dry_run import dry_run
 from async_rl.driver.memory import GIB
 from async_rl.driver.placement import Reservation, resolve_placement
-from async_rl.driver.resources import host_demands
+from async_rl.driver.resources import Host, host_demands
 from async_rl.errors import ConfigError
 from async_rl.pipeline import _check_memory
 from benchmarks.model_loading import QWEN2_5, save_headers
@@ -102,6 +102,23 @@ def test_a_start_on_a_cluster_of_one_gpu_is_checked_as_one_that_shares_it(
     with pytest.raises(ConfigError, match=rf"of a GPU with 22\.35 GiB it has {has:.2f} GiB"):
         check(1)
     assert check(1 + servers) == []
+
+
+def test_a_dry_run_on_a_cluster_of_one_gpu_has_the_share_that_the_start_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_headers(Qwen2Config(**QWEN2_5["0.5B"]), tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [])
+    hosts = [Host(name="10.0.0.1", cpus=16, gpus=1)]
+    monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)
+    config = make_config(tmp_path, staleness={"max": 2})
+    with pytest.raises(ConfigError, match=rf"of a GPU with 22\.35 GiB it has {24e9 * 0.4 / GIB - 3:.2f} GiB"):
+        dry_run(config, gpu_gb=24)
+    hosts[:] = [Host(name="10.0.0.1", cpus=16, gpus=2)]
+    assert ", has 22.35 GiB\n" in dry_run(config, gpu_gb=24)
 
 
 @pytest.mark.nightly

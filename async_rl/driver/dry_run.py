@@ -8,14 +8,14 @@ from async_rl.config import Config, depth_at
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
-from async_rl.driver.memory import plan_dry_run
-from async_rl.driver.placement import explain, find_hosts
+from async_rl.driver.memory import UNKNOWN_SIZE, plan_dry_run
+from async_rl.driver.placement import explain, find_hosts, runs_here
 from async_rl.driver.preflight import check_inputs, task_of
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import policy_lr
 from async_rl.telemetry.status import depth_text
 
-NO_SIZE = "not computed: the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
+NO_SIZE = "the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
 
 
 def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: float = 0.0) -> str:
@@ -59,7 +59,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
             f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
         ],
         "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config, hosts),
-        "memory": plan.table() if plan else [NO_SIZE],
+        "memory": plan.table() if plan else [f"not computed: {UNKNOWN_SIZE if runs_here(config) else NO_SIZE}"],
         "caution": cautions,
     }
     for title, lines in sections.items():

@@ -22,6 +22,7 @@ SERVER_EXTRA_BYTES = 3 * GIB
 """The bytes that a server takes of a GPU beside its share: activations and CUDA graphs. An estimate."""
 PROCESS_BYTES = 2**30 // 2
 """CPU memory of a process without weights: the interpreter and its libraries."""
+UNKNOWN_SIZE = "the CUDA driver does not say how large this host's GPUs are"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,10 +280,10 @@ def plan_memory(config: Config) -> MemoryPlan:
 
 
 def plan_dry_run(config: Config, gpu_gb: float, gpus_there: float) -> MemoryPlan | None:
-    """Return the plan that a dry run shows, for a run over other hosts with GPUs of `gpu_gb`.
+    """Return the plan that a dry run shows, on other hosts for GPUs of `gpu_gb`; None: their size is not known.
 
     Args:
-        gpu_gb: in units of 1e9 bytes; 0: not known, so that there is no plan for other hosts.
+        gpu_gb: in units of 1e9 bytes; 0: not known.
         gpus_there: number of GPUs of all other hosts together; 0: not known, and taken to be as many as it asks for.
 
     Raises:
@@ -291,7 +292,7 @@ def plan_dry_run(config: Config, gpu_gb: float, gpus_there: float) -> MemoryPlan
     if runs_here(config):
         if gpu_gb:
             raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
-        return plan_memory(config)
+        return plan_memory(config) if _bytes_here() else None
     return plan_elsewhere(config, round(1e9 * gpu_gb), gpus_there or inf) if gpu_gb else None
 
 
@@ -314,16 +315,22 @@ def plan_placed(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan
 
 def check_memory(config: Config) -> list[str]:
     """Return cautions about memory, see MemoryPlan.check, unless the run is far smaller than this host."""
-    from learner.memory.room import host_bytes, is_surely_small
+    from learner.memory.room import is_surely_small
 
-    gpus = int(gpus_here())
-    total = smallest_gpu_bytes() if gpus else host_bytes()
+    total = _bytes_here()
     if not total:
-        return ["memory: not checked, because the CUDA driver does not say how large this host's GPUs are"]
+        return [f"memory: not checked, because {UNKNOWN_SIZE}"]
     processes = config.placement.learner.ranks + config.placement.num_servers
     if is_surely_small(config, total // (2 * processes)):
         return []
     return plan_memory(config).check()
+
+
+def _bytes_here() -> int:
+    """Return the memory of this host's smallest GPU, 0 if it is not known; of the host if it has no GPU."""
+    from learner.memory.room import host_bytes
+
+    return smallest_gpu_bytes() if gpus_here() else host_bytes()
 
 
 def _size(num_bytes: int) -> str:

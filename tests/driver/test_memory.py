@@ -274,11 +274,15 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
     assert not is_surely_small(config, 2**20)
 
 
-def test_gpus_of_unknown_size_are_told_and_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_unknown_size_are_told_and_not_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(model_folder)
     monkeypatch.setattr(memory, "gpus_here", lambda: 1.0)
     monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 0)
-    (caution,) = memory.check_memory(make_config(folder))
+    (caution,) = memory.check_memory(config)
     assert caution.startswith("memory: not checked")
+    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [caution])
+    told = "not computed: the CUDA driver does not say how large this host's GPUs are"
+    assert f"\n# memory\n# {told}\n\n# caution\n# {caution}\n" in dry_run(config)
 
 
 def test_the_learner_resolves_auto_by_its_room(

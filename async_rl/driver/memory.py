@@ -314,14 +314,17 @@ def plan_placed(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan
 
 
 def check_memory(config: Config) -> list[str]:
-    """Return cautions about memory, see MemoryPlan.check, unless the run is far smaller than this host."""
+    """Return cautions about memory, see MemoryPlan.check, unless the run is far smaller than this host. In turns on
+    GPUs that is not enough: a server's share may be too large whatever the size of the model.
+    """
     from learner.memory.room import is_surely_small
 
     total = _bytes_here()
     if not total:
         return [f"memory: not checked, because {UNKNOWN_SIZE}"]
     processes = config.placement.learner.ranks + config.placement.num_servers
-    if is_surely_small(config, total // (2 * processes)):
+    in_turns = gpus_here() > 0 and config.shares_gpus
+    if not in_turns and is_surely_small(config, total // (2 * processes)):
         return []
     return plan_memory(config).check()
 

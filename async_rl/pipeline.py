@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config, Limit
 from async_rl.driver.placement import (
+    Reservation,
     open_ray,
-    ray_hosts,
     ray_messages_in,
     reserve,
     resolve_placement,
@@ -144,8 +144,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config), sent.places)
         supervisor = Supervisor(config, processes, log)
         try:
-            one_by_one = servers_per_gpu(reservation.bundles) > 1
-            buffer_address, judges = _start(config, processes, log, one_by_one=one_by_one)
+            buffer_address, judges = _start(config, processes, log, reservation)
             if sent.lack_weights:
                 _fill_servers(config, processes)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
@@ -177,14 +176,13 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
     return summary
 
 
-def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bool) -> tuple[str, dict[str, str]]:
+def _start(
+    config: Config, processes: ActorGroup, log: RunLog, reservation: Reservation
+) -> tuple[str, dict[str, str]]:
     """Start the buffer, every server and every learner rank, and connect them.
 
     Returns:
         The buffer's address, and {name: address} of the judge's servers.
-
-    Args:
-        one_by_one: start each server when the one before it is up: they share a GPU, and each measures what is free.
     """
     from async_rl.driver.actors import BufferActor, LearnerActor, learner_threads, server_class
     from async_rl.driver.judge_actor import JudgeActor
@@ -217,8 +215,9 @@ def _start(config: Config, processes: ActorGroup, log: RunLog, *, one_by_one: bo
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
     if not runs_here(config):  # else check_inputs has asked this host
-        for caution in _check_memory(processes, list(servers_by_name), list(learners), limit):
+        for caution in _check_memory(processes, list(servers_by_name), list(learners), limit, reservation.gpus):
             log.logger.note(f"caution: {caution}")
+    one_by_one = servers_per_gpu(reservation.bundles) > 1  # they share a GPU, and each measures what is free
     urls: dict[str, Any] = {}
     for names in [[name] for name in starting] if one_by_one else [list(starting)]:
         urls |= processes.gather({name: starting[name].start.remote() for name in names}, limit, "the start")
@@ -241,9 +240,12 @@ def _fill_servers(config: Config, processes: ActorGroup) -> None:
 
 
 def _check_memory(
-    processes: ActorGroup, servers: Sequence[str], learners: Sequence[str], limit: Limit
+    processes: ActorGroup, servers: Sequence[str], learners: Sequence[str], limit: Limit, gpus: float
 ) -> list[str]:
     """Ask the processes of a run over several hosts for their GPUs; returns cautions about memory, none on CPUs.
+
+    Args:
+        gpus: number of GPUs of all hosts together.
 
     ConfigError: torch finds no GPU on a host that has some, or a learner rank or a server has too little memory for
     what it is to hold.
@@ -253,7 +255,6 @@ def _check_memory(
     of_ranks, of_servers = (min(found[name] for name in names) for names in (learners, servers))
     if not of_ranks:
         return []
-    gpus = sum(host.gpus for host in ray_hosts())
     checking: Any = processes.actors["learner/0"].check_memory.remote(of_ranks, of_servers, gpus)
     return list(processes.gather({"learner/0": checking}, limit, "the memory of the run")["learner/0"])
 

@@ -62,7 +62,8 @@ class ActorGroup:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
-        places = self._places.get(self._reservation.host_of(name), {})
+        # also on a host to which Ray has moved it: the two may share a disk, and else it fails and does not read others
+        places = self._places.get(self._reservation.first_host_of(name), {})
         origin = dataclasses.replace(self._origin, places=places)
         self._earlier_bytes[name] = {file: file.stat().st_size for file in self._log_files(name)}
         self.actors[name] = actor.options(**options).remote(origin, *args)
@@ -136,6 +137,7 @@ class ActorGroup:
             return await call
 
     def _overdue(self, limit: Limit, what: str, *names: str) -> WaitTimeoutError:
+        self._reservation.follow_moves()
         return WaitTimeoutError(
             f"the driver waited {limit} for {what} of {', '.join(names)}{''.join(map(self.log_tail, names))}"
         )
@@ -144,50 +146,56 @@ class ActorGroup:
     def named_failure(self, name: str) -> Iterator[None]:
         """Turn an error that Ray raises in the `with` block into an AsyncRLError with the process that failed, and why.
 
-        A ConfigError that the process raised stays as it is, but on a host to which Ray has moved the process it is a
-        ProcessDiedError; another AsyncRLError keeps its type. A process that died in its `__init__` is a
-        ProcessDiedError; one that died later, or that Ray's memory monitor killed, is the subclass ProcessKilledError.
+        A ConfigError that the process raised stays as it is, and another AsyncRLError keeps its type; but on a host to
+        which Ray has moved the process, whatever it raised is a ProcessDiedError. So is the death of a process in its
+        `__init__`; a later one, or a kill by Ray's memory monitor, is the subclass ProcessKilledError.
         """
         try:
             yield
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, ConfigError):  # its message is complete
-                self._reservation.follow_moves()
-                if not self._reservation.is_new(self._reservation.host_of(name)):
-                    raise cause from None
-                raise ProcessDiedError(
-                    f"{self.on_host(name)} can't work: Ray has lost its host and moved it to this one, which has none "
-                    f"of the files that were sent when the run started; a resumed run sends them ({cause})"
-                ) from None
-            if isinstance(cause, AsyncRLError):
-                raise type(cause)(
-                    f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, message=str(cause))}"
-                ) from None
-            raise AsyncRLError(
-                f"{self.on_host(name)} failed: {type(cause).__name__}: {cause}{self.log_tail(name)}\n"
-                f"{_last_frames(error)}"
-            ) from None
-        except RayActorError as error:
-            if error.actor_init_failed:  # Ray keeps the text of what was raised, not the exception
-                raise ProcessDiedError(
-                    f"{self.on_host(name)} failed while it started:{self.log_tail(name)}\n{_last_frames(error)}"
-                ) from None
-            raise ProcessKilledError(
+        except RayError as error:
+            raise self._failure(name, error) from None
+
+    def _failure(self, name: str, error: RayError) -> AsyncRLError:
+        if isinstance(error, RayActorError) and not error.actor_init_failed:
+            # With a lost host its processes die, and Ray moves their bundle at once: this one was where it was known.
+            return ProcessKilledError(
                 f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
                 "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
                 + self.log_tail(name)
-            ) from None
-        except OutOfMemoryError as error:  # Ray's memory monitor; a kill by the system is a RayActorError
-            raise ProcessKilledError(
+            )
+        self._reservation.follow_moves()
+        if isinstance(error, RayTaskError):
+            return self._raised(name, error)
+        if isinstance(error, RayActorError):  # in `__init__`: Ray keeps the text of what was raised, not the exception
+            return ProcessDiedError(
+                f"{self.on_host(name)} failed while it started:{self.log_tail(name)}\n{_last_frames(error)}"
+            )
+        if isinstance(error, OutOfMemoryError):  # Ray's memory monitor; a kill by the system is a RayActorError
+            return ProcessKilledError(
                 f"{self.on_host(name)} was killed by Ray's memory monitor, because the memory of its host was full"
                 f"{_memory_use(str(error))}. The monitor kills processes of the run whoever uses the memory. End other "
                 "programs there, or lower rollout.concurrency or learner.max_tokens_per_microbatch; or set "
                 "RAY_memory_usage_threshold (a share, 0.95 if unset) or RAY_memory_monitor_refresh_ms=0 (no monitor) "
                 "in the environment of `async-rl train`, or of `ray start` for a cluster" + self.log_tail(name)
-            ) from None
-        except RayError as error:
-            raise ProcessDiedError(f"Ray can't call {name}: {type(error).__name__}: {_first_line(error)}") from None
+            )
+        return ProcessDiedError(f"Ray can't call {name}: {type(error).__name__}: {_first_line(error)}")
+
+    def _raised(self, name: str, error: RayTaskError) -> AsyncRLError:
+        cause = error.cause
+        if self._reservation.has_moved(name):
+            return ProcessDiedError(
+                f"{self.on_host(name)} failed after Ray had lost its host and moved it to this one, which got none of "
+                "the files that were sent when the run started; a resumed run sends them "
+                f"({type(cause).__name__}: {cause}){self.log_tail(name, message=str(cause))}"
+            )
+        if isinstance(cause, ConfigError):  # its message is complete
+            return cause
+        if isinstance(cause, AsyncRLError):
+            return type(cause)(f"{cause}\nraised in {self.on_host(name)}{self.log_tail(name, message=str(cause))}")
+        return AsyncRLError(
+            f"{self.on_host(name)} failed: {type(cause).__name__}: {cause}{self.log_tail(name)}\n"
+            f"{_last_frames(error)}"
+        )
 
     def place(self, name: str, status: Status) -> Status:
         """Return `status` with the name of the process and its host filled in."""

@@ -8,14 +8,14 @@ from async_rl.config import Config, depth_at
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
-from async_rl.driver.memory import plan_dry_run
-from async_rl.driver.placement import explain
+from async_rl.driver.memory import UNKNOWN_SIZE, plan_dry_run
+from async_rl.driver.placement import explain, find_hosts, runs_here
 from async_rl.driver.preflight import check_inputs, task_of
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import policy_lr
 from async_rl.telemetry.status import depth_text
 
-NO_SIZE = "not computed: the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
+NO_SIZE = "the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
 
 
 def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: float = 0.0) -> str:
@@ -32,7 +32,8 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     config = located(shown, check=check)
     task = task_of(config)
     cautions = check_inputs(config, task)
-    plan = plan_dry_run(config, gpu_gb)
+    hosts = find_hosts(config)
+    plan = plan_dry_run(config, gpu_gb, sum(host.gpus for host in hosts))
     cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
     begun = depth_text(depth_at(config.slots, config.fresh_per_step), config.staleness.max)
@@ -57,8 +58,8 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
         "differs from the defaults": [
             f"{key:<46} {value}" for key, value, _ in changed_settings(read_yaml(text)[0])
         ],
-        "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config),
-        "memory": plan.table() if plan else [NO_SIZE],
+        "derived": [f"{key:<46} {value}" for key, value in derived.items()], "placement": explain(config, hosts),
+        "memory": plan.table() if plan else [f"not computed: {UNKNOWN_SIZE if runs_here(config) else NO_SIZE}"],
         "caution": cautions,
     }
     for title, lines in sections.items():

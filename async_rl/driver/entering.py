@@ -43,7 +43,7 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
         name: the process's name. Its output, also that of C code, goes to the log file of this name, with - for /.
 
     Raises:
-        ConfigError: this host lacks the working directory, and it can't be made.
+        ConfigError: this host lacks the working directory, and it can't be made, or the copy of the user's modules.
     """
     try:
         Path(origin.folder).mkdir(parents=True, exist_ok=True)  # a host without a shared disk
@@ -55,6 +55,11 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
         ) from None
     modules = origin.places.get((MODULES, origin.folder), origin.folder)
     if modules != origin.folder:
+        if not Path(modules).is_dir():
+            raise ConfigError(
+                f"{name} needs the copy of the driver's modules that was sent when the run started, {modules}, which "
+                f"is not on its host: `async-rl train --resume {config.run_dir}` sends it"
+            )
         use_copied_modules(modules)
     log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)

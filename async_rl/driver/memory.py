@@ -22,6 +22,7 @@ SERVER_EXTRA_BYTES = 3 * GIB
 """The bytes that a server takes of a GPU beside its share: activations and CUDA graphs. An estimate."""
 PROCESS_BYTES = 2**30 // 2
 """CPU memory of a process without weights: the interpreter and its libraries."""
+UNKNOWN_SIZE = "the CUDA driver does not say how large this host's GPUs are"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,11 +279,12 @@ def plan_memory(config: Config) -> MemoryPlan:
     return MemoryPlan(config, gpus, smallest_gpu_bytes() if gpus else 0, host_bytes())
 
 
-def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
-    """Return the plan that a dry run shows, for a run over other hosts with as many GPUs of `gpu_gb` as it asks for.
+def plan_dry_run(config: Config, gpu_gb: float, gpus_there: float) -> MemoryPlan | None:
+    """Return the plan that a dry run shows, on other hosts for GPUs of `gpu_gb`; None: their size is not known.
 
     Args:
-        gpu_gb: in units of 1e9 bytes; 0: not known, so that there is no plan for other hosts.
+        gpu_gb: in units of 1e9 bytes; 0: not known.
+        gpus_there: number of GPUs of all other hosts together; 0: not known, and taken to be as many as it asks for.
 
     Raises:
         ConfigError: `gpu_gb` is given for a run on this host alone.
@@ -290,13 +292,12 @@ def plan_dry_run(config: Config, gpu_gb: float) -> MemoryPlan | None:
     if runs_here(config):
         if gpu_gb:
             raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
-        return plan_memory(config)
-    return plan_elsewhere(config, round(1e9 * gpu_gb)) if gpu_gb else None
+        return plan_memory(config) if _bytes_here() else None
+    return plan_elsewhere(config, round(1e9 * gpu_gb), gpus_there or inf) if gpu_gb else None
 
 
-def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float = inf) -> MemoryPlan:
-    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes`, or with as many as it asks for.
-    """
+def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan:
+    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes` together."""
     gpus = sum(demand.gpus for demand in host_demands(config, gpus_there))
     return MemoryPlan(config, round(gpus), gpu_bytes, host_bytes=0)
 
@@ -313,17 +314,26 @@ def plan_placed(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan
 
 
 def check_memory(config: Config) -> list[str]:
-    """Return cautions about memory, see MemoryPlan.check, unless the run is far smaller than this host."""
-    from learner.memory.room import host_bytes, is_surely_small
+    """Return cautions about memory, see MemoryPlan.check, unless the run is far smaller than this host. In turns on
+    GPUs that is not enough: a server's share may be too large whatever the size of the model.
+    """
+    from learner.memory.room import is_surely_small
 
-    gpus = int(gpus_here())
-    total = smallest_gpu_bytes() if gpus else host_bytes()
+    total = _bytes_here()
     if not total:
-        return ["memory: not checked, because the CUDA driver does not say how large this host's GPUs are"]
+        return [f"memory: not checked, because {UNKNOWN_SIZE}"]
     processes = config.placement.learner.ranks + config.placement.num_servers
-    if is_surely_small(config, total // (2 * processes)):
+    in_turns = gpus_here() > 0 and config.shares_gpus
+    if not in_turns and is_surely_small(config, total // (2 * processes)):
         return []
     return plan_memory(config).check()
+
+
+def _bytes_here() -> int:
+    """Return the memory of this host's smallest GPU, 0 if it is not known; of the host if it has no GPU."""
+    from learner.memory.room import host_bytes
+
+    return smallest_gpu_bytes() if gpus_here() else host_bytes()
 
 
 def _size(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """Placement of the processes: Ray reserves the resources that async_rl/driver/resources.py asks of each host.
 
     reserve(config)           reserves a Ray placement group that spreads over the hosts
-    explain(config)           returns the placement as text without reserving anything (`--dry-run`)
+    explain(config, hosts)    returns the placement as text without reserving anything (`--dry-run`)
     resolve_placement(...)    fills in the weight transport, which depends on the placement
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,12 @@ class Reservation:
     bundles: list[HostDemand]
     addresses: list[str]
     """The address of each bundle's host at the start of the run."""
-    found: dict[int, str] = field(default_factory=dict)
-    """[bundle] the address of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
+    gpus: float = 0.0
+    """The number of GPUs of all hosts of the cluster for which `bundles` was made."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """[bundle] the ID of its host in Ray at the start of the run: one that joins anew has another, at any address."""
+    found: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """[bundle] (ID, address) of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
 
     def options(self, process: str) -> dict[str, Any]:
         """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
@@ -54,15 +58,20 @@ class Reservation:
 
     def host_of(self, process: str) -> str:
         index = self._bundle_of(process)
-        return self.found.get(index, self.addresses[index])
+        return self.found[index][1] if index in self.found else self.addresses[index]
 
-    def is_new(self, host: str) -> bool:
-        """Whether a host came after the start of the run, so that it has nothing of what was sent to the hosts then."""
-        return host not in self.addresses
+    def first_host_of(self, process: str) -> str:
+        """Return the address of the host on which a process was at the start of the run."""
+        return self.addresses[self._bundle_of(process)]
+
+    def has_moved(self, process: str) -> bool:
+        """Whether Ray has moved a process to a host that got nothing of what was sent when the run started."""
+        index = self._bundle_of(process)
+        return index in self.found and self.found[index][0] != self.nodes[index]
 
     def follow_moves(self) -> None:
         """Ask Ray on which hosts the bundles are; one without a host, until it has another, counts as where it was."""
-        self.found |= _addresses(self.group)
+        self.found = {**self.found, **_hosts(self.group)}
 
     def _bundle_of(self, process: str) -> int:
         return next(index for index, bundle in enumerate(self.bundles) if process in bundle.gpus_of)
@@ -80,7 +89,8 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
     from ray.util import placement_group
 
     hosts = ray_hosts()
-    wanted = host_demands(config, sum(host.gpus for host in hosts))
+    gpus = sum(host.gpus for host in hosts)
+    wanted = host_demands(config, gpus)
     parts, resources, strategy = ray_bundles(wanted, assign(wanted, hosts))
     group = placement_group(resources, strategy=strategy)
     deadline_s = time.monotonic() + config.timeouts.startup_s
@@ -94,18 +104,19 @@ def reserve(config: Config, signals: StopSignals) -> Reservation:
             f"{'; '.join(map(str, wanted))}. The hosts have it, but only {free or 'nothing'} is free: `ray status` "
             "shows who holds the rest: end that, or start this run later"
         )
-    addresses = _addresses(group)
-    return Reservation(group, parts, [addresses[index] for index in range(len(parts))])
+    found = _hosts(group)
+    addresses = [found[index][1] for index in range(len(parts))]
+    return Reservation(group, parts, addresses, gpus, {index: node for index, (node, _) in found.items()})
 
 
-def _addresses(group: Any) -> dict[int, str]:
-    """Return {bundle: address of its host} of a Ray placement group, without bundles that have no host."""
+def _hosts(group: Any) -> dict[int, tuple[str, str]]:
+    """Return {bundle: (ID, address) of its host} of a Ray placement group, without bundles that have no host."""
     import ray
     from ray.util import placement_group_table
 
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    return {index: address_of[node] for index, node in nodes.items() if node in address_of}
+    return {index: (node, address_of[node]) for index, node in nodes.items() if node in address_of}
 
 
 def ray_bundles(
@@ -283,25 +294,32 @@ def ray_messages_in(file: Path) -> Iterator[None]:
         worker.print_to_stdstream = printed
 
 
-def explain(config: Config) -> list[str]:
-    """Return the placement as text, one line for each host, without starting a process.
-
-    A Ray cluster that the run would join is asked for its hosts; ConfigError: they have too few resources. If there is
-    no cluster, the lines say only what the hosts must offer.
+def find_hosts(config: Config) -> list[Host]:
+    """Return the hosts that the run would have: this one, or those of the Ray cluster that it would join; none: there
+    is no cluster, and RAY_ADDRESS names none.
     """
     if runs_here(config):
-        hosts = [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
-    else:
-        try:
-            with open_ray(config):
-                hosts = ray_hosts()
-        except NoClusterError:
-            if os.environ.get("RAY_ADDRESS"):
-                raise
-            return [
-                *(f"host {number}: {demand}" for number, demand in enumerate(host_demands(config), 1)),
-                "not compared with any host: there is no Ray cluster here, and RAY_ADDRESS names none",
-            ]
+        return [Host(name="this host", cpus=float("inf"), gpus=gpus_here())]
+    try:
+        with open_ray(config):
+            return ray_hosts()
+    except NoClusterError:
+        if os.environ.get("RAY_ADDRESS"):
+            raise
+        return []
+
+
+def explain(config: Config, hosts: Sequence[Host]) -> list[str]:
+    """Return the placement on `hosts` as text, one line for each, without starting a process. If there are none, the
+    lines say only what hosts must offer.
+
+    ConfigError: they have too few resources.
+    """
+    if not hosts:
+        return [
+            *(f"host {number}: {demand}" for number, demand in enumerate(host_demands(config), 1)),
+            "not compared with any host: there is no Ray cluster here, and RAY_ADDRESS names none",
+        ]
     wanted = host_demands(config, sum(host.gpus for host in hosts))
     return [f"{host.name}: {demand}" for host, demand in zip(assign(wanted, hosts), wanted, strict=True)]
 

@@ -21,7 +21,7 @@ from async_rl.cores import usable_cores
 from async_rl.driver.addresses import check_addresses
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
 from async_rl.driver.memory import check_memory
-from async_rl.driver.placement import check_ipc, explain, gpus_here, runs_here
+from async_rl.driver.placement import check_ipc, explain, find_hosts, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import check_ports
@@ -307,7 +307,7 @@ def _check_placement(config: Config) -> list[str]:
         "A server wants tp whole GPUs; on the CPU it starts one rank.",
     )
     check_shared_gpus(max(demand.processes_per_gpu for demand in host_demands(config, gpus)))
-    explain(config)
+    explain(config, find_hosts(config))
     processes, cores = config.placement.processes_per_node, usable_cores()
     if processes <= cores or config.placement.pin_cpus:
         return []

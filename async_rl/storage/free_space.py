@@ -58,19 +58,21 @@ def check_log_disk(config: Config) -> None:
     Raises:
         ConfigError: the run's path can't be written on this host, or its disk has too little space.
     """
-    folder = Path(config.run.resume or config.run_dir).absolute()
-    _check_is_folder(folder)
+    resumed = config.run.resume
+    place, remedy = ("run.resume", "resume a copy of the run in") if resumed else ("run.dir", "set run.dir=... to")
+    folder = Path(resumed or config.run_dir).absolute()
+    _check_is_folder(folder, place)
     parent = existing_parent(folder)
     if not os.access(parent, os.W_OK):
         raise ConfigError(
-            f"run.dir {folder}: no permission to write in {parent}, where the processes of this host write their logs. "
-            "Set run.dir=... to a folder that every host can write"
+            f"{place} {folder}: no permission to write in {parent}, where the processes of this host write their "
+            f"logs. Permit it, or {remedy} a folder that every host can write"
         )
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < RUN_BYTES:
         raise ConfigError(
             f"too little disk for the logs of this host in {folder}: {_gib(free_bytes)} free in {parent}, "
-            f"{_gib(RUN_BYTES)} needed. Free some, or set run.dir=... to another disk"
+            f"{_gib(RUN_BYTES)} needed. Free some, or {remedy} a folder of another disk"
         )
 
 
@@ -109,10 +111,10 @@ def existing_parent(path: Path) -> Path:
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
 
 
-def _check_is_folder(path: Path) -> None:
+def _check_is_folder(path: Path, key: str = "run.dir") -> None:
     for folder in (path, *path.parents):
         if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-            raise ConfigError(f"run.dir must be a folder or not exist yet, got {path}: {folder} is no folder")
+            raise ConfigError(f"{key} must be a folder or not exist yet, got {path}: {folder} is no folder")
 
 
 def _may_write_model_folders(config: Config) -> bool:

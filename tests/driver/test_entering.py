@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.driver.entering import Origin, enter
+from async_rl.errors import ConfigError
 from async_rl.seams.own_packages import PROJECT
+from async_rl.storage.file_sources import MODULES
+from tests.kit.configs import make_config
 
 ENTER = """
 import dataclasses, os, pickle, sys
@@ -68,3 +72,10 @@ def test_the_configuration_is_checked_by_the_copied_modules(tmp_path: Path) -> N
     run(copy, WRITE_CONFIG, file, str(tmp_path / "runs"))
     table = {"table": f"{copy}/table.json"}
     assert run(elsewhere, ENTER, file, str(copy)) == f"{copy}/mine.py {table} 7 {elsewhere}"
+
+
+def test_a_host_without_the_copy_of_the_modules_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    origin = Origin(str(tmp_path), places={(MODULES, str(tmp_path)): f"{tmp_path}/copy"})
+    with pytest.raises(ConfigError, match=r"^rollout/0 needs the copy .*/copy, which is not on its host: .* --resume "):
+        enter(origin, make_config(run={"dir": tmp_path}), "rollout/0")

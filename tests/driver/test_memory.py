@@ -274,11 +274,30 @@ def test_a_run_far_smaller_than_the_host_is_not_computed(
     assert not is_surely_small(config, 2**20)
 
 
-def test_gpus_of_unknown_size_are_told_and_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_turns_a_share_is_checked_however_small_the_model(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "gpus_here", lambda: 1.0)
+    monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 24 * 10**9)
+
+    def check(share: float) -> list[str]:
+        turns: dict[str, Any] = {"placement": {"colocated": True}, "rollout": {"mem_fraction": share}}
+        return memory.check_memory(make_config(model_folder, learner={"max_tokens_per_microbatch": 1024}, **turns))
+
+    assert check(0.6) == []
+    with pytest.raises(ConfigError, match=r"^memory: in its turn a server has rollout\.mem_fraction 0\.9 of a GPU"):
+        check(0.9)  # 20.1 GiB, and 3 and 1.5 for two processes, of 22.35
+
+
+def test_gpus_of_unknown_size_are_told_and_not_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(model_folder)
     monkeypatch.setattr(memory, "gpus_here", lambda: 1.0)
     monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 0)
-    (caution,) = memory.check_memory(make_config(folder))
+    (caution,) = memory.check_memory(config)
     assert caution.startswith("memory: not checked")
+    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [caution])
+    told = "not computed: the CUDA driver does not say how large this host's GPUs are"
+    assert f"\n# memory\n# {told}\n\n# caution\n# {caution}\n" in dry_run(config)
 
 
 def test_the_learner_resolves_auto_by_its_room(

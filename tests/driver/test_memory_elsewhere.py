@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,26 +86,17 @@ class Asked:
         return calls
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Give the Ray cluster one host with so many GPUs."""
-    return lambda gpus: monkeypatch.setattr(
-        "async_rl.pipeline.ray_hosts", lambda: [Host(name="10.0.0.1", cpus=16, gpus=gpus)]
-    )
-
-
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_start_on_a_cluster_of_one_gpu_is_checked_as_one_that_shares_it(
-    cluster: Callable[[int], None], servers: int, tmp_path: Path
+    servers: int, tmp_path: Path
 ) -> None:
     save_headers(Qwen2Config(**QWEN2_5["0.5B"]), tmp_path)
     asked = make_config(tmp_path, staleness={"max": 2}, placement={"rollout": {"servers": servers}})
     config = resolve_placement(asked, Reservation(None, host_demands(asked, 1), ["10.0.0.1"]))
 
     def check(gpus: int) -> list[str]:
-        cluster(gpus)
         processes: Any = Asked(config, learner_0=24 * 10**9, rollout_0=24 * 10**9)
-        return _check_memory(processes, ["rollout/0"], ["learner/0"], config.timeouts.limit("startup_s"))
+        return _check_memory(processes, ["rollout/0"], ["learner/0"], config.timeouts.limit("startup_s"), gpus)
 
     has = 24e9 * 0.4 / GIB - 3 * servers  # what rollout.mem_fraction and the extra of each server leave
     with pytest.raises(ConfigError, match=rf"of a GPU with 22\.35 GiB it has {has:.2f} GiB"):
@@ -114,15 +104,28 @@ def test_a_start_on_a_cluster_of_one_gpu_is_checked_as_one_that_shares_it(
     assert check(1 + servers) == []
 
 
-@pytest.mark.nightly
-def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(
-    two_nodes: Config, cluster: Callable[[int], None]
+def test_a_dry_run_on_a_cluster_of_one_gpu_has_the_share_that_the_start_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster(16)
+    save_headers(Qwen2Config(**QWEN2_5["0.5B"]), tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [])
+    hosts = [Host(name="10.0.0.1", cpus=16, gpus=1)]
+    monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)
+    config = make_config(tmp_path, staleness={"max": 2})
+    with pytest.raises(ConfigError, match=rf"of a GPU with 22\.35 GiB it has {24e9 * 0.4 / GIB - 3:.2f} GiB"):
+        dry_run(config, gpu_gb=24)
+    hosts[:] = [Host(name="10.0.0.1", cpus=16, gpus=2)]
+    assert ", has 22.35 GiB\n" in dry_run(config, gpu_gb=24)
 
+
+@pytest.mark.nightly
+def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(two_nodes: Config) -> None:
     def check(**gpu_bytes: int) -> list[str]:
         processes: Any = Asked(two_nodes, **gpu_bytes)
-        return _check_memory(processes, ["rollout/0"], ["learner/0"], two_nodes.timeouts.limit("startup_s"))
+        return _check_memory(processes, ["rollout/0"], ["learner/0"], two_nodes.timeouts.limit("startup_s"), 16)
 
     gb = 10**9
     assert check(learner_0=141 * gb, rollout_0=141 * gb) == []

@@ -1,23 +1,26 @@
-"""A server whose host is lost: Ray starts it again on another host, which may have joined after the run began."""
+"""A server whose host is lost: Ray starts it again on another host, which the run did not use at its start."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from async_rl.driver import actor_group
+from async_rl.config import Limit
+from async_rl.driver import actor_group, placement
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.placement import Reservation
-from async_rl.driver.resources import HostDemand
+from async_rl.driver.resources import Host, HostDemand
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import ConfigError, ProcessDiedError
+from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError
 from async_rl.storage.file_sources import Places
 from async_rl.telemetry.status import Status
+from tests.kit.placements import TWO_NODES
 
 COPY: Places = {("model.path", "model"): "/copy"}
 
@@ -26,7 +29,7 @@ COPY: Places = {("model.path", "model"): "/copy"}
 def nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """The nodes of a Ray cluster on which the two bundles of a run are: {bundle: node}, which a test may change."""
     nodes = {0: "a", 1: "b"}
-    known = [{"NodeID": node, "NodeManagerAddress": f"10.0.0.{node}"} for node in "abc"]
+    known = [{"NodeID": node, "NodeManagerAddress": f"10.0.0.{node[0]}"} for node in ("a", "b", "b2", "c")]
     monkeypatch.setattr(ray, "nodes", lambda: known)
     monkeypatch.setattr("ray.util.placement_group_table", lambda group: {"bundles_to_node_id": nodes})
     return nodes
@@ -39,37 +42,87 @@ def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(actor_group.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: options))
     monkeypatch.setattr(Reservation, "options", lambda self, process: {})
     bundles = [HostDemand(gpus_of={"buffer": 0.0, "learner/0": 0.0}), HostDemand(gpus_of={"rollout/0": 0.0})]
-    reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"])
+    reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"], nodes=dict(nodes))
     return ActorGroup(tmp_path, reservation, StopSignals(), places={"10.0.0.b": COPY})
+
+
+def test_a_reservation_keeps_the_nodes_and_the_gpus_for_which_it_was_made(
+    nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = [Host(name=f"10.0.0.{node}", cpus=8.0, gpus=8.0) for node in "ab"]
+    monkeypatch.setattr(placement, "ray_hosts", lambda: hosts)
+    monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: True))
+    reservation = placement.reserve(TWO_NODES, StopSignals())
+    hosts.append(Host(name="10.0.0.c", cpus=8.0, gpus=8.0))
+    assert reservation.gpus == 16 and reservation.addresses == ["10.0.0.a", "10.0.0.b"]
+    assert reservation.nodes == {0: "a", 1: "b"} and not reservation.has_moved("rollout/0")
 
 
 def start(processes: ActorGroup) -> Any:
     return processes.start("rollout/0", object)
 
 
-def fail(processes: ActorGroup) -> None:
+def fail(processes: ActorGroup, cause: Exception) -> None:
     with processes.named_failure("rollout/0"):
-        raise RayTaskError("start", "", ConfigError("model.path model holds no tokenizer"))
+        raise RayTaskError("start", "", cause)
 
 
-def test_a_server_on_another_host_is_told_no_copies_of_the_lost_one(
+def test_a_server_on_another_host_looks_for_the_copies_of_the_lost_one(
     processes: ActorGroup, nodes: dict[int, str]
 ) -> None:
     assert start(processes).places == COPY
     nodes[1] = ""  # Ray has lost the host, and has no other yet
     assert start(processes).places == COPY and processes.on_host("rollout/0") == "rollout/0 on 10.0.0.b"
     nodes[1] = "c"
-    assert start(processes).places == {}
+    assert start(processes).places == COPY  # a disk that both share has it, and nothing else may stand for it
     assert processes.place("rollout/0", Status(doing="starts", since_s=0.0)).host == "10.0.0.c"
     assert processes.on_host("learner/0") == "learner/0 on 10.0.0.a"
 
 
+@pytest.mark.parametrize("cause", [
+    ConfigError("model.path model holds no tokenizer"), FileNotFoundError("words.json"), AsyncRLError("no task"),
+])
+@pytest.mark.parametrize("node", ["c", "b2"])  # another host, or the same anew, such as a container with an empty disk
 def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
-    processes: ActorGroup, nodes: dict[int, str]
+    processes: ActorGroup, nodes: dict[int, str], node: str, cause: Exception
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path model holds no tokenizer$"):
-        fail(processes)
-    nodes[1] = "c"
-    told = r"^rollout/0 on 10\.0\.0\.c can't work: .* a resumed run sends them \(model\.path model holds no tokenizer\)"
+    raised = type(cause) if isinstance(cause, AsyncRLError) else AsyncRLError
+    with pytest.raises(AsyncRLError, match=str(cause)) as caught:
+        fail(processes, cause)
+    assert type(caught.value) is raised
+    nodes[1] = node
+    told = rf"^rollout/0 on 10\.0\.0\.{node[0]} failed after .* run sends them \({type(cause).__name__}: {cause}\)"
     with pytest.raises(ProcessDiedError, match=told):
-        fail(processes)
+        fail(processes, cause)
+
+
+def test_each_failure_names_the_host_on_which_the_process_was(
+    processes: ActorGroup, nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed may be so with its host, which Ray replaces at once; others run where Ray has them."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.a")
+    start(processes)
+    nodes[1] = "c"
+
+    def failure(error: RayError) -> str:
+        with pytest.raises(ProcessDiedError) as caught, processes.named_failure("rollout/0"):
+            raise error
+        return str(caught.value)
+
+    assert failure(ActorDiedError()).startswith("rollout/0 on 10.0.0.b died")
+    failed = failure(ActorDiedError(RayTaskError("__init__", "", OSError("no folder"))))
+    assert failed.startswith("rollout/0 on 10.0.0.c failed while it started")
+
+
+def test_a_wait_that_is_too_long_names_the_host_of_the_log(
+    processes: ActorGroup, nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.a")
+    nodes[1] = "c"
+
+    async def silent() -> None:
+        await asyncio.Event().wait()
+
+    call: Any = silent()
+    with pytest.raises(WaitTimeoutError, match=r"its log is on that host, 10\.0\.0\.c"):
+        asyncio.run(processes.call("rollout/0", call, Limit(0.01, "a limit"), "the start"))

@@ -20,7 +20,7 @@ from async_rl.config import (
 from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import examine_nodes
 from async_rl.driver.dry_run import dry_run
-from async_rl.driver.placement import Reservation, explain, ray_bundles, reserve, resolve_placement
+from async_rl.driver.placement import Reservation, explain, find_hosts, ray_bundles, reserve, resolve_placement
 from async_rl.driver.resources import Host, HostDemand, assign, host_demands
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
@@ -281,11 +281,11 @@ def test_a_dry_run_checks_the_cluster_that_training_would_join(
     monkeypatch.setattr("ray.shutdown", lambda: None)
     hosts = [Host(name="10.0.0.1", cpus=8, gpus=8), Host(name="10.0.0.2", cpus=8, gpus=8)]
     monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)
-    assert {line.partition(":")[0] for line in explain(TWO_NODES)} == {"10.0.0.1", "10.0.0.2"}
+    assert {line.partition(":")[0] for line in explain(TWO_NODES, find_hosts(TWO_NODES))} == {"10.0.0.1", "10.0.0.2"}
     assert joined == ["auto"]
     monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts[:1])
     with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
-        explain(TWO_NODES)
+        explain(TWO_NODES, find_hosts(TWO_NODES))
 
 
 def test_a_cluster_of_another_version_of_ray_is_refused_with_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_a_cluster_of_another_version_of_ray_is_refused_with_what_ray_says(monke
     monkeypatch.setattr("ray.init", failing(RuntimeError("Version mismatch: The cluster was started with Ray: 2.1.0")))
     words = r"(?s)10\.0\.0\.1:6379 can't be joined: Version mismatch.*Ray: 2\.1\.0\nEvery host"
     with pytest.raises(ConfigError, match=words):
-        explain(TWO_NODES)
+        explain(TWO_NODES, find_hosts(TWO_NODES))
     (check,) = examine_nodes(TWO_NODES)
     assert (check.what, check.state) == ("Ray", "broken")
     assert "Version mismatch" in check.found

@@ -56,8 +56,10 @@ class Processes:
         return dict.fromkeys(calls, "address")
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
-def test_servers_of_one_gpu_start_one_after_the_other(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "one_by_one"), [(1, True), (3, False)])
+def test_servers_of_one_gpu_start_one_after_the_other(
+    gpus: int, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(actors, "learner_threads", lambda config: 1)
     processes: Any = Processes()
 
@@ -68,6 +70,6 @@ def test_servers_of_one_gpu_start_one_after_the_other(one_by_one: bool, monkeypa
         def note(self, text: str) -> None: ...
 
     log: Any = Log()
-    pipeline._start(TWO_SERVERS, processes, log, one_by_one=one_by_one)
+    pipeline._start(TWO_SERVERS, processes, log, Reservation(None, bundles(TWO_SERVERS, gpus), ["h"]))
     servers = ["rollout/0", "rollout/1"]
     assert processes.gathered == [["buffer"], *([[s] for s in servers] if one_by_one else [servers]), ["learner/0"]]

@@ -203,7 +203,10 @@ class FakeReservation:
     def host_of(self, process: str) -> str:
         return "10.0.0.9"
 
-    def is_new(self, host: str) -> bool:
+    def first_host_of(self, process: str) -> str:
+        return "10.0.0.9"
+
+    def has_moved(self, process: str) -> bool:
         return False
 
     def follow_moves(self) -> None: ...

@@ -138,6 +138,25 @@ def test_a_disk_too_full_for_the_run_is_refused_with_the_numbers(
         check(make_config(good, run={"dir": tmp_path / "not" / "yet"}))
 
 
+@pytest.mark.parametrize(("resumes", "place", "remedy"), [
+    (False, r"run\.dir", r"set run\.dir=\.\.\. to"), (True, r"run\.resume", "resume a copy of the run in"),
+])  # fmt: skip
+def test_what_a_host_of_logs_lacks_is_told_with_what_helps(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool, place: str, remedy: str
+) -> None:
+    run = {"resume": tmp_path / "runs" / "r"} if resumes else {"dir": tmp_path / "runs", "name": "r"}
+    config = make_config(good, run=run)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+    with pytest.raises(ConfigError, match=rf"logs of this host in {tmp_path}/runs/r: .* or {remedy} a folder of "):
+        disk.check_log_disk(config)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ConfigError, match=rf"^{place} {tmp_path}/runs/r: no permission .* or {remedy} a folder"):
+        disk.check_log_disk(config)
+    (tmp_path / "runs").touch()
+    with pytest.raises(ConfigError, match=rf"^{place} must be a folder or not exist yet"):
+        disk.check_log_disk(config)
+
+
 def test_incomplete_weight_files_are_refused(good: Path, tmp_path: Path) -> None:
     whole = (good / "model.safetensors").read_bytes()
     for content in (whole[:100], b"", b"version https://git-lfs.github.com/spec/v1"):

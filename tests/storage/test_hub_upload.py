@@ -86,7 +86,7 @@ def test_the_summary_is_written_before_the_model_is_uploaded(tmp_path: Path, mon
     uploads: list[bool] = []
     stand_ins: dict[str, Any] = {
         "RunLog": lambda *_: Mock(summary=lambda _: {"steps": 1}), "own_keys": lambda *_: nullcontext(config),
-        "open_ray": nullcontext, "ray_messages_in": nullcontext, "reserve": Mock(), "servers_per_gpu": lambda _: 1,
+        "open_ray": nullcontext, "ray_messages_in": nullcontext, "reserve": Mock(),
         "resolve_placement": lambda *_: config, "_start": lambda *_, **__: ("", {}), "_close_buffer": lambda *_: {},
         "_evaluate": Mock(), "plot_learning_curve": Mock(),
         "upload_model": lambda *_: uploads.append((config.run_dir / "summary.json").is_file()),

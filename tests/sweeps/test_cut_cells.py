@@ -144,10 +144,7 @@ def test_settings_that_change_no_result_may_differ_between_the_cells_of_a_sweep(
     assert len(read_runs(now.folder)) == 4
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["timeouts.tool_s=9", "timeouts.startup_s=9", "checkpoint.every_steps=5", "learner.optimizer_params.eps=0.1"],
-)
+@pytest.mark.parametrize("given", ["timeouts.tool_s=9", "checkpoint.every_steps=5", "learner.optimizer_params.eps=0.1"])
 def test_settings_that_change_results_or_times_do_not(tmp_path: Path, given: str) -> None:
     cell, _ = begin(make(tmp_path))
     save(cell, 7)

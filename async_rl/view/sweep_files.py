@@ -60,17 +60,20 @@ class SweepFiles:
 
     def revision(self) -> dict[str, str]:
         """Return by the key `cells` a text that differs once a cell has begun, finished or changed its state."""
-        files = sorted((self.folder / "cells").glob("*/cell.json"))
+        files = self._records()
         finished = {file.parent for file in files}
         begun = sorted(folder for folder in (self.folder / "cells").glob("*") if folder not in finished)
-        states = ",".join(_state(RunFiles(folder)) for folder in begun)
-        return {"cells": f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}.{states}"}
+        return {"cells": f"{_stamp(files)}.{','.join(_state(RunFiles(folder)) for folder in begun)}"}
+
+    def _records(self) -> list[Path]:
+        """Return the files of the finished cells."""
+        return sorted((self.folder / "cells").glob("*/cell.json"))
 
     def rows(self) -> list[Setting]:
         """Return the finished cells by setting; none if there is none yet, or `problem` keeps them from being compared.
         """
         with self._lock:
-            stamp = self.revision()
+            stamp = _stamp(self._records())
             if stamp != self._stamp:
                 self._stamp, self._rows, self.problem = stamp, [], ""
                 cells = self.folder / "cells"
@@ -152,6 +155,11 @@ class SweepFiles:
 
 def is_sweep(folder: Path) -> bool:
     return (folder / "sweep.json").is_file() or (folder / "cells").is_dir()
+
+
+def _stamp(files: Sequence[Path]) -> str:
+    """Return a text that differs once a file has come or changed."""
+    return f"{len(files)}.{max((file.stat().st_mtime_ns for file in files), default=0)}"
 
 
 def _finished(row: Setting, run: Run) -> ListedCell:

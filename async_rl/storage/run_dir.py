@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
+from async_rl.storage.checkpoints import find_checkpoint, lineage_of, list_checkpoints, read_training_state, run_dir_of
 from async_rl.storage.resuming import check_alpha, kept_resumes, prepare_resume, undo_resume, whole_lines, write_config
 from async_rl.storage.whole_file import write_whole
 
@@ -166,7 +166,7 @@ def is_complete(run_dir: Path, config: Config) -> bool:
 
 def is_of_newest_end(summary: Mapping[str, Any], last_step: int, run_dir: Path) -> bool:
     """Return whether a summary.json is of these steps: after it the run may have gone on, or back to a checkpoint."""
-    steps, resumes = summary.get("steps"), kept_resumes(run_dir)
+    steps, resumes = summary.get("steps"), lineage_of(run_dir)
     return isinstance(steps, int) and steps >= last_step and summary.get("resumes", resumes) >= resumes
 
 

@@ -164,7 +164,7 @@ def config_file(run_dir: Path) -> Path:
 def kept_resumes(run_dir: Path) -> int:
     """Return how often a run has been resumed, without a resume that `undo_resume` will undo."""
     marker = _read_marker(run_dir)
-    return marker.lineage if marker and not _has_gone_on(run_dir, marker) else lineage_of(run_dir)
+    return marker.lineage if marker and not _has_gone_on(run_dir, marker) else _newest_lineage(run_dir)
 
 
 def _config_of(run_dir: Path, lineage: int) -> Config | None:

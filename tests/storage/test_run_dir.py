@@ -64,10 +64,10 @@ def test_a_new_run_directory_stays_if_it_explains_the_failure(
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["run", "run-2"][: 1 + stays]
 
 
-def save(run_dir: Path, version: int) -> Path:
+def save(run_dir: Path, version: int, lineage: int = 0) -> Path:
     folder = checkpoint_folder(run_dir, version)
     folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    state = TrainingState(version=version, lineage=lineage, ranks=1, networks={}, kl_coef=0.0, buffer={})
     write_training_state(folder, state)
     return folder
 
@@ -200,4 +200,20 @@ def test_a_run_that_went_back_after_its_end_is_not_complete_without_old_files(co
     (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 1}')
     with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
         write_config(again)
+    assert not is_complete(run_dir, asked)
+
+
+def test_a_run_that_went_back_is_not_complete_where_all_that_was_set_aside_is_gone(
+    config: Config, tmp_path: Path
+) -> None:
+    run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
+    for version in (4, 8):
+        save(run_dir, version)
+    (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 0}')
+    assert is_complete(run_dir, asked)
+    with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
+        write_config(again)
+        save(run_dir, 8, lineage=1)
+    for file in [*run_dir.glob("*.lineage_0*"), *(run_dir / "checkpoints").glob("*.lineage_0")]:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
     assert not is_complete(run_dir, asked)

@@ -182,7 +182,8 @@ class ActorGroup:
 
     def _raised(self, name: str, error: RayTaskError) -> AsyncRLError:
         cause = error.cause
-        if self._reservation.has_moved(name):
+        may_lack_files = isinstance(cause, ConfigError) or not isinstance(cause, AsyncRLError)  # else it is at work
+        if may_lack_files and self._reservation.has_moved(name):
             return ProcessDiedError(
                 f"{self.on_host(name)} failed after Ray had lost its host and moved it to this one, which got none of "
                 "the files that were sent when the run started; a resumed run sends them "

@@ -17,7 +17,7 @@ from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.placement import Reservation
 from async_rl.driver.resources import Host, HostDemand
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, RewardError, WaitTimeoutError
 from async_rl.storage.file_sources import Places
 from async_rl.telemetry.status import Status
 from tests.kit.placements import TWO_NODES
@@ -80,7 +80,7 @@ def test_a_server_on_another_host_looks_for_the_copies_of_the_lost_one(
 
 
 @pytest.mark.parametrize("cause", [
-    ConfigError("model.path model holds no tokenizer"), FileNotFoundError("words.json"), AsyncRLError("no task"),
+    ConfigError("model.path model holds no tokenizer"), FileNotFoundError("words.json"),
 ])
 @pytest.mark.parametrize("node", ["c", "b2"])  # another host, or the same anew, such as a container with an empty disk
 def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
@@ -94,6 +94,15 @@ def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
     told = rf"^rollout/0 on 10\.0\.0\.{node[0]} failed after .* run sends them \({type(cause).__name__}: {cause}\)"
     with pytest.raises(ProcessDiedError, match=told):
         fail(processes, cause)
+
+
+def test_what_the_work_of_a_moved_server_raises_is_no_loss_of_it(
+    processes: ActorGroup, nodes: dict[int, str]
+) -> None:
+    """Else rewards that fail for good would be asked anew, by a server that starts again after every few groups."""
+    nodes[1] = "c"
+    with pytest.raises(RewardError, match="20 groups in a row"):
+        fail(processes, RewardError("20 groups in a row"))
 
 
 def test_each_failure_names_the_host_on_which_the_process_was(

@@ -226,7 +226,6 @@ class LearnerActor:
 
         Args:
             server_bytes: 0: no GPU of a server is known, and their memory is not checked.
-            gpus_there: number of GPUs of all hosts together.
         """
         config = located(self._config)
         plan = plan_placed(config, rank_bytes, gpus_there)

@@ -271,8 +271,7 @@ class Supervisor:
         self._evaluations.cancel()
         await asyncio.sleep(limit.seconds)
         if self._learning:
-            late = "the learner did not end" if self._log.ended else "no checkpoint"
-            raise KeyboardInterrupt(f"{late} within {limit} of the interrupt")
+            raise KeyboardInterrupt(f"the learner did not end within {limit} of the interrupt")
 
     async def _until_lost(self, name: str, life: Coroutine[Any, Any, None]) -> None:
         """Await `life`, which follows process `name` (reads its reports), until it ends or `_declare_lost` cancels it.

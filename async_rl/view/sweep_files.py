@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

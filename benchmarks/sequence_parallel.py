@@ -219,10 +219,13 @@ def rank_main(rank: int, what: str, case: SplitCase, folder: str, tokens: int) -
 
 
 def measure(what: str, case: SplitCase, tokens: int, vocab: int = VOCAB, **shape: int) -> dict[str, Any]:
-    """Return what the ranks of a case give, each in a process of its own, which takes over what is imported here."""
+    """Return what the ranks of a case give, each in a process of its own.
+
+    They are spawned: a process that is forked beside threads, as those of tests, can wait for their locks for ever.
+    """
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model", case.exchange, vocab, **shape)
-        mp.start_processes(rank_main, (what, case, folder, tokens), nprocs=case.ranks, start_method="fork")
+        mp.start_processes(rank_main, (what, case, folder, tokens), nprocs=case.ranks, start_method="spawn")
         found: dict[str, Any] = torch.load(f"{folder}/found.pt", weights_only=False)  # written by rank_main above
         return found
 

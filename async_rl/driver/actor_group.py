@@ -147,8 +147,9 @@ class ActorGroup:
         """Turn an error that Ray raises in the `with` block into an AsyncRLError with the process that failed, and why.
 
         A ConfigError that the process raised stays as it is, and another AsyncRLError keeps its type; but on a host to
-        which Ray has moved the process, whatever it raised is a ProcessDiedError. So is the death of a process in its
-        `__init__`; a later one, or a kill by Ray's memory monitor, is the subclass ProcessKilledError.
+        which Ray has moved the process, ConfigErrors and errors of other types are a ProcessDiedError. So is the death
+        of a process in its `__init__`; a later one, or a kill by Ray's memory monitor, is the subclass
+        ProcessKilledError.
         """
         try:
             yield

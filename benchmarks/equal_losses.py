@@ -4,7 +4,9 @@
 
 All commits run with this Python and its packages, each from a folder of its own with the files of `git archive`. The
 runs are strictly synchronous, on the hf engine, whose answers are a function of seed, prompt and weights; so a number
-that differs is a change of what is computed. A reward that counts vowels gives an untrained model something to learn.
+that differs is a change of what is computed, but for the mismatch and what follows from it in step 2 of the run with
+adapters: the engine may score the probe of the first push beside answers, which rounds these otherwise. A reward that
+counts vowels gives an untrained model something to learn.
 """
 
 from __future__ import annotations

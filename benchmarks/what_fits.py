@@ -30,6 +30,9 @@ ONE = ("placement.learner.gpus_per_node=0", "placement.rollout.nodes=0", "placem
 EIGHT = ("placement.learner.gpus_per_node=4", "placement.rollout.nodes=0", "placement.rollout.servers=4",
          "placement.rollout.tp=1")  # fmt: skip
 """One node: a learner of four GPUs, four servers."""
+PAIRS = (*EIGHT, "placement.learner.gpus_per_node=8", "placement.rollout.servers=8")
+"""One node with a learner rank and a server on each GPU."""
+AT_ONCE = ("placement.colocated=true", "staleness.max=1")
 IN_TURNS = ("placement.colocated=true", "staleness.max=0")
 SMALL_SHARE, HALF, ADAPTERS = "rollout.mem_fraction=0.3", "rollout.mem_fraction=0.5", "model.lora.rank=32"
 
@@ -64,8 +67,13 @@ CASES = [
     ),
     MemoryCase(model="7B", hosts="eight GPUs: 4 ranks, 4 servers", gpu_gb=80, settings=EIGHT),
     MemoryCase(
-        model="7B", hosts="eight GPUs: a rank and a server on each", gpu_gb=80,
-        settings=(*EIGHT, "placement.learner.gpus_per_node=8", "placement.rollout.servers=8"), named=IN_TURNS,
+        model="7B", hosts="eight GPUs: a rank and a server on each", gpu_gb=80, settings=PAIRS, named=IN_TURNS,
+    ),
+    MemoryCase(
+        model="7B", hosts="eight GPUs: a rank and a server on each", gpu_gb=80, settings=PAIRS, named=AT_ONCE,
+    ),
+    MemoryCase(
+        model="7B", hosts="eight GPUs: a rank and a server on each", gpu_gb=80, settings=PAIRS, named=(*AT_ONCE, HALF),
     ),
     MemoryCase(
         model="32B", hosts="eight GPUs: 4 ranks, 2 servers of 2", gpu_gb=80,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from async_rl.cores import usable_cores
+
 PACKAGES = ("torch", "sglang", "transformers", "ray")
 
 
@@ -18,7 +20,7 @@ def describe_machine() -> dict[str, str]:
     """Return texts by name: processor, cores, memory, GPUs, system, versions of packages, this checkout's commit."""
     found = {
         "processor": _processor(),
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "cores": f"{usable_cores()} of {os.cpu_count()}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "gpus": _gpus() or "none",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import AutoConfig
 
@@ -32,9 +33,7 @@ def free_room(config: Config, device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return total - IN_TURNS_BYTES if config.shares_gpus else free
     learner = config.placement.learner
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return min(available, host_bytes()) * learner.nodes // learner.ranks
+    return min(psutil.virtual_memory().available, host_bytes()) * learner.nodes // learner.ranks
 
 
 def is_surely_small(config: Config, room: int) -> bool:

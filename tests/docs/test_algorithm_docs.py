@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 import typing
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +18,7 @@ from async_rl.config import AlgorithmConfig, Config, KlConfig
 from async_rl.config.loading import dump_config, load_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
-from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES
+from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
 from learner.alarms import rules_for
 from tests.kit.configs import learner_config
 
@@ -51,6 +52,18 @@ def leaves(value: Any, key: str) -> dict[str, Any]:
 def test_the_table_of_defaults_holds_every_key_with_its_default() -> None:
     documented = {row[0].strip("` |"): value_of(row[1].strip("` ")) for row in rows("Defaults")}
     assert documented == leaves(AlgorithmConfig(), "algorithm")
+
+
+def test_the_loss_that_the_page_shows_is_one_as_it_stands_there() -> None:
+    (block,) = re.findall(r"^```python\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert isinstance(names["POLICY_GRADIENT"], Loss)
+    logprobs = torch.tensor([-0.5, -2.0])
+    x = types.SimpleNamespace(advantages=torch.tensor([1.0, -3.0]), logprobs=logprobs, trained=torch.ones(2) > 0)
+    values, clipped = names["policy_gradient"](x)
+    assert values.tolist() == [0.5, -6.0]
+    assert not clipped.any()
 
 
 def test_the_table_of_presets_holds_every_preset_with_what_it_sets() -> None:

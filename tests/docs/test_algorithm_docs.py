@@ -61,9 +61,9 @@ def test_the_loss_that_the_page_shows_is_one_as_it_stands_there() -> None:
     assert isinstance(names["POLICY_GRADIENT"], Loss)
     logprobs = torch.tensor([-0.5, -2.0])
     x = types.SimpleNamespace(advantages=torch.tensor([1.0, -3.0]), logprobs=logprobs, trained=torch.ones(2) > 0)
-    values, clipped = names["policy_gradient"](x)
-    assert values.tolist() == [0.5, -6.0]
-    assert not clipped.any()
+    output = names["policy_gradient"](x)
+    assert output.loss.tolist() == [0.5, -6.0]
+    assert not output.clipped.any()
 
 
 def test_the_table_of_presets_holds_every_preset_with_what_it_sets() -> None:

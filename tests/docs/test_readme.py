@@ -60,13 +60,15 @@ NIGHTLY = [
     "async-rl train configs/quickstart.yaml algorithm.preset=decoupled_ppo critic.lr=3e-4",
     "async-rl sft configs/quickstart.yaml sft.base=tiny-llama model.path=runs/llama-sft/model",
     "async-rl train configs/quickstart.yaml model.path=runs/llama-sft/model",
-    "async-rl sweep configs/quickstart.yaml --staleness 0,4 --seeds 1 --name two-bounds run.steps=100 eval.every_steps=25",
+    "async-rl sweep configs/quickstart.yaml --staleness 0,4 --seeds 1 --name two-bounds run.steps=100 "
+    "eval.every_steps=25",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25",
     "async-rl sft configs/sweep_agent_cpu.yaml",
     "async-rl train configs/sweep_agent_cpu.yaml staleness.max=8 staleness.depth=auto run.steps=60 run.name=auto",
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 1,8,2/8,auto/8 --seeds 3 --seconds 60 --name depths",
     "async-rl report runs/quickstart-sweep",
-    "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25 --parallel auto --dry-run",
+    "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25 "
+    "--parallel auto --dry-run",
     "async-rl plan runs/quickstart-sweep",
     "python -m benchmarks.generation configs/quickstart.yaml --groups 1024 --rounds 3",
     "python -m benchmarks.episodes configs/quickstart.yaml --rounds 3 --hang",

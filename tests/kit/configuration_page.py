@@ -13,9 +13,9 @@ HEAD = """# Configuration
 
 Every key with its type, its default and its meaning. A YAML file holds sections; on the command line a key is set as
 `section.key=value`, and `section.key=` clears a text. The value is YAML, but a text without quotes is taken as it
-stands, with ` #` and line breaks in it. A leading `~` in a path is the home directory, and other relative paths start at
-the folder in which the command runs, not at that of the file. This page is made from the classes in `async_rl/config`:
-`python -m tests.kit.configuration_page`.
+stands, with ` #` and line breaks in it. A leading `~` in a path is the home directory; other relative paths start at
+the folder in which the command runs, not at that of the file. This page is made from the classes in
+`async_rl/config`: `python -m tests.kit.configuration_page`.
 """
 
 

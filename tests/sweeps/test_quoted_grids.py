@@ -37,14 +37,13 @@ def seconds_of_reward(rows: dict[str, Setting]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("sweep", "seeds", "others"), [("sweep_agent_grid", 5, []), ("sweep_agent_sglang", 5, ["auto/8"])]
+    ("sweep", "others"),
+    [("sweep_agent_grid", []), ("sweep_agent_sglang", ["auto/8"]), ("sweep_cpu_grid", ["auto/8"])],
 )
-def test_the_grids_of_depths_and_bounds_are_quoted_as_they_were_measured(
-    sweep: str, seeds: int, others: list[str]
-) -> None:
+def test_the_grids_of_depths_and_bounds_are_quoted_as_they_were_measured(sweep: str, others: list[str]) -> None:
     rows, page = by_staleness(sweep), (ROOT / "docs" / "depth.md").read_text()
     assert set(rows) == {"0", "1", "2", "4", "8", *GRID, *others}
-    assert {len(row.runs) for row in rows.values()} == {seeds}
+    assert {len(row.runs) for row in rows.values()} == {5}
     formats = TRADE_OFF | LEARNING | TAILS | SPEEDS
     keys = (
         "steps_per_minute", "staleness_mean", "waited_for_late", "kl_p95", "is_variance_p95", "policy_reward",
@@ -131,6 +130,44 @@ def test_what_the_grid_with_sglang_says_is_what_is_written() -> None:
     assert f"bound 8 makes {faster.text('{:.1f}')} more steps a minute than bound 3, and" in page
     assert f"has {better.text('{:.3f}')} more reward. -" in page
     assert all(row.estimate("rollout").mean > 0.92 for name, row in rows.items() if name != "0")
+
+
+def test_what_the_grid_of_equal_lengths_says_is_what_is_written() -> None:
+    rows, page = by_staleness("sweep_cpu_grid"), text_of("docs/depth.md")
+    page = page[page.index("### Answers of about equal length"):]
+    assert f"is that of the policy in the first {seconds_of_reward(rows)} s):" in page
+    speed = {name: row.estimate("steps_per_minute").mean for name, row in rows.items()}
+    most = max(speed.values()) / speed["1"] - 1
+    said = f"Bound 0 makes {speed['0'] / speed['1']:.2f} times the steps of bound 1"
+    assert f"{said}, which no other setting exceeds by more than {100 * most:.0f} %," in page
+    reward, end = ({name: row.values[key] for name, row in rows.items()} for key in ("policy_reward", "accuracy_end"))
+    assert {max("01248", key=lambda name: np.mean(of[name])) for of in (reward, end)} == {"1"}
+    p_end, p_reward = ({name: p_value(of["1"], of[name]) for name in "0248"} for of in (end, reward))
+    assert f"bound 1 is above 0 (p = {p_end['0']:.4f}) and 2 (p = {p_end['2']:.2f}); by" in page
+    assert f"above 0 (p = {p_reward['0']:.4f}) and 8 (p = {p_reward['8']:.3f}), and with 2 within" in page
+    assert f"with 2 within the errors (p = {p_reward['2']:.2f})." in page
+    assert f"run fell to an accuracy of {min(end['4']):.2f}, nothing" in page and p_end["4"] > 0.2 < p_reward["4"]
+    gained = ([over_bounds(rows, depth, key) for depth in ("1", "2")] for key in ("policy_reward", "accuracy_end"))
+    texts = [" and ".join(estimate(each).text("{:.3f}") for each in pair) for pair in gained]
+    assert f"differ from the bounds 1 and 2 by {texts[0]} in reward, by {texts[1]} in accuracy." in page
+    assert all(row.estimate("waited_for_late").mean < 0.001 for row in rows.values())
+    assert_tails_are_quoted(rows, page, "the largest weight by {} and {}.")
+
+
+def test_what_auto_does_with_answers_of_equal_length_is_what_is_written() -> None:
+    rows, page = by_staleness("sweep_cpu_grid"), text_of("docs/depth.md")
+    auto, one = rows["auto/8"], rows["1"]
+    pairs = zip(auto.values["steps_per_minute"], one.values["steps_per_minute"], strict=True)
+    staleness = auto.values["staleness_mean"]
+    assert sum(each < 1.15 for each in staleness) == 4 and max(staleness) > 1.2
+    said = f"It makes {estimate([a / b for a, b in pairs]).text('{:.2f}')} times the steps of bound 1"
+    assert f"{said} at a mean staleness of {np.mean(staleness):.2f}, and has" in page
+    reward, end = (auto.estimate(key).text("{:.3f}") for key in ("policy_reward", "accuracy_end"))
+    p = {name: p_value(auto.values["policy_reward"], row.values["policy_reward"]) for name, row in rows.items()}
+    assert f"has {reward} of reward: above the bounds 0 and 8 (p < 0.001) and 2 (p = {p['2']:.2f})," in page
+    assert max(p["0"], p["8"]) < 0.001 and min(p["1"], p["4"]) > 0.15
+    last = p_value(auto.values["accuracy_end"], one.values["accuracy_end"])
+    assert f"end, {end}, is that of bound 1 within the errors (p = {last:.2f})." in page
 
 
 def test_what_auto_does_with_sglang_is_what_is_written() -> None:

@@ -112,7 +112,8 @@ def _sweep_under_mps(folder: Path, server: dict[str, Any], left: float) -> list[
 
 STEPS = (
     SuiteStep("packing", 2.0, _tests(
-        "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_updater.py")),
+        "tests/gpu/test_packing.py", "tests/learner/test_efficiency.py", "tests/learner/test_updater.py",
+        "tests/learner/test_reward_training.py")),
     *(_start_server(number) for number in range(len(SERVER_ARGS))),
     SuiteStep("parity", 4.0, _tests("tests/gpu/test_parity.py"), ("server",)),
     SuiteStep("offload", 1.0, _tests("tests/gpu/test_offload.py")),

@@ -66,9 +66,7 @@ class Evaluations:
         if version > 0:  # the servers have loaded version 0
             self.weights.publisher.push_limit = self._push_limit()
             with self._timeline.span("sync", "eval push"), self.weights.averaged():
-                report, lost = self.weights.push(version)
-                if batch:
-                    self.weights.verify_once(batch)
+                report, lost = self.weights.push(version, batch)
             self._push_spans += report.spans
         if not self.weights.servers:
             return [*lost, EvaluationSkipped(version=version, reason=_REASONS[2])]

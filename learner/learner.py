@@ -226,9 +226,7 @@ class Learner:
         The last push brings the weights that are saved as the result of the run, which the driver has evaluated.
         """
         with self._timeline.span("sync", "push"), self._updater.averaged() if is_last else nullcontext():
-            report, lost = self._weights.push(self.version)
-            if batch:
-                self._weights.verify_once(batch)
+            report, lost = self._weights.push(self.version, batch)
         self.evaluations.note_push(report.seconds)
         self._push_spans += report.spans
         self._push_metrics += [

@@ -25,13 +25,13 @@ from learner.server_membership import ServerMembership
 from learner.updater import Updater
 
 VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
-"""The tolerance of `verify_once` by compute type. In bfloat16 learner and server round logits, near 20 to an eighth: a
+"""The tolerance of the comparison by compute type. In bfloat16 learner and server round logits, near 20 to an eighth: a
 single token says little, but the mean over tokens shows whether the weights differ."""
 VERIFY_TOKENS = 32
 
 
 class Pusher:
-    """Pushes the policy's weights to servers, and verifies the first push. All ranks call `push` and `verify_once`.
+    """Pushes the policy's weights to servers, and verifies the first push. All ranks call `push`.
 
     Only rank 0 talks to servers and has measurements.
     """
@@ -76,15 +76,22 @@ class Pusher:
             pass
         return lost
 
-    def push(self, version: int) -> tuple[PushReport, list[ServersLost]]:
+    def push(self, version: int, batch: Batch | None = None) -> tuple[PushReport, list[ServersLost]]:
         """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
 
         If servers die during the push, it is repeated without them, even if none is left: the driver restarts them. If
         one can't use a sparse push, it is repeated with whole weights; if one was silent for a while, as it is.
 
+        Args:
+            batch: the first push after which a server lives is verified with a row of this; None: no push is. Who joins
+                later is not compared.
+
         Raises:
-            WeightSyncError, WaitTimeoutError: a live server refused, or did not answer.
+            WeightSyncError, WaitTimeoutError: a live server refused, did not answer, or does not serve the learner's
+                weights.
         """
+        # before the push, after which servers in turns have the memory that a forward pass needs
+        probe = self._probe(batch) if batch and not self._is_verified else None
         lost: list[ServersLost] = []
         erases = self._may_erase and not self._is_verified
         while True:
@@ -94,7 +101,10 @@ class Pusher:
             failed = torch.tensor(report.has_failed)
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
-                return report, lost
+                break
+        if probe:
+            self._verify(*probe)
+        return report, lost
 
     def _try(self, attempt: Callable[[], PushReport], lost: list[ServersLost]) -> PushReport:
         """Make an attempt with the servers that the driver knows by now; add a report to `lost` if it costs some."""
@@ -128,25 +138,24 @@ class Pusher:
             return adapter_parcels(self._updater.policy, self._adapters)
         return full_parameters(self._updater.policy, self._updater.dtype)
 
-    def verify_once(self, batch: Batch) -> None:
-        """Compare every server's logprobs of a row with the learner's after the first push. Collective.
+    def _probe(self, batch: Batch) -> tuple[list[int], list[float]]:
+        """Return (the first tokens of a row, the learner's logprobs of them). Collective.
 
-        The first push is the first after which a server lives. Later calls do nothing: who joins later is not compared.
+        The pass leaves the root's parameters gathered; `_weights` frees them before the servers get memory.
+        """
+        group = batch.groups[0]
+        tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
+        return tokens, self._updater.probe_logprobs(tokens)
+
+    def _verify(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Compare every server's logprobs of the tokens with the learner's, if any server is left. Collective.
 
         Raises:
             WeightSyncError: a server does not serve the learner's weights.
         """
-        if self._is_verified:
-            return
-        is_served = torch.tensor(bool(self.publisher.servers))
-        dist.broadcast(is_served, 0)
-        if not is_served:
-            return
-        group = batch.groups[0]
-        tokens = [*group.prompt_tokens.tolist(), *group.rows[0].tokens.tolist()][:VERIFY_TOKENS]
-        logprobs = self._updater.probe_logprobs(tokens)
         is_verified = torch.tensor(
             self.publisher.rank == 0
+            and bool(self.publisher.servers)
             and self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
         )
         dist.broadcast(is_verified, 0)

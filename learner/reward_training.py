@@ -118,6 +118,7 @@ def _open_scorer(config: Config, device: torch.device) -> Scorer:
             head, lambda shape: torch.randn(shape, generator=generator) / math.sqrt(shape[-1] + 1)
         )
     read_weights(lm, lm, device)
+    lm.to(device)  # also the buffers, which `open_model` computes on the CPU
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return Scorer(lm.eval(), dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,11 +18,12 @@ from async_rl.config import Config
 from async_rl.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.changed_weights import ChangedWeights
+from async_rl.weights.freed_memory import LEFT_BY_GATHERING, LEFT_BY_STEP, FreedMemory
 from async_rl.weights.push_report import PushReport, Tolerance
 from async_rl.weights.server_admin import ServerAdmin
 from async_rl.weights.silent_servers import wait_for_silent
 from async_rl.weights.start_together import start_together
-from async_rl.weights.verification import check_logprobs
+from async_rl.weights.verification import check_loaded, check_logprobs
 
 LOST_WITHIN_S = 10.0
 """A server that died in a push stops answering within this time after the push has failed."""
@@ -49,6 +51,7 @@ class WeightPublisher(ABC):
         self.dtype = torch.uint8 if config.weight_sync.is_compact else serving_dtype(config, device.type)
         """The type in which tensors travel: that of the servers' weights, or bytes in a compact push."""
         self._changes = ChangedWeights(serving_dtype(config, device.type)) if config.weight_sync.delta else None
+        self._memory = FreedMemory(config, rank, device)
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
         self.is_updating = False
         """Whether a server may be in an update: the push under way, if any, has begun some, and not ended all."""
@@ -150,8 +153,7 @@ class WeightPublisher(ABC):
             WaitTimeoutError: after `push_limit`, with every server alive, unless `loses_slow_servers`.
         """
         tensors = iter(named_tensors)
-        if self.config.shares_gpus and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the servers need the memory that torch keeps cached here
+        self._memory.begin_push()
         try:
             if self.rank == 0:
                 return self._push(tensors, version, erases)
@@ -160,8 +162,9 @@ class WeightPublisher(ABC):
         finally:
             if self.rank == 0:
                 self.end_push()
-            for _ in tensors:  # the other ranks still gather, which needs every rank
-                pass
+            deque(tensors, maxlen=0)  # every rank gathers to the end; a loop would hold on to the last tensor
+            if self.rank > 0:
+                self._memory.free(LEFT_BY_GATHERING)
 
     def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int, erases: bool) -> PushReport:
         """Do the work of `push` on rank 0, but for gathering what is left after an error."""
@@ -183,6 +186,7 @@ class WeightPublisher(ABC):
             if not beside:
                 self._begin_update()
                 num_bytes = self.send(staged, version)
+            deque(tensors, maxlen=0)  # also what was not sent: the end may wait for ranks that gather it
             self._end_update(erases)
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
@@ -310,6 +314,7 @@ class WeightPublisher(ABC):
         on_update = self.config.weight_sync.on_update
         self.call_servers(lambda admin: admin.pause(on_update), "pause before a weight push")
         if self.config.shares_gpus:
+            self._memory.await_others(LEFT_BY_STEP, self.push_limit)
             self._call_all(lambda admin: admin.resume_memory("weights"))
         if erases:
             self.call_servers(lambda admin: admin.erase_weights(), "erasing the weights before a push is verified")
@@ -322,24 +327,12 @@ class WeightPublisher(ABC):
         self.call_servers(lambda admin: admin.end_update(), "end of a weight push")
         self.is_updating = False
         if was_erased:
-            self._check_loaded()
+            check_loaded(self.call_servers(lambda admin: admin.unloaded_weights(), "weight verification"))
         if self.config.shares_gpus:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what the push took, before the servers allocate their KV cache
+            self._memory.free(LEFT_BY_GATHERING)
+            self._memory.await_others(LEFT_BY_GATHERING, self.push_limit)
             self._call_all(lambda admin: admin.resume_memory("kv_cache"))
         self.call_servers(lambda admin: admin.resume(), "resume after a weight push")
-
-    def _check_loaded(self) -> None:
-        """Check that each server has loaded all of its weights, which were NaN before the push."""
-        unloaded = self.call_servers(lambda admin: admin.unloaded_weights(), "weight verification")
-        for name, weights in unloaded.items():
-            if weights:
-                raise WeightSyncError(
-                    f"weight verification: the push did not reach {len(weights)} weights of {name}, which would stay "
-                    f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
-                    "weights under the names of its folder. Set another rollout.engine; if you know that training "
-                    "never changes these weights, set weight_sync.verify: false"
-                )
 
 
 def serving_dtype(config: Config, device_type: str) -> torch.dtype:

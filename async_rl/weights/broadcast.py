@@ -27,6 +27,7 @@ from async_rl.config import Config
 from async_rl.errors import ServersSilentError
 from async_rl.network import open_store
 from async_rl.network.ports import open_listener
+from async_rl.weights.base import LOST_WITHIN_S
 from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
 from async_rl.weights.bucket_publisher import BucketPublisher
 from async_rl.weights.group_abort import abort_when_told, tell_to_abort
@@ -36,8 +37,10 @@ from async_rl.weights.start_together import start_together
 ANSWER_WITHIN_S = 6.0
 """If a server does not answer for so long, none is asked to join a group: the push fails, and may be repeated."""
 
-TORCH_WAITS_LONGER_S = 10.0
-"""By so much torch's own limits are longer than the learner's, whose error names who was waited for."""
+TORCH_WAITS_LONGER_S = 6 * LOST_WITHIN_S
+"""By so much torch's own limits are longer than the learner's, whose error names who was waited for. After its limit
+the learner looks for dead servers, for LOST_WITHIN_S and the probes that are under way then, and aborts the group:
+NCCL's watchdog, which ends the learner's process at torch's limit, must not come first."""
 
 
 class BroadcastPublisher(BucketPublisher):

@@ -55,8 +55,6 @@ class CudaIpcPublisher(BucketPublisher):
             return
         self.servers = servers
         _, error = self._send_and_gather(staged, version)
-        if self.config.shares_gpus and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the push took, before the server of this GPU allocates its KV cache
         self._signals.report(error)
 
     def end_push(self) -> None:

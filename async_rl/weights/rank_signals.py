@@ -2,23 +2,15 @@
 
     rank 0        pauses all servers     begin(servers) ->             reports() <-    ends the update, resumes
     other ranks   gather a first bucket  <- wait_for_begin()  send  -> report(error)
-
-They pass through the store of the ranks' default process group, not through collectives: gathering weights is one, and
-ranks of which only some have failed would no longer make the same collectives in the same order.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any
-
-from torch.distributed import DistError, PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store
 
 from async_rl.config import Limit
-from async_rl.errors import WaitTimeoutError
+from async_rl.weights.rank_words import RankWords
 
 CALLS = 5
 """Calls to servers, each within timeouts.push_s, for whose end one rank may wait for another."""
@@ -34,8 +26,7 @@ class RankSignals:
 
     def __init__(self, rank: int, ranks: int, call_limit: Limit) -> None:
         self._rank, self._others = rank, [other for other in range(ranks) if other != rank]
-        default: Any = _get_default_store()
-        self._store = PrefixStore("weight-push", default.clone())  # a connection of its own: others wait on that one
+        self._words = RankWords("weight-push", rank)
         self._call_limit = call_limit
         self._push = 0
         """The number of this push; no word of another one is heard."""
@@ -45,7 +36,7 @@ class RankSignals:
         """Let the other ranks send to `servers`, {name: URL}, which are paused. None: the push has failed already."""
         self._push += 1
         self._is_open = servers is not None
-        self._store.set(self._key("begin"), json.dumps(servers))
+        self._words.say(self._key("begin"), json.dumps(servers))
 
     def end(self) -> None:
         """End the push on rank 0: ranks that still wait for its begin hear that it has failed."""
@@ -61,7 +52,7 @@ class RankSignals:
 
     def report(self, error: str) -> None:
         """Tell rank 0 that this rank has sent its weights, or the error with which it has stopped sending."""
-        self._store.set(self._key(str(self._rank)), json.dumps(error))
+        self._words.say(self._key(str(self._rank)), json.dumps(error))
 
     def reports(self) -> dict[int, str]:
         """Wait on rank 0 for the reports of all others, and return those that are errors, by rank."""
@@ -72,12 +63,4 @@ class RankSignals:
         return f"{self._push}/{word}"
 
     def _hear(self, word: str, rank: int, what: str) -> bytes:
-        limit = timedelta(seconds=CALLS * self._call_limit.seconds)
-        try:
-            self._store.wait([self._key(word)], limit)
-            return bytes(self._store.get(self._key(word)))
-        except DistError as error:
-            raise WaitTimeoutError(
-                f"learner rank {self._rank} waited {CALLS} times {self._call_limit} for learner rank {rank} to {what}: "
-                f"{error}"
-            ) from error
+        return self._words.hear(self._key(word), rank, what, self._call_limit, CALLS)

@@ -1,8 +1,8 @@
-"""The comparison of a server's logprobs of a probe text with the learner's, after a push."""
+"""The checks of a verified push: each server has loaded all weights, and gives a text the learner's logprobs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from async_rl.errors import WeightSyncError
 from async_rl.weights.push_report import Tolerance
@@ -28,3 +28,19 @@ def check_logprobs(name: str, served: Sequence[float], learners: Sequence[float]
             f"{tolerance.largest:.0e}): it does not serve the learner's weights. Check that model.path "
             "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
         )
+
+
+def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
+    """Check that no server has `unloaded` weights, {name of a server: names of weights}: all were NaN before the push.
+
+    Raises:
+        WeightSyncError: one has.
+    """
+    for name, weights in unloaded.items():
+        if weights:
+            raise WeightSyncError(
+                f"weight verification: the push did not reach {len(weights)} weights of {name}, which would stay "
+                f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
+                "weights under the names of its folder. Set another rollout.engine; if you know that training "
+                "never changes these weights, set weight_sync.verify: false"
+            )

@@ -102,8 +102,8 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
     With sequence parallelism embeddings and head are units of their own, split over the ranks of a sequence group.
 
     If `lm` is from `open_model`, each rank then reads its shards of the weights from the model folder. Collective.
-    Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered,
-    and gradients are reduced in float32.
+    Parameters and optimizer state keep their type. With another compute type each unit is cast when it is gathered, and
+    gradients are reduced in float32. Blocks cast their inputs too; the temperatures of other units stay float32.
 
     Args:
         offload: keep the shards in CPU memory, from where they are copied to the device when they are gathered.
@@ -115,12 +115,12 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
     precision = MixedPrecisionPolicy()
     if network.compute_dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=network.compute_dtype, reduce_dtype=torch.float32)
+    exact = replace(precision, cast_forward_inputs=False)  # in bfloat16 a temperature of 0.6 is 0.6016
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     is_frozen = not any(parameter.requires_grad for parameter in network.parameters())
     if ranks.sequence is not None:
         network.sequence = ranks.sequence
         split_attention(lm)
-        exact = replace(precision, cast_forward_inputs=False)  # temperatures stay float32
         for unit in split_vocabulary(lm, ranks.sequence):
             fully_shard(unit, mesh=ranks.vocabulary, mp_policy=exact, offload_policy=place)
     blocks = set(lm._no_split_modules or ())
@@ -132,7 +132,7 @@ def shard(network: Network, ranks: Ranks, config: LearnerConfig, offload: bool =
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     # FSDP2 keeps the root gathered for the backward pass; a frozen model has no such pass
     fully_shard(
-        network, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=is_frozen or None
+        network, mesh=mesh, mp_policy=exact, offload_policy=place, reshard_after_forward=is_frozen or None
     )
     if hasattr(lm, "stored_weights"):
         read_weights(network, lm, "cpu" if offload else mesh.device_type)

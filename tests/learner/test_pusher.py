@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
@@ -193,3 +195,28 @@ def test_ranks_that_wait_for_rank_0_use_no_device(
     )
     steps = [report for report in learner.run() if isinstance(report, StepDone)]
     assert [step.version for step in steps] == [1, 2] and publisher.verified
+
+
+def test_the_learner_scores_the_probe_before_the_push_and_keeps_nothing_gathered(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the push servers that take turns with the learner have the memory that a forward pass needs."""
+    learner = open_learner(tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)))
+    updater, calls = learner._updater, list[tuple[str, bool]]()
+
+    def note_calls(holder: Any, name: str) -> None:
+        function = getattr(holder, name)
+
+        def noted(*arguments: Any, **settings: Any) -> Any:
+            is_sharded = all(isinstance(parameter, DTensor) for parameter in updater.policy.parameters())
+            calls.append((name, is_sharded))
+            return function(*arguments, **settings)
+
+        monkeypatch.setattr(holder, name, noted)
+
+    note_calls(updater, "probe_logprobs")
+    note_calls(publisher, "push")
+    note_calls(publisher, "verify")
+    list(learner.run())
+    assert [name for name, _ in calls] == ["probe_logprobs", "push", "verify", "push"]
+    assert all(is_sharded for name, is_sharded in calls if name != "probe_logprobs")

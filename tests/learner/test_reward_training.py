@@ -22,6 +22,7 @@ from transformers import (
 from async_rl.config import Config, RewardModelConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.messages.reports import StepDone
+from learner.models import loading
 from learner.models.reward_model import RewardModel, Scorer
 from learner.models.reward_rows import RewardRow, RewardRows
 from learner.models.tiny_model import character_tokenizer
@@ -218,6 +219,34 @@ def test_training_gives_an_encoder_the_segments_of_its_rows() -> None:
     expected.append(lm(torch.tensor([[3, 4]])).logits.item())
     assert _scores(Scorer(lm, torch.float32), rows).tolist() == pytest.approx(expected, rel=1e-5)
     assert lm(torch.tensor([[1, 5, 6, 2, 7]])).logits.item() != pytest.approx(expected[0], abs=1e-3)
+
+
+def save_encoder(folder: Path) -> Path:
+    """Save a BERT with a head for rewards."""
+    torch.manual_seed(4)
+    BertForSequenceClassification(BertConfig(
+        vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_labels=1,
+    )).save_pretrained(folder)  # fmt: skip
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def test_also_what_no_file_holds_of_a_model_is_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT looks its positions up by a buffer. A device without data stands for a GPU; its numbers can't be checked."""
+    monkeypatch.setattr(loading, "check_finite", lambda *_: None)
+    lm = _open_scorer(config_of(save_encoder(tmp_path)), torch.device("meta")).lm
+    places = {name: tensor.device.type for name, tensor in (*lm.named_parameters(), *lm.named_buffers())}
+    assert {"bert.embeddings.position_ids", "classifier.weight"} <= places.keys()
+    assert set(places.values()) == {"meta"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_encoder_is_trained_on_a_gpu(tmp_path: Path) -> None:
+    data = RewardData(letters(), letters(), [])
+    *_, last = train_reward_model(config_of(save_encoder(tmp_path / "base")), data, tmp_path / "rm")
+    assert last.version == 10 and math.isfinite(values(last)["reward_model/held_out_loss"])
 
 
 def test_the_same_seed_gives_the_same_weights(base: Path, tmp_path: Path) -> None:

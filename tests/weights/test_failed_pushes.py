@@ -20,7 +20,9 @@ from async_rl.weights import base as publisher_module
 from async_rl.weights import broadcast
 from async_rl.weights.broadcast import BroadcastPublisher
 from async_rl.weights.bucket import iter_buckets
-from async_rl.weights.silent_servers import find_silent, wait_for_all
+from async_rl.weights.silent_servers import PROBES, find_silent, wait_for_all
+from rollout_server.engines.sglang import admin as sglang_admin
+from rollout_server.engines.vllm import admin as vllm_admin
 from rollout_server.engines.vllm.admin import VLLMAdmin
 from tests.kit.configs import make_config
 from tests.kit.publishers import CONFIG, CPU, AcceptingHandler, PausingPublisher
@@ -140,6 +142,27 @@ def test_a_server_that_hangs_in_the_join_is_lost_with_the_one_that_died(
     config = replace(CONFIG, timeouts=TimeoutsConfig(push_s=1.0))
     publisher = BroadcastPublisher(config, [url_of(StuckHandler), DEAD], 0, CPU, backend="gloo")
     assert publisher.connect_living().lost == ("rollout/1", "rollout/0")
+
+
+def test_torchs_limit_leaves_the_learner_time_to_find_dead_servers_and_to_abort(
+    url_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit of the group NCCL ends the process of the learner."""
+    limits = list[float]()
+
+    def join_group(*arguments: Any) -> Any:
+        limits.append(arguments[-1])
+        return SimpleNamespace(abort=lambda: None)
+
+    monkeypatch.setattr(broadcast, "join_group", join_group)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda _: None)
+    publisher = BroadcastPublisher(CONFIG, [url_of(AcceptingHandler)], 0, CPU, backend="gloo")
+    publisher.connect()
+    publisher.give_up()
+    longest_probe_s = max(sglang_admin._PROBE.seconds, vllm_admin._PROBE.seconds)
+    search_s = publisher_module.LOST_WITHIN_S + PROBES * longest_probe_s
+    assert limits == [pytest.approx(CONFIG.timeouts.push_s + 60.0)]
+    assert limits[0] - CONFIG.timeouts.push_s > 3 * search_s
 
 
 def test_servers_are_asked_once_to_leave_the_group_of_a_push_that_ended(

@@ -1,0 +1,151 @@
+"""Pushes of two learner ranks in turns with their servers, which get memory only when both ranks have freed theirs.
+
+Both ranks are threads of this process, with a GPU that only notes when its cache is freed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_rl.config import Limit
+from async_rl.errors import WaitTimeoutError, WeightSyncError
+from async_rl.weights import base as publisher_module
+from async_rl.weights.disk import DiskPublisher
+from async_rl.weights.push_report import PushReport
+from tests.kit.configs import make_config
+
+BEGIN = ["rank 0 frees", "pause"]
+PLACEMENT: Any = {"colocated": True, "learner": {"ranks": 2}, "rollout": {"servers": 2}}
+
+
+class Events:
+    """Notes what happens on both ranks, in order, and lets a rank wait for what happens on the other."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._changed = threading.Condition()
+
+    def note(self, event: str) -> None:
+        with self._changed:
+            self.seen.append(event)
+            self._changed.notify_all()
+
+    def wait_for(self, event: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: event in self.seen, 30), f"no {event} within 30 s: {self.seen}"
+
+
+class NotingAdmin:
+    """A server that accepts all that it is asked for, unless it is dead."""
+
+    def __init__(self, events: Events, is_alive: bool) -> None:
+        self._events, self._is_alive = events, is_alive
+
+    def is_ready(self) -> bool:
+        return self._is_alive
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            self._events.note(f"{name} {arguments[0]}" if name == "resume_memory" else name)
+            if not self._is_alive:
+                raise WeightSyncError("connection refused")
+
+        return call
+
+
+class Ranks:
+    """Two ranks that push through files to one server. Rank 1 pushes in a thread of its own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        sync = {"on_update": "retract"}
+        config = make_config(folder, run={"dir": folder}, weight_sync=sync, placement=PLACEMENT)
+        assert config.shares_gpus
+        self.events = Events()
+        self.is_alive = True
+        device = torch.device("cuda")
+        self.first, self.other = (DiskPublisher(config, ["http://x"], rank, device) for rank in (0, 1))
+        self.first.connect()
+        monkeypatch.setattr(DiskPublisher, "admin", lambda *_: NotingAdmin(self.events, self.is_alive))
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._note_freed)
+
+    def _note_freed(self) -> None:
+        rank = 1 if threading.current_thread().name == "rank 1" else 0
+        self.events.note(f"rank {rank} frees")
+
+    def push(self, begins_after: str, gathers_until: str) -> PushReport:
+        """Push on both ranks. Rank 1 begins late, and gathers for long: until rank 0 has come to these events."""
+
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            yield "w", torch.ones(4)
+            self.events.wait_for(gathers_until)
+            time.sleep(0.3)  # rank 0 would go on meanwhile if it did not wait
+
+        def push_of_rank_1() -> None:
+            self.events.wait_for(begins_after)
+            self.other.push(gathered(), 1)
+
+        self.events.seen.clear()
+        thread = threading.Thread(target=push_of_rank_1, name="rank 1")
+        thread.start()
+        report = self.first.push([("w", torch.ones(4))], 1)
+        thread.join(30)
+        assert not thread.is_alive()
+        return report
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
+    return Ranks(tmp_path, monkeypatch)
+
+
+def check_order(seen: list[str]) -> None:
+    """Weights come back once both ranks have freed what a step has left, KV caches once both have gathered all."""
+    assert seen[:7] == [*BEGIN, "rank 1 frees", "resume_memory weights", "begin_update", "load_folder", "end_update"]
+    assert sorted(seen[7:9]) == ["rank 0 frees", "rank 1 frees"]
+    assert seen[9:] == ["resume_memory kv_cache", "resume"]
+
+
+def test_servers_get_memory_back_when_every_rank_has_freed_its_own(ranks: Ranks) -> None:
+    for _ in range(2):  # the words of the push before are not heard again
+        assert ranks.push(begins_after="pause", gathers_until="end_update").lost == ()
+        check_order(ranks.events.seen)
+
+
+def test_a_push_that_fails_on_rank_0_leaves_no_other_rank_waiting(ranks: Ranks) -> None:
+    ranks.is_alive = False
+    assert ranks.push(begins_after="pause", gathers_until="pause").lost == ("rollout/0",)
+    assert "resume_memory weights" not in ranks.events.seen
+    assert ranks.events.seen.count("rank 1 frees") == 2
+    ranks.is_alive, ranks.first.servers = True, {"rollout/0": "http://new"}
+    assert ranks.push(begins_after="pause", gathers_until="end_update").lost == ()
+    check_order(ranks.events.seen)
+
+
+def test_a_rank_that_frees_nothing_is_named_by_the_rank_that_waits(ranks: Ranks) -> None:
+    ranks.first.push_limit = Limit(1.0, "of a test")
+    waited = r"learner rank 0 waited 1 s \(of a test\) for learner rank 1 to free what its last step has left cached"
+    with pytest.raises(WaitTimeoutError, match=waited):
+        ranks.first.push([("w", torch.ones(4))], 1)
+    assert ranks.events.seen == BEGIN
+
+
+def test_ranks_that_take_no_turns_with_servers_free_nothing_and_wait_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.note("frees"))
+    monkeypatch.setattr(DiskPublisher, "admin", lambda *_: NotingAdmin(events, True))
+    config = make_config(tmp_path, run={"dir": tmp_path}, staleness={"max": 1}, placement=PLACEMENT)
+    publisher = DiskPublisher(config, ["http://x"], 0, torch.device("cuda"))
+    publisher.connect()
+    assert publisher.push([("w", torch.ones(4))], 1).lost == ()
+    assert events.seen == ["pause", "begin_update", "load_folder", "end_update", "resume"]

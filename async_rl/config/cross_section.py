@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.config.alarms import check_alarms
-from async_rl.config.check import check
+from async_rl.config.check import check, either
 from async_rl.config.compact import check_compact
 from async_rl.config.depths import check_slots
 from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
 from async_rl.config.learning import check_average
 from async_rl.config.staging import check_staging
-from async_rl.seams import ADVANTAGES, ENGINES, TRANSPORTS, EngineEntry
+from async_rl.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
 
 if TYPE_CHECKING:
     from async_rl.config import Config
@@ -49,9 +49,10 @@ def check_cross_section(config: Config) -> None:
             config.of_server(server)  # making it makes these checks for the engine
     else:
         _check_engine(config)
-        _check_transport(config)
-        check_staging(config.weight_sync, config.rollout, config.shares_gpus)
-        check_compact(config.weight_sync, config.rollout, config.model)
+        working = _possible_transports(config)
+        _check_transport(config, working)
+        check_staging(config.weight_sync, config.rollout, config.shares_gpus, working)
+        check_compact(config.weight_sync, config.rollout, config.model, working)
     if config.staleness.mode == "exact":
         _check_exact(config)
 
@@ -261,7 +262,7 @@ def _check_engine(config: Config) -> None:
     with_engine = f"with rollout.engine {rollout.engine}"
     check(
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
-        f"{_either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
+        f"{either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
     )
     check(
         not rollout.forbid_special_tokens or entry.forbids_tokens, "rollout.forbid_special_tokens", True,
@@ -294,38 +295,57 @@ def _check_engine(config: Config) -> None:
     )
 
 
-def _check_transport(config: Config) -> None:
+def _check_transport(config: Config, working: Sequence[str]) -> None:
     """Check that the engine receives what the named transport delivers, and that the placement suits the transport."""
-    placement, name, entry = config.placement, config.weight_sync.transport, config.weight_sync.transport_entry
+    name, entry = config.weight_sync.transport, config.weight_sync.transport_entry
     if entry is None:
         return
-    engine = config.rollout.engine_entry
-    carried = [other for other, each in TRANSPORTS.items() if each.delivers in engine.receives]
+    engine, allowed = config.rollout.engine_entry, either(["auto", *working])
     check(
         entry.delivers in engine.receives, "weight_sync.transport", name,
-        f"{_either(['auto', *carried])} with rollout.engine {config.rollout.engine}",
+        f"{allowed} with rollout.engine {config.rollout.engine}",
         _engines_with(lambda other: entry.delivers in other.receives),
     )
-    anywhere = [other for other in carried if not TRANSPORTS[other].needs_one_device]
-    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
-    one_device = placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank
     check(
-        not entry.needs_one_device or (one_device and config.network.is_on_loopback), "weight_sync.transport", name,
-        f"{_either(['auto', *anywhere])} but for servers of one GPU each on one host, which they share with a learner "
-        "rank, with network.host on loopback",
+        not entry.needs_one_device or _may_share_device(config), "weight_sync.transport", name,
+        f"{allowed} but for servers of one GPU each on one host, which they share with a learner rank, with "
+        "network.host on loopback",
         "With several GPUs set placement.colocated: true, and no more servers than learner ranks.",
     )
+    check(
+        not entry.needs_own_gpus or _may_have_own_gpus(config), "weight_sync.transport", name,
+        f"{allowed} with placement.colocated",
+        "It needs a GPU for each learner rank and each server that no other uses. Or set placement.colocated: false.",
+    )
+
+
+def _possible_transports(config: Config) -> list[str]:
+    """Return the names of the transports that may work, as far as the settings say on which devices the run will be.
+    """
+    entry = config.weight_sync.transport_entry
+    on_gpus = config.placement.learner.gpus_per_node > 0 or (entry is not None and "cpu" not in entry.devices)
+    return working_transports(
+        config.engine_entries.values(), "cuda" if on_gpus else "", one_device=_may_share_device(config),
+        own_gpus=_may_have_own_gpus(config),
+    )
+
+
+def _may_share_device(config: Config) -> bool:
+    """Whether each server may share a device with a learner rank, which can give it weights there."""
+    placement = config.placement
+    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
+    return placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank and config.network.is_on_loopback
+
+
+def _may_have_own_gpus(config: Config) -> bool:
+    """Whether each learner rank and each server may have a GPU that no other uses."""
+    return not config.placement.colocated or bool(config.rollout.server_url)
 
 
 def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
     """Return the hint `Or set rollout.engine: a or b.` with the engines for which `can` is true; "" without any."""
     names = [name for name, entry in ENGINES.items() if can(entry)]
-    return f"Or set rollout.engine: {_either(names)}." if names else ""
-
-
-def _either(names: Sequence[str]) -> str:
-    """Return the names as `a, b or c`."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"Or set rollout.engine: {either(names)}." if names else ""
 
 
 def _check_exact(config: Config) -> None:

@@ -11,6 +11,7 @@ from async_rl.config.compact import check_compact
 from async_rl.config.depths import check_slots
 from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
+from async_rl.config.held_out import check_best, check_eval_servers
 from async_rl.config.learning import check_average
 from async_rl.config.staging import check_staging
 from async_rl.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
@@ -32,14 +33,14 @@ def check_cross_section(config: Config) -> None:
     _check_episodes(config)
     check_slots(config.staleness.depth, config.slots, config.slot_limits)
     _check_replay(config)
-    _check_best(config)
-    _check_eval_servers(config)
+    check_best(config.checkpoint, config.eval, config.task)
+    check_eval_servers(config.placement.eval.servers, config.eval, config.task, config.rollout.server_url)
     check_average(config.learner, config.eval, config.placement)
     _check_judge(config)
     check_difficulty(config.task.difficulty, config.staleness.mode, config.reward_model.path, config.rollout.group_size)
     check_alarms(config.alarms, config.checkpoint)
     check_guard(
-        config.guard, config.eval, config.checkpoint, has_rule=config.reward_model.leaves_task_out,
+        config.guard, config.task, config.eval, config.checkpoint, has_rule=config.reward_model.leaves_task_out,
         has_kl_penalty=config.algorithm.kl.kind != "none",
     )
     _check_updates(config)
@@ -184,37 +185,6 @@ def _check_replay(config: Config) -> None:
         f"{limits.smallest_depth:g} or more with buffer.max_uses {uses}",
         "With less there are too few fresh groups to begin the next batch while this one is trained.",
     )
-
-
-def _check_best(config: Config) -> None:
-    """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint."""
-    if not config.checkpoint.keep_best:
-        return
-    size, evals, every = config.eval.size, config.eval.every_steps, config.checkpoint.every_steps
-    needed, by = "with checkpoint.keep_best", f"eval/{config.checkpoint.best_by}"
-    measured = f"It chooses by {by}, measured on held-out prompts."
-    check(size > 0, "eval.size", size, f"above 0 {needed}", measured)
-    check(
-        not config.task.path or bool(config.task.eval_path), "task.eval_path", config.task.eval_path,
-        f"the held-out file {needed} and task.path", measured,
-    )
-    check(
-        evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
-        f"a multiple of eval.every_steps = {evals} {needed}",
-        f"Else {by} is not measured at each checkpoint's version.",
-    )
-
-
-def _check_eval_servers(config: Config) -> None:
-    """Check that evaluation servers, if there are any, are ones that the run starts and that have evaluations to make.
-    """
-    servers, evaluation = config.placement.eval.servers, config.eval
-    for unfit, key, hint in (
-        (config.rollout.server_url, "rollout.server_url", "The URL names the run's only server. Leave it empty."),
-        (evaluation.size == 0, "eval.size 0", "There are no held-out prompts then. Set eval.size."),
-        (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),
-    ):
-        check(not (servers and unfit), "placement.eval.servers", servers, f"0 with {key}", hint)
 
 
 def _check_judge(config: Config) -> None:

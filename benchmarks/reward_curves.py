@@ -112,14 +112,12 @@ def draw(curves: Sequence[Curve], file: Path, *, shows_steps: bool = False) -> N
     Args:
         shows_steps: also draw gold of all kinds over the steps. What the first rollback of a run discards is dotted.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     kinds = by_kind(curves)
     count = len(kinds) + shows_steps
-    figure, axes = plt.subplots(1, count, figsize=(5 * count, 4), sharey=True, squeeze=False)
+    figure = Figure(figsize=(5 * count, 4))
+    axes = figure.subplots(1, count, sharey=True, squeeze=False)
     for axis, (kind, same) in zip(axes[0], kinds.items(), strict=False):
         d = [np.sqrt(np.maximum(each.kl, 0)) for each in same]
         for name, color in (("proxy", "#0072B2"), ("gold", "#D55E00")):

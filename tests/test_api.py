@@ -254,6 +254,32 @@ def test_the_error_of_a_callback_ends_the_run_with_its_step_and_is_raised(monkey
     assert asked.is_set()
 
 
+@pytest.mark.parametrize("signal_first", [True, False])
+def test_the_error_of_a_callback_and_one_signal_do_not_end_the_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, signal_first: bool
+) -> None:
+    asked, seen = threading.Event(), list[StopSignals]()
+
+    def go(signals: StopSignals, control: RunControl) -> None:
+        seen.append(signals)
+        with signals.deferred(asked.set):
+            control.on_step(1, {})
+            assert asked.wait(20)
+        if not signal_first:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt("resume with ...")
+
+    def fail(step: async_rl.TrainedStep) -> None:
+        if signal_first:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise ZeroDivisionError
+
+    pipeline_that(monkeypatch, go)
+    with pytest.raises(ZeroDivisionError):
+        async_rl.train(SETTINGS, callbacks=[fail])
+    assert seen[0].requested and not seen[0].at_once
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once_and_says_how_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
 

@@ -45,3 +45,8 @@ def check(condition: bool, key: str, got: object, allowed: str, hint: str = "") 
     """
     if not condition:
         raise SettingsError([Problem(key, f"{key} must be {allowed}, got {got!r}", f". {hint}" if hint else "")])
+
+
+def either(names: Sequence[str]) -> str:
+    """Return the names as `a, b or c`, for messages."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from async_rl.config.check import check
 from async_rl.config.data import RolloutConfig
 from async_rl.config.learning import ModelConfig
@@ -11,8 +13,13 @@ from async_rl.seams import ENGINES, TRANSPORTS
 _FLOAT32 = "In float32 a step changes nearly all values: there is nothing to save."
 
 
-def check_compact(sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
+def check_compact(
+    sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelConfig, working: Collection[str]
+) -> None:
     """Check that adapters or changed values, if they are pushed in place of whole weights, fit the other settings.
+
+    Args:
+        working: names of the transports that may work where the run will be.
 
     Raises:
         SettingsError: they do not. The message gives the reason and the alternative.
@@ -47,17 +54,22 @@ def check_compact(sync: WeightSyncConfig, rollout: RolloutConfig, model: ModelCo
         (sync.staging != "none", f"weight_sync.staging {sync.staging}", "Staged weights must come whole."),
     ):
         check(not unfit, key, got, f"{default} with {setting}", reason)
-    check_compact_transport(sync)
+    check_compact_transport(sync, working)
 
 
-def check_compact_transport(sync: WeightSyncConfig) -> None:
-    """Check that the transport, unless it is auto, carries what travels in place of whole weights."""
+def check_compact_transport(sync: WeightSyncConfig, working: Collection[str]) -> None:
+    """Check that the transport, unless it is auto, carries what travels in place of whole weights.
+
+    Args:
+        working: names of the transports that work where the run is.
+    """
     entry, (key, got, default) = sync.transport_entry, _setting(sync)
-    able = [name for name, transport in TRANSPORTS.items() if transport.carries_parcels]
+    able = [name for name in working if TRANSPORTS[name].carries_parcels]
+    others = f" Others: {' or '.join(able)}." if able else ""
     check(
         not sync.is_compact or entry is None or entry.carries_parcels, key, got,
         f"{default} with weight_sync.transport {sync.transport}",
-        f"It moves whole weights within one host or in a form of its own. Others: {' or '.join(able)}.",
+        f"It moves whole weights within one host or in a form of its own.{others}",
     )
 
 

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.config.alarms import check_alarms
-from async_rl.config.check import check
+from async_rl.config.check import check, either
 from async_rl.config.compact import check_compact
 from async_rl.config.depths import check_slots
 from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
+from async_rl.config.held_out import check_best, check_eval_servers
 from async_rl.config.learning import check_average
 from async_rl.config.staging import check_staging
-from async_rl.seams import ADVANTAGES, ENGINES, TRANSPORTS, EngineEntry
+from async_rl.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
 
 if TYPE_CHECKING:
     from async_rl.config import Config
@@ -32,14 +33,14 @@ def check_cross_section(config: Config) -> None:
     _check_episodes(config)
     check_slots(config.staleness.depth, config.slots, config.slot_limits)
     _check_replay(config)
-    _check_best(config)
-    _check_eval_servers(config)
+    check_best(config.checkpoint, config.eval, config.task)
+    check_eval_servers(config.placement.eval.servers, config.eval, config.task, config.rollout.server_url)
     check_average(config.learner, config.eval, config.placement)
     _check_judge(config)
     check_difficulty(config.task.difficulty, config.staleness.mode, config.reward_model.path, config.rollout.group_size)
     check_alarms(config.alarms, config.checkpoint)
     check_guard(
-        config.guard, config.eval, config.checkpoint, has_rule=config.reward_model.leaves_task_out,
+        config.guard, config.task, config.eval, config.checkpoint, has_rule=config.reward_model.leaves_task_out,
         has_kl_penalty=config.algorithm.kl.kind != "none",
     )
     _check_updates(config)
@@ -49,9 +50,10 @@ def check_cross_section(config: Config) -> None:
             config.of_server(server)  # making it makes these checks for the engine
     else:
         _check_engine(config)
-        _check_transport(config)
-        check_staging(config.weight_sync, config.rollout, config.shares_gpus)
-        check_compact(config.weight_sync, config.rollout, config.model)
+        working = _possible_transports(config)
+        _check_transport(config, working)
+        check_staging(config.weight_sync, config.rollout, config.shares_gpus, working)
+        check_compact(config.weight_sync, config.rollout, config.model, working)
     if config.staleness.mode == "exact":
         _check_exact(config)
 
@@ -185,37 +187,6 @@ def _check_replay(config: Config) -> None:
     )
 
 
-def _check_best(config: Config) -> None:
-    """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint."""
-    if not config.checkpoint.keep_best:
-        return
-    size, evals, every = config.eval.size, config.eval.every_steps, config.checkpoint.every_steps
-    needed, by = "with checkpoint.keep_best", f"eval/{config.checkpoint.best_by}"
-    measured = f"It chooses by {by}, measured on held-out prompts."
-    check(size > 0, "eval.size", size, f"above 0 {needed}", measured)
-    check(
-        not config.task.path or bool(config.task.eval_path), "task.eval_path", config.task.eval_path,
-        f"the held-out file {needed} and task.path", measured,
-    )
-    check(
-        evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
-        f"a multiple of eval.every_steps = {evals} {needed}",
-        f"Else {by} is not measured at each checkpoint's version.",
-    )
-
-
-def _check_eval_servers(config: Config) -> None:
-    """Check that evaluation servers, if there are any, are ones that the run starts and that have evaluations to make.
-    """
-    servers, evaluation = config.placement.eval.servers, config.eval
-    for unfit, key, hint in (
-        (config.rollout.server_url, "rollout.server_url", "The URL names the run's only server. Leave it empty."),
-        (evaluation.size == 0, "eval.size 0", "There are no held-out prompts then. Set eval.size."),
-        (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),
-    ):
-        check(not (servers and unfit), "placement.eval.servers", servers, f"0 with {key}", hint)
-
-
 def _check_judge(config: Config) -> None:
     servers, path = config.placement.judge.servers, config.judge.path
     check(
@@ -261,7 +232,7 @@ def _check_engine(config: Config) -> None:
     with_engine = f"with rollout.engine {rollout.engine}"
     check(
         sync.on_update in entry.update_policies, "weight_sync.on_update", sync.on_update,
-        f"{_either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
+        f"{either(entry.update_policies)} {with_engine}", _engines_with(lambda e: sync.on_update in e.update_policies),
     )
     check(
         not rollout.forbid_special_tokens or entry.forbids_tokens, "rollout.forbid_special_tokens", True,
@@ -294,38 +265,57 @@ def _check_engine(config: Config) -> None:
     )
 
 
-def _check_transport(config: Config) -> None:
+def _check_transport(config: Config, working: Sequence[str]) -> None:
     """Check that the engine receives what the named transport delivers, and that the placement suits the transport."""
-    placement, name, entry = config.placement, config.weight_sync.transport, config.weight_sync.transport_entry
+    name, entry = config.weight_sync.transport, config.weight_sync.transport_entry
     if entry is None:
         return
-    engine = config.rollout.engine_entry
-    carried = [other for other, each in TRANSPORTS.items() if each.delivers in engine.receives]
+    engine, allowed = config.rollout.engine_entry, either(["auto", *working])
     check(
         entry.delivers in engine.receives, "weight_sync.transport", name,
-        f"{_either(['auto', *carried])} with rollout.engine {config.rollout.engine}",
+        f"{allowed} with rollout.engine {config.rollout.engine}",
         _engines_with(lambda other: entry.delivers in other.receives),
     )
-    anywhere = [other for other in carried if not TRANSPORTS[other].needs_one_device]
-    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
-    one_device = placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank
     check(
-        not entry.needs_one_device or (one_device and config.network.is_on_loopback), "weight_sync.transport", name,
-        f"{_either(['auto', *anywhere])} but for servers of one GPU each on one host, which they share with a learner "
-        "rank, with network.host on loopback",
+        not entry.needs_one_device or _may_share_device(config), "weight_sync.transport", name,
+        f"{allowed} but for servers of one GPU each on one host, which they share with a learner rank, with "
+        "network.host on loopback",
         "With several GPUs set placement.colocated: true, and no more servers than learner ranks.",
     )
+    check(
+        not entry.needs_own_gpus or _may_have_own_gpus(config), "weight_sync.transport", name,
+        f"{allowed} with placement.colocated",
+        "It needs a GPU for each learner rank and each server that no other uses. Or set placement.colocated: false.",
+    )
+
+
+def _possible_transports(config: Config) -> list[str]:
+    """Return the names of the transports that may work, as far as the settings say on which devices the run will be.
+    """
+    entry = config.weight_sync.transport_entry
+    on_gpus = config.placement.learner.gpus_per_node > 0 or (entry is not None and "cpu" not in entry.devices)
+    return working_transports(
+        config.engine_entries.values(), "cuda" if on_gpus else "", one_device=_may_share_device(config),
+        own_gpus=_may_have_own_gpus(config),
+    )
+
+
+def _may_share_device(config: Config) -> bool:
+    """Whether each server may share a device with a learner rank, which can give it weights there."""
+    placement = config.placement
+    has_rank = placement.learner.gpus_per_node <= 1 or len(placement.ranks_of_servers) == placement.rollout.servers
+    return placement.num_nodes == 1 and placement.rollout.tp == 1 and has_rank and config.network.is_on_loopback
+
+
+def _may_have_own_gpus(config: Config) -> bool:
+    """Whether each learner rank and each server may have a GPU that no other uses."""
+    return not config.placement.colocated or bool(config.rollout.server_url)
 
 
 def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
     """Return the hint `Or set rollout.engine: a or b.` with the engines for which `can` is true; "" without any."""
     names = [name for name, entry in ENGINES.items() if can(entry)]
-    return f"Or set rollout.engine: {_either(names)}." if names else ""
-
-
-def _either(names: Sequence[str]) -> str:
-    """Return the names as `a, b or c`."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"Or set rollout.engine: {either(names)}." if names else ""
 
 
 def _check_exact(config: Config) -> None:

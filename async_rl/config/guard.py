@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.data import EvalConfig
+from async_rl.config.data import EvalConfig, TaskConfig
+from async_rl.config.held_out import check_eval_path
 from async_rl.config.outputs import CheckpointConfig
 from async_rl.config.section import Unbounded, section
 
@@ -73,7 +74,7 @@ class GuardConfig:
 
 
 def check_guard(
-    guard: GuardConfig, evaluation: EvalConfig, checkpoint: CheckpointConfig, *, has_rule: bool,
+    guard: GuardConfig, task: TaskConfig, evaluation: EvalConfig, checkpoint: CheckpointConfig, *, has_rule: bool,
     has_kl_penalty: bool,
 ) -> None:
     """Check that the guard has the gold rewards, checkpoints and settings that its action needs.
@@ -86,6 +87,11 @@ def check_guard(
         not gold or (evaluation.size > 0 and evals > 0), "eval.gold_reward", gold,
         "empty without eval.size and eval.every_steps", "It scores the answers of evaluations beside training.",
     )
+    if gold:
+        check_eval_path(
+            task, "eval.gold_reward",
+            "It scores answers to held-out prompts, and no others. Or leave eval.gold_reward empty.",
+        )
     check(
         not gold or not has_rule, "eval.gold_reward", gold, "empty with reward_model.path",
         "The rewards of held-out answers are the gold rewards then: set task.reward, or reward_model.task_weight if "

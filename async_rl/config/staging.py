@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from async_rl.config.check import check
 from async_rl.config.data import RolloutConfig
 from async_rl.config.system import WeightSyncConfig
@@ -10,11 +12,14 @@ from async_rl.seams import ENGINES, TRANSPORTS
 KEY = "weight_sync.staging"
 
 
-def check_staging(sync: WeightSyncConfig, rollout: RolloutConfig, shares_gpus: bool) -> None:
+def check_staging(
+    sync: WeightSyncConfig, rollout: RolloutConfig, shares_gpus: bool, working: Collection[str]
+) -> None:
     """Check that the engine can stage weights, that the transport sends what can be staged, and that a pause is saved.
 
     Args:
         shares_gpus: whether learner and servers take turns in using GPUs.
+        working: names of the transports that may work where the run will be.
 
     Raises:
         SettingsError: one of these is not so. The message gives the reason and the alternative.
@@ -34,15 +39,23 @@ def check_staging(sync: WeightSyncConfig, rollout: RolloutConfig, shares_gpus: b
         (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts can stage weights."),
     ):
         check(not unfit, KEY, sync.staging, f"none with {setting}", reason)
-    check_staging_transport(sync)
+    check_staging_transport(sync, working)
 
 
-def check_staging_transport(sync: WeightSyncConfig) -> None:
-    """Check that the transport, unless it is auto, sends what servers can stage."""
+def check_staging_transport(sync: WeightSyncConfig, working: Collection[str]) -> None:
+    """Check that the transport, unless it is auto, sends what servers can stage.
+
+    Args:
+        working: names of the transports that work where the run is.
+    """
     entry = sync.transport_entry
-    able = [name for name, transport in TRANSPORTS.items() if transport.stages]
+    able = [name for name in working if TRANSPORTS[name].stages]
+    others = f"Others: {' or '.join(able)}." if able else (
+        "The others do not work where learner ranks and servers share GPUs: set placement.colocated: false, with a GPU "
+        "for each."
+    )
     check(
         sync.staging == "none" or entry is None or entry.stages, KEY, sync.staging,
         f"none with weight_sync.transport {sync.transport}",
-        f"Weights that do not travel through a network are loaded within the pause. Others: {' or '.join(able)}.",
+        f"Weights that do not travel through a network are loaded within the pause. {others}",
     )

@@ -82,7 +82,7 @@ class WeightSyncConfig(OnePart):
 
     @property
     def transport_entry(self) -> TransportEntry | None:
-        """The `TransportEntry` that `transport` names; None for auto, which `choose_transport` resolves."""
+        """The `TransportEntry` that `transport` names; None for auto, the first of `working_transports`."""
         return None if self.transport == "auto" else find_entry(TRANSPORTS, self.transport, "weight_sync.transport")
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.config.check import check
+from async_rl.config.check import check, either
 from async_rl.config.compact import check_compact_transport, check_compact_type
 from async_rl.config.staging import check_staging_transport
 from async_rl.driver.addresses import check_server_reaches_learner
 from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.seams import choose_transport
+from async_rl.seams import working_transports
 
 RESERVE_INTERVAL_S = 0.5
 
@@ -144,21 +144,15 @@ def resolve_placement(config: Config, reservation: Reservation) -> Config:
     parts = reservation.bundles
     if (servers := servers_per_gpu(parts)) > 1:
         config = replace(config, rollout=replace(config.rollout, mem_fraction=config.rollout.mem_fraction / servers))
-    shares = {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
-    device_type = "cpu" if shares == {0.0} else "cuda"
-    check_compact_type(config.weight_sync, config.model, device_type)
+    check_compact_type(config.weight_sync, config.model, "cuda" if any(_shares(parts)) else "cpu")
     if config.weight_sync.transport == "auto":
-        is_known = not config.rollout.server_url  # whether it is known on which GPU the server is
-        transport = choose_transport(
-            config.engine_entries.values(), device_type,
-            one_device=is_known and config.network.is_on_loopback and _servers_have_ranks(config, parts),
-            own_gpus=is_known and min(shares) >= 1,
-        )
-        config = replace(config, weight_sync=replace(config.weight_sync, transport=transport))
-        check_staging_transport(config.weight_sync)
-        check_compact_transport(config.weight_sync)
+        working = _working_transports(config, parts)
+        sync = replace(config.weight_sync, transport=working[0])
+        check_staging_transport(sync, working)
+        check_compact_transport(sync, working)
+        config = replace(config, weight_sync=sync)
         check_server_reaches_learner(config)
-    check_ipc(config, parts)
+    check_sharing(config, parts)
     return config
 
 
@@ -170,17 +164,38 @@ def servers_per_gpu(parts: Sequence[HostDemand]) -> int:
     return max(counts, default=1) or 1
 
 
-def check_ipc(config: Config, parts: Sequence[HostDemand]) -> None:
-    """Raise ConfigError if the weight transport requires that each server shares its GPU with a learner rank, and one
-    will not.
+def check_sharing(config: Config, parts: Sequence[HostDemand]) -> None:
+    """Raise ConfigError if the weight transport requires that each server shares its GPU with a learner rank, or that
+    none shares one, and the placement has it otherwise.
     """
     asked, entry, gpus = config.weight_sync.transport, config.weight_sync.transport_entry, sum(p.gpus for p in parts)
-    needs_one_device = entry is not None and entry.needs_one_device
+    if entry is None:
+        return
+    allowed = either(["auto", *_working_transports(config, parts)])
     check(
-        not needs_one_device or gpus == 0 or _servers_have_ranks(config, parts), "weight_sync.transport", asked,
-        f"auto, nccl or disk where servers are on GPUs without a learner rank; these are on {gpus:g} GPUs",
+        not entry.needs_one_device or gpus == 0 or _servers_have_ranks(config, parts), "weight_sync.transport", asked,
+        f"{allowed} where servers are on GPUs without a learner rank; these are on {gpus:g} GPUs",
         "Or set placement.colocated: true, on one host, with no more servers than learner ranks.",
     )
+    check(
+        not entry.needs_own_gpus or bool(config.rollout.server_url) or min(_shares(parts)) >= 1,
+        "weight_sync.transport", asked, f"{allowed} where learner ranks and servers do not have a GPU each",
+        "Or set placement.colocated: false, with a GPU for each.",
+    )
+
+
+def _working_transports(config: Config, parts: Sequence[HostDemand]) -> list[str]:
+    """Return the names of the transports that work in this placement; the first is the choice of auto."""
+    shares, is_known = _shares(parts), not config.rollout.server_url  # whether it is known on which GPU the server is
+    return working_transports(
+        config.engine_entries.values(), "cuda" if any(shares) else "cpu", own_gpus=is_known and min(shares) >= 1,
+        one_device=is_known and config.network.is_on_loopback and _servers_have_ranks(config, parts),
+    )
+
+
+def _shares(parts: Sequence[HostDemand]) -> set[float]:
+    """Return the numbers of GPUs that learner ranks and servers have; below 1 is a part of one."""
+    return {gpus for part in parts for name, gpus in part.gpus_of.items() if name != "buffer"}
 
 
 def _servers_have_ranks(config: Config, parts: Sequence[HostDemand]) -> bool:

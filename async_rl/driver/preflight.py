@@ -21,7 +21,7 @@ from async_rl.cores import usable_cores
 from async_rl.driver.addresses import check_addresses
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
 from async_rl.driver.memory import check_memory
-from async_rl.driver.placement import check_ipc, explain, find_hosts, gpus_here, runs_here
+from async_rl.driver.placement import check_sharing, explain, find_hosts, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import check_ports
@@ -324,12 +324,7 @@ def _check_transport(config: Config) -> None:
         gpus > 0 or entry is None or "cpu" in entry.devices, "weight_sync.transport", transport,
         "auto, gloo or disk on a host without GPUs",  # cuda_ipc runs there, over shared memory
     )
-    check(
-        gpus != 1 or entry is None or not entry.needs_own_gpus or bool(config.rollout.server_url),
-        "weight_sync.transport", transport,
-        "auto, cuda_ipc or disk on a host with one GPU", "NCCL refuses two ranks on one device.",
-    )
-    check_ipc(config, host_demands(config, gpus))
+    check_sharing(config, host_demands(config, gpus))
 
 
 def _check_attention(config: Config) -> None:

@@ -61,16 +61,22 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def request(self) -> None:
-        """Ask for the end of the run as a first signal does, from any thread; nothing is raised here."""
-        self._count += 1
-        self.requested = True
-        if self._count == 1 and self._on_request:
-            self._on_request()
+        """Ask for the end of the run as a first signal does, from any thread; nothing is raised here.
+
+        Only signals count: the run still ends with its step after one of them, before or after the request.
+        """
+        if not self.requested:
+            self.requested = True
+            if self._on_request:
+                self._on_request()
 
     def _handle(self, number: int, frame: Any) -> None:
+        was_requested, self.requested = self.requested, True
         self._count += 1
-        self.requested = True
         if self._count == 1 and self._on_request:
-            self._on_request()
+            if was_requested:
+                os.write(2, STOPPING)  # the end is on its way; this says that the next signal does not wait for it
+            else:
+                self._on_request()
         elif self._count <= 2:
             raise KeyboardInterrupt

@@ -18,7 +18,7 @@ buffer can run, without torch.
 """
 
 from async_rl.seams.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Advantage, Correction, Loss
-from async_rl.seams.engines import ENGINES, TRANSPORTS, EngineEntry, TransportEntry, choose_transport
+from async_rl.seams.engines import ENGINES, TRANSPORTS, EngineEntry, TransportEntry, working_transports
 from async_rl.seams.lookup import find_entry, import_object
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "EngineEntry",
     "Loss",
     "TransportEntry",
-    "choose_transport",
     "find_entry",
     "import_object",
+    "working_transports",
 ]

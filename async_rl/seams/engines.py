@@ -202,19 +202,20 @@ TRANSPORTS: dict[str, TransportEntry] = {
 """The weight transports, in the order in which weight_sync.transport: auto tries them."""
 
 
-def choose_transport(
+def working_transports(
     engines: Collection[EngineEntry], device_type: str, *, one_device: bool, own_gpus: bool
-) -> str:
-    """Return the name that weight_sync.transport: auto stands for: the first of TRANSPORTS that works with `engines`.
+) -> list[str]:
+    """Return the names of the TRANSPORTS that work with `engines`, in order: the first is what `auto` stands for.
 
     Args:
-        device_type: type of the device that holds the learner's weights, cpu or cuda.
+        device_type: type of the device that holds the learner's weights, cpu or cuda; empty: it is not known.
         one_device: each server shares its GPU with a learner rank, or all share one host without GPUs, and network.host
             is on loopback.
         own_gpus: each learner rank and each server has a GPU that no other uses.
     """
-    return next(
+    return [
         name for name, transport in TRANSPORTS.items()
-        if all(transport.delivers in engine.receives for engine in engines) and device_type in transport.devices
+        if all(transport.delivers in engine.receives for engine in engines)
+        and (not device_type or device_type in transport.devices)
         and (one_device or not transport.needs_one_device) and (own_gpus or not transport.needs_own_gpus)
-    )
+    ]

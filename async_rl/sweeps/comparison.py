@@ -136,11 +136,6 @@ def _axes_of(run: Run) -> dict[str, Callable[[float, float], float]]:
 
 
 def _draw(runs: Mapping[str, Run], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, grid = make_panels(6, width=5.0, sharey="row")
     for number, (name, run) in enumerate(runs.items()):
         style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "label": name}
@@ -158,4 +153,3 @@ def _draw(runs: Mapping[str, Run], file: Path) -> None:
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
     figure.savefig(file, dpi=DPI)
-    plt.close(figure)

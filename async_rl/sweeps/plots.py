@@ -39,11 +39,6 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
     Args:
         predicted: the simulated results by staleness bound.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     folder.mkdir(parents=True, exist_ok=True)
     bounded = [row for row in rows if not row.exact]
     stepped = [row for row in rows if all(run.steps for run in row.runs)]
@@ -65,7 +60,6 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
         figure = draw()
         if figure is not None:
             figure.savefig(folder / f"{name}.png", dpi=DPI)
-            plt.close(figure)
         if figure is not None or (not stepped and (folder / f"{name}.png").is_file()):
             paths.append(folder / f"{name}.png")
     return paths
@@ -86,16 +80,13 @@ def series_name(series: Series, others: Sequence[Series] = ()) -> str:
 
 
 def make_panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any) -> tuple[Any, list[Axes]]:
-    """Return (figure, its panels), three in a line; `options` are those of plt.subplots."""
-    import matplotlib.pyplot as plt
+    """Return (figure, its panels), three in a line; `options` are those of Figure.subplots."""
+    from matplotlib.figure import Figure  # without pyplot, whose backend and figures are those of the user's process
 
     columns = min(3, count)
     lines = -(-count // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(max(width * columns, 6.5), height * lines), layout="constrained", squeeze=False,
-        **options,
-    )
-    flat = list(axes.flat)
+    figure = Figure(figsize=(max(width * columns, 6.5), height * lines), layout="constrained")
+    flat = list(figure.subplots(lines, columns, squeeze=False, **options).flat)
     for unused in flat[count:]:
         unused.set_visible(False)
     for one in flat:

@@ -26,19 +26,15 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
 
     The panels show, over the step: reward and held-out accuracy; staleness; utilisation of learner and rollout.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # without pyplot, whose backend and figures are those of the user's process
 
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
     reward, accuracy = _series(records, "reward/mean"), _series(records, "eval/accuracy")
     if not reward[0] and not accuracy[0]:
         return None
-    figure, (top, middle, bottom) = plt.subplots(
-        3, 1, figsize=(8, 9), sharex=True, height_ratios=(2, 1, 1), layout="constrained"
-    )
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     span = 1 if len(reward[0]) < 20 else len(reward[0]) // 12
     figure.suptitle(run_dir.name + (f"   (bold: average of about {span} steps)" if span > 1 else ""))
     _draw_reward(top, reward, accuracy, span)
@@ -54,7 +50,6 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     bottom.xaxis.get_major_locator().set_params(integer=True)
     path = run_dir / "learning_curve.png"
     figure.savefig(path, dpi=130)
-    plt.close(figure)
     return path
 
 

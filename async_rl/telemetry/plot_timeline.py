@@ -30,10 +30,7 @@ def plot_timeline(
     """
     if len(step_ends_s) < 2 or not step_ends_s[-1] > step_ends_s[0]:
         return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # without pyplot, whose backend and figures are those of the user's process
     from matplotlib.patches import Patch
 
     pools = sorted(busy)
@@ -41,7 +38,8 @@ def plot_timeline(
     last = min(first + STEPS_SHOWN, len(step_ends_s) - 1)
     start_s, end_s = step_ends_s[first], step_ends_s[last]
     shown = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
-    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.55 * len(pools)), layout="constrained")
+    figure = Figure(figsize=(11, 1.6 + 0.55 * len(pools)), layout="constrained")
+    axes = figure.subplots()
     seen: set[State] = set()
     for row, pool in enumerate(pools):
         for state, from_s, to_s in state_changes([s for s in shown if s.pool == pool], start_s, end_s):
@@ -64,7 +62,6 @@ def plot_timeline(
         loc="outside upper center", ncols=len(STATES), frameon=False,
     )
     figure.savefig(path, dpi=130)
-    plt.close(figure)
     return Path(path)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from async_rl.config import Config
-from async_rl.seams import TRANSPORTS, choose_transport
+from async_rl.seams import TRANSPORTS, working_transports
 from async_rl.weights.base import PushReport, WeightPublisher
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def open_publisher(
         engine_urls: URLs of the servers `pool`/0, `pool`/1, ...
     """
     transport = config.weight_sync.transport_entry or TRANSPORTS[
-        choose_transport(config.engine_entries.values(), device.type, one_device=True, own_gpus=False)
+        working_transports(config.engine_entries.values(), device.type, one_device=True, own_gpus=False)[0]
     ]
     publisher: WeightPublisher = transport.load()(config, engine_urls, rank, device)
     publisher.servers = {f"{pool}/{number}": url for number, url in enumerate(engine_urls)}

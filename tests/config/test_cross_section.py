@@ -126,8 +126,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
                 "weight_sync.transport must be auto, nccl, gloo or disk but for servers of one GPU each on one host",
             )
             for elsewhere in (
-                "placement.rollout.nodes=1", "placement.rollout.tp=2", "placement.learner.gpus_per_node=2",
-                "network={host: 10.0.0.1, insecure: true}",
+                "placement.rollout.nodes=1", "placement.rollout.tp=2", "network={host: 10.0.0.1, insecure: true}",
             )
         ),
     ],

@@ -10,7 +10,7 @@ import torch
 from async_rl.config import Config
 from async_rl.config.loading import dump_config, load_config
 from async_rl.errors import ConfigError
-from async_rl.seams import choose_transport
+from async_rl.seams import working_transports
 from async_rl.weights import open_publisher
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x")
@@ -56,8 +56,8 @@ def test_an_engine_that_does_not_fit_the_run_is_refused(overrides: list[str], me
 @pytest.mark.parametrize(("second", "transport"), [("vllm", "cuda_ipc"), ("hf", "disk")])
 def test_auto_is_a_transport_that_all_engines_receive(second: str, transport: str) -> None:
     entries = load(f"placement.rollout={{servers: 2, engines: [sglang, {second}]}}").engine_entries.values()
-    assert choose_transport(entries, "cpu", one_device=False, own_gpus=False) == "gloo"
-    assert choose_transport(entries, "cuda", one_device=True, own_gpus=False) == transport
+    assert working_transports(entries, "cpu", one_device=False, own_gpus=False)[0] == "gloo"
+    assert working_transports(entries, "cuda", one_device=True, own_gpus=False)[0] == transport
 
 
 def test_each_server_is_administered_by_the_admin_of_its_engine() -> None:

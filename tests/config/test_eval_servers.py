@@ -46,6 +46,28 @@ def test_evaluation_servers_are_refused_where_they_have_no_work_or_no_place(
     assert str(caught.value).startswith(f"placement.eval.servers {message}")
 
 
+@pytest.mark.parametrize("task", ["{path: x.jsonl}", '{path: x.jsonl, env: "my_envs:Env"}'])
+def test_evaluation_servers_are_refused_where_files_have_no_held_out_prompts(task: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("placement.eval.servers=1", f"task={task}")
+    assert str(caught.value) == (
+        "task.eval_path must be the held-out file with placement.eval.servers and task.path, got ''. These servers "
+        "answer held-out prompts, and nothing else. Or set placement.eval.servers: 0."
+    )
+    assert load(f"task={task}").placement.eval.servers == 0
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "{path: x.jsonl, eval_path: y.jsonl}", "{path: x.jsonl, eval_path: [y.jsonl, z.jsonl]}",
+        '{env: "my_envs:Env"}', '{name: "my_tasks:Task"}',
+    ],
+)
+def test_evaluation_servers_have_work_where_a_task_has_held_out_prompts(task: str) -> None:
+    assert load("placement.eval.servers=1", f"task={task}").placement.eval.servers == 1
+
+
 @pytest.mark.parametrize(("servers", "holds"), [(0, True), (1, False)])
 def test_only_an_evaluation_by_rollout_servers_holds_pushes(servers: int, holds: bool) -> None:
     assert load(f"placement.eval.servers={servers}", "eval.pin_version=true").evaluations_hold_pushes == holds

@@ -40,6 +40,20 @@ def test_a_guard_needs_checkpoints_of_what_it_measures(tmp_path: Path, overrides
         load(tmp_path, *ROLLS_BACK, *overrides)
 
 
+def test_a_gold_reward_is_refused_where_files_have_no_held_out_prompts(tmp_path: Path) -> None:
+    stops = ("guard.action=stop_at_best", "checkpoint.every_steps=5")
+    for action in ((), stops):
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, *GOLD, *action, "task={path: x.jsonl}")
+        assert str(caught.value) == (
+            "task.eval_path must be the held-out file with eval.gold_reward and task.path, got ''. It scores answers "
+            "to held-out prompts, and no others. Or leave eval.gold_reward empty."
+        )
+    for task in ("task={path: x.jsonl, eval_path: y.jsonl}", 'task={env: "my_envs:Env"}'):
+        assert load(tmp_path, *GOLD, *stops, task).eval.gold_reward == "task"
+    assert load(tmp_path, *stops, "eval.every_steps=5", "task={path: x.jsonl}").guard.action == "stop_at_best"
+
+
 def test_a_gold_reward_stands_beside_a_reward_model_and_the_tasks_rewards(tmp_path: Path) -> None:
     assert load(tmp_path, *GOLD, "reward_model.path=x", "reward_model.task_weight=0.5").eval.gold_reward == "task"
     with pytest.raises(ConfigError, match=r"reward_model\.task_weight must be 0 without reward_model\.path, got 0\.5"):

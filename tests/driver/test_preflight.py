@@ -214,7 +214,7 @@ def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_a
     ("gpus", "overrides", "message"),
     [
         (0, ["weight_sync.transport=nccl"], "weight_sync.transport must be auto, gloo or disk on a host without GPUs"),
-        (1, ["weight_sync.transport=nccl"], "weight_sync.transport must be auto, cuda_ipc or disk on a host with one"),
+        (1, ["weight_sync.transport=nccl"], "weight_sync.transport must be auto, cuda_ipc or disk where learner"),
         (2, ["weight_sync.transport=cuda_ipc"], "weight_sync.transport must be auto, nccl or disk where servers are"),
         (0, ["model.attn_implementation=flash_attention_2"], "model.attn_implementation must be sdpa, eager or flex"),
         (0, ["placement.rollout.tp=2"], "placement.rollout.tp must be 1 on a host with 0 GPUs, fewer than learner"),

@@ -40,6 +40,26 @@ def test_the_second_signal_always_raises_and_later_ones_do_not_disturb_the_end()
         send(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("signal_first", [True, False])
+def test_a_programs_request_does_not_count_for_an_end_at_once(
+    signal_first: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    with StopSignals() as signals, signals.deferred(lambda: asked.append("end")):
+        if signal_first:
+            send(signal.SIGTERM)
+        signals.request()
+        signals.request()
+        if not signal_first:
+            send(signal.SIGTERM)
+        assert signals.requested and not signals.at_once
+        assert asked == ["end"]
+        assert capfd.readouterr().err.count("Again to end at once") == (0 if signal_first else 1)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert signals.at_once
+
+
 def test_handlers_put_in_meanwhile_are_replaced_and_the_first_ones_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:

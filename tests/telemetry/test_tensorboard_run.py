@@ -8,9 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from async_rl.config import Config
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.telemetry.metrics import MetricsLogger
 from async_rl.telemetry.tensorboard_run import TensorboardRun, open_tensorboard_run
 from tests.kit.configs import changed, make_config
@@ -18,17 +21,31 @@ from tests.kit.configs import changed, make_config
 CONFIG = make_config(logging={"wandb": "disabled", "tensorboard": True})
 
 
-def events(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """(key, step, value) of each scalar in the event files: records of length, checksum, protobuf, checksum."""
+def events(run_dir: Path) -> Iterator[Any]:
+    """The events of a run's files: records of length, checksum, protobuf, checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
-    for file in sorted(folder.glob("events.*")):
+    for file in sorted((run_dir / "tensorboard").glob("events.*")):
         data = file.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
-            event = Event.FromString(data[12 : 12 + length])
-            yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
+            yield Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
+
+
+def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
+    """(key, step, value) of each scalar but times."""
+    found = [(value.tag, event.step, value.simple_value) for event in events(run_dir) for value in event.summary.value]
+    return [each for each in found if not each[0].startswith("time/")]
+
+
+def resumed(run_dir: Path, version: int) -> Config:
+    """The config of a resume from a checkpoint of a version, which is made here."""
+    folder = checkpoint_folder(run_dir, version)
+    folder.mkdir(parents=True)
+    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
+    write_training_state(folder, state)
+    return changed(CONFIG, run={"resume": str(folder)})
 
 
 def test_the_event_files_hold_every_finite_metric_of_each_step(tmp_path: Path) -> None:
@@ -36,11 +53,33 @@ def test_the_event_files_hold_every_finite_metric_of_each_step(tmp_path: Path) -
     logger.log(1, {"reward/mean": 0.5, "broken": math.nan})
     logger.log(2, {"reward/mean": 0.75})
     logger.close()
-    logger = MetricsLogger(changed(CONFIG, run={"resume": str(tmp_path)}), tmp_path)
+    assert not any(event.HasField("session_log") for event in events(tmp_path))
+    logger = MetricsLogger(resumed(tmp_path, 2), tmp_path)
     logger.log(3, {"reward/mean": 1.0})
     logger.close()
-    found = [each for each in events(tmp_path / "tensorboard") if not each[0].startswith("time/")]
-    assert sorted(found) == [("reward/mean", 1, 0.5), ("reward/mean", 2, 0.75), ("reward/mean", 3, 1.0)]
+    assert scalars(tmp_path) == [("reward/mean", 1, 0.5), ("reward/mean", 2, 0.75), ("reward/mean", 3, 1.0)]
+
+
+def test_a_resume_that_makes_a_step_hides_those_that_it_discards(tmp_path: Path) -> None:
+    """TensorBoard drops what it has read so far from the step of a session's start on."""
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    logger = MetricsLogger(CONFIG, tmp_path)
+    for step in (1, 2, 3):
+        logger.log(step, {"reward/mean": 0.5})
+    logger.close()
+    before = list(events(tmp_path))
+    config = resumed(tmp_path, 1)
+    MetricsLogger(config, tmp_path).close()
+    assert list(events(tmp_path)) == before, "a resume without a step is undone"
+    logger = MetricsLogger(config, tmp_path)
+    logger.log(2, {"reward/mean": 0.75})
+    logger.close()
+    since = list(events(tmp_path))[len(before) :]
+    starts = [n for n, event in enumerate(since) if event.HasField("session_log")]
+    assert [(since[n].step, since[n].session_log.status) for n in starts] == [(2, SessionLog.START)]
+    assert starts[0] < min(n for n, event in enumerate(since) if event.summary.value)
+    assert scalars(tmp_path)[-1] == ("reward/mean", 2, 0.75)
 
 
 def test_tensorboard_is_neither_imported_nor_written_when_it_is_off(
@@ -61,13 +100,25 @@ def test_without_its_package_the_run_goes_on_and_the_extra_is_named(
     assert notes == [f"tensorboard: off, {needs}"]
 
 
+def test_a_writer_that_does_not_open_is_noted_once_and_turns_it_off(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file where the folder would be")
+    notes: list[str] = []
+    run = open_tensorboard_run(CONFIG, tmp_path, notes.append)
+    assert run is not None
+    run.log({"step": 1, "reward/mean": 1.0})
+    run.log({"step": 2, "reward/mean": 1.0})
+    run.close()
+    (note,) = notes
+    assert note.startswith("tensorboard: off from here on, the run goes on: ")
+
+
 def test_a_failure_of_tensorboard_is_noted_once_and_turns_it_off() -> None:
     notes: list[str] = []
 
     def fail(key: str, value: float, step: int) -> None:
         raise OSError("disk full")
 
-    run = TensorboardRun(SimpleNamespace(add_scalar=fail, close=pytest.fail), notes.append)
+    run = TensorboardRun(lambda: SimpleNamespace(add_scalar=fail, close=pytest.fail), notes.append)
     run.log({"step": 1, "reward/mean": 1.0})
     run.log({"step": 2, "reward/mean": 1.0})
     run.close()

@@ -1,0 +1,42 @@
+"""Plots are drawn without pyplot, so that the backend and the figures of a program that trains stay its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from async_rl.cli import main
+from async_rl.sweeps.report import write_report
+from async_rl.telemetry.plot_learning_curve import plot_learning_curve
+from async_rl.telemetry.plot_timeline import plot_timeline
+from async_rl.telemetry.timeline import Span
+from tests.kit.sweeps import make_sweep
+
+
+@pytest.fixture(autouse=True)
+def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import of pyplot or the choice of a backend fails."""
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setattr(matplotlib, "use", pytest.fail)
+
+
+def test_the_plots_of_a_run_leave_the_backend_of_the_program(tmp_path: Path) -> None:
+    spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
+    timeline = plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
+    records = [{"step": step, "reward/mean": step / 30} for step in range(1, 31)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for plot in (timeline, plot_learning_curve(tmp_path)):
+        assert plot is not None and plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plots_of_sweeps_and_of_runs_side_by_side_leave_it_too(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, (0, 2), seeds=1, steps=12)
+    write_report(sweep)
+    assert (sweep / "plots" / "trade_off.png").is_file()
+    runs = sorted(map(str, (sweep / "cells").iterdir()))
+    assert main(["report", *runs, "--out", str(tmp_path / "out")]) == 0
+    assert "data:image/png;base64," in (tmp_path / "out" / "report.html").read_text()

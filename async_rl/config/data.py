@@ -207,8 +207,8 @@ class RolloutConfig(OnePart):
     forbid_special_tokens: bool = False
     """Never sample a special token of the tokenizer but those that end an answer: no reward has seen one in an answer.
     The learner's logprobs are those of the same narrowed distribution, so that importance ratios stay right."""
-    concurrency: PositiveInt = 256
-    """Groups that one worker keeps in flight at most; admission may keep fewer."""
+    concurrency: Annotated[int, Field(ge=1, le=2**20)] = 256
+    """Groups that one worker keeps in flight at most; the buffer grants 2^20 at once, and admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
     --gpu-memory-utilization of vLLM. Servers that share a GPU start one after the other, and divide it."""

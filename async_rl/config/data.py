@@ -53,8 +53,9 @@ class TaskConfig:
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
     arguments of the environment `env`. Files that texts in it name go to other hosts: docs/two-nodes.md says which."""
-    size: PositiveInt = 10_000
-    """Training prompts to generate, or episodes that an environment without questions offers."""
+    size: Annotated[int, Field(ge=1, le=2**26)] = 10_000
+    """Training prompts to generate, or episodes that an environment without questions offers. Each worker keeps the
+    order of four epochs, 2 GiB at most. A run asks for some more than run.steps x learner.prompts_per_step in all."""
     env: str = ""
     """The environment in which an episode of several turns is played: package.module:Class. Its rewards are those of
     the run. Empty: an episode is the answer to a question."""
@@ -329,8 +330,7 @@ class EvalConfig:
             "false with eval.every_steps 0", "Nothing is evaluated beside training then. Set eval.every_steps.",
         )
         check(
-            self.temperature != 0 or self.samples == 1, "eval.samples", self.samples,
-            "1 with eval.temperature 0",
+            self.temperature != 0 or self.samples == 1, "eval.samples", self.samples, "1 with eval.temperature 0",
             "All greedy answers to a prompt are the same. Set eval.samples=1, or a temperature above 0.",
         )
 

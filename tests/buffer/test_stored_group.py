@@ -62,7 +62,7 @@ def test_means_are_over_episodes_and_count_trained_tokens(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 5, 6, 10])
 def test_the_mean_of_equal_rewards_is_exactly_each_of_them(size: int) -> None:
-    """In floats (0.1 + ... + 0.1) / 6 may be below 0.1: then flat groups of one reward would count as different ones."""
+    """In floats (0.1 + ... + 0.1) / 6 may be below 0.1: flat groups of one reward would then count as different."""
     data = encode_group(make_group(SLOT, rows=[make_row(reward=0.1)] * size))
     arrival = Arrival.of(check_group(data, Limits.of_stored(data, size)))
     assert (arrival.reward, arrival.equal_rewards) == (0.1, True)

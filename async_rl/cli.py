@@ -255,10 +255,13 @@ def _export_trajectories(args: argparse.Namespace) -> int:
         from rollout_server.tasks.trajectory_texts import TrajectoryTexts
 
         texts = TrajectoryTexts(args.run_dir)
-    rows = export_trajectories(args.run_dir, args.target, texts.add if texts else None)
-    print(f"{rows} rows written to {args.target}")
+    exported = export_trajectories(args.run_dir, args.target, texts.add if texts else None)
+    print(f"{exported.num_rows} rows written to {args.target}")
+    if damages := exported.damages:
+        groups = f"{len(damages)} group{'' if len(damages) == 1 else 's'}"
+        print(f"{groups} without tokens, because the payloads are damaged; the first is {damages[0]}")
     if texts and texts.num_without:
-        print(f"{texts.num_without} of them have no ground_truth: config.yaml has another question in their place now")
+        print(f"{texts.num_without} rows have no ground_truth: config.yaml has another question in their place now")
     return 0
 
 

@@ -34,7 +34,9 @@ def buffer_checkpoint(state: StoreState, rules: Rules) -> dict[str, Any]:
     }
 
 
-def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past: Mapping[int, StoredGroup]) -> None:
+def restore_checkpoint(
+    saved: TrainingState, state: StoreState, mode: Mode, past: Mapping[int, StoredGroup]
+) -> list[int]:
     """Fill the empty `state` from the checkpoint `saved`. The prompt of a group that is dropped here is granted again.
 
     A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
@@ -42,6 +44,9 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past
     stay incomplete. Groups over the capacity, which may have changed, are dropped as `late`. `past` has, by id, the
     groups that arrived before the earlier run ended, even after the checkpoint; the streaks of prompts are those of the
     checkpoint.
+
+    Returns the ids of the groups that arrived with tokens of known versions. These alone keep their payloads, and those
+    that are dropped for another reason keep them too.
     """
     rows = [
         StoredGroup(group_id=g, prompt_index=p, start_version=s, worker="", exact_batch=b)
@@ -72,3 +77,4 @@ def restore_checkpoint(saved: TrainingState, state: StoreState, mode: Mode, past
         else:
             state.put(row, "finished")
     state.check_accounting()
+    return [row.group_id for row in arrived]

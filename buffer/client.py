@@ -1,7 +1,8 @@
 """Defines the buffer's clients: one for the learner, which blocks, and one for a rollout worker, with asyncio.
 
 A request without an answer is repeated with the same id, so a lost message costs time and nothing else; after
-timeouts.wire_s the wait ends with an error that says who waited for what.
+timeouts.wire_s the wait ends with an error that says who waited for what. A request that lets the buffer wait with its
+answer waits that much longer, each time it is sent.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class LearnerClient:
                 reply = read_reply(receive(self._socket))
                 if request_id in reply.ids:
                     return _accepted(reply)
-        raise _unanswered("learner", f"`{op}` ({fields})", self._address, time.monotonic() - start_s)
+        raise _unanswered("learner", f"`{op}` ({fields})", self._address, time.monotonic() - start_s, wait_s)
 
 
 class WorkerClient:
@@ -250,7 +251,7 @@ class WorkerClient:
             pass
         finally:
             del self._pending[request_id]
-        raise _unanswered(self._worker, f"`{op}` ({subject})", self._address, time.monotonic() - start_s)
+        raise _unanswered(self._worker, f"`{op}` ({subject})", self._address, time.monotonic() - start_s, wait_s)
 
     async def _receive(self) -> None:
         while True:
@@ -278,8 +279,14 @@ def _accepted(reply: BufferReply) -> BufferReply:
     return reply
 
 
-def _unanswered(who: str, request: str, address: str, waited_s: float) -> WaitTimeoutError:
+def _unanswered(who: str, request: str, address: str, waited_s: float, poll_s: float) -> WaitTimeoutError:
+    """Return the error of a request that got no answer.
+
+    Args:
+        poll_s: how long the request let the buffer wait with its answer, each time it was sent.
+    """
+    polls = f" and up to {ATTEMPTS} times the {poll_s:.0f} s for which it may wait with its answer" if poll_s else ""
     return WaitTimeoutError(
-        f"{who} waited {waited_s:.0f} s (timeouts.wire_s) for the buffer at {address} to answer {request}, "
-        f"sent {ATTEMPTS} times: the buffer is down, or rejected this client's CURVE keys (network.keys)"
+        f"{who} waited {waited_s:.0f} s (timeouts.wire_s{polls}) for the buffer at {address} to answer "
+        f"{request}, sent {ATTEMPTS} times: the buffer is down, or rejected this client's CURVE keys (network.keys)"
     )

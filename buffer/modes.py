@@ -77,8 +77,13 @@ class Mode(ABC):
         """Return whether a learner that waits does so for late groups alone; never where it does not wait for these."""
         return False
 
+    def describe_finished(self, state: StoreState) -> str:
+        """Return text on how much of the next batch is there."""
+        again = f", and {len(state.used)} to use again" if state.used else ""
+        return f"{len(state.finished)} of {self.rules.prompts_per_step} groups finished{again}"
+
     def describe_late(self, state: StoreState) -> str:
-        """Return text on the running groups for which a batch waits although enough have finished; "" if none."""
+        """Return text on the running groups for which a batch waits although enough others are there; "" if none."""
         return ""
 
     def may_push(self, state: StoreState) -> bool:
@@ -196,6 +201,11 @@ class Exact(Mode):
                 f"group {row.group_id} of versions {row.start_version}..{row.newest_version} would be trained on at "
                 f"version {version}, which takes only version {only} in exact mode; this is a bug"
             )
+
+    def describe_finished(self, state: StoreState) -> str:
+        own = sum(row.exact_batch == state.version for row in state.finished.values())
+        later = f" ({len(state.finished) - own} of later batches)" if len(state.finished) > own else ""
+        return f"{own} of {self.rules.prompts_per_step} groups of batch {state.version} finished{later}"
 
     def may_push(self, state: StoreState) -> bool:
         return not (state.running or self.capacity(state))

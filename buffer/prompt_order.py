@@ -11,6 +11,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+EPOCHS_KEPT = 4
+MAX_PROMPTS = 2**26
+"""The most prompts of an epoch, so that their order has room in memory, 8 bytes a prompt: the EPOCHS_KEPT epochs that a
+process keeps take 2 GiB then, and 4 GiB while another one is shuffled."""
+
 
 class PromptOrder:
     """Maps prompt indices, from 0 without end, to the positions of questions: 0 to the sum of all sizes less 1.
@@ -28,7 +33,7 @@ class PromptOrder:
         """The number of prompts in an epoch."""
         self._seed = seed
         self._shuffles = shuffles
-        self._of_epoch = lru_cache(maxsize=4)(self._positions)
+        self._of_epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._positions)
 
     def position(self, index: int) -> int:
         """Return the position of the question that prompt `index` asks."""

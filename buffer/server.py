@@ -129,9 +129,9 @@ class BufferServer:
             with contextlib.suppress(WireError):  # the new configuration allows no such group
                 groups[group_id] = check_group(view(row.payload), self._operations.limits)
                 past[group_id] = row
-        restore_checkpoint(saved, self._store.state, self._store.mode, past)
+        arrived = restore_checkpoint(saved, self._store.state, self._store.mode, past)
         if self._journal:
-            for group_id in self._store.state.finished:
+            for group_id in arrived:
                 self._journal.record_group(groups[group_id])
             for position, streak in self._store.state.prompts.streaks.items():
                 self._journal.record_streak(position, streak)

@@ -225,15 +225,15 @@ class Store:
 
     def describe(self, now_s: float) -> str:
         """Return what the next batch is waiting for, for the error of a learner that waits too long."""
-        state, size = self.state, self.rules.prompts_per_step
-        parts = [f"{len(state.finished)} of {size} groups finished"]
+        state = self.state
+        parts = [self.mode.describe_finished(state)]
         if state.running:
             oldest = min(state.running.values(), key=lambda row: row.granted_s)
             age_s = now_s - oldest.granted_s
             parts.append(f"{len(state.running)} running (oldest {age_s:.0f} s, worker {oldest.worker})")
         else:
             parts.append("0 running")
-        if len(state.finished) >= size and (late := self.mode.describe_late(state)):
+        if self.misses_late and (late := self.mode.describe_late(state)):
             parts.append(late)
         served = state.served_version
         parts.append("no version served yet" if served is None else f"served version {served}")

@@ -22,7 +22,7 @@ class Arrival(NamedTuple):
     response_tokens: float
     """The mean number of trained tokens of an episode."""
     reward: float
-    """The mean reward of an episode."""
+    """The mean reward of an episode; of equal rewards exactly that of each."""
     equal_rewards: bool
     """Whether all episodes have the same reward."""
     duration_s: float
@@ -30,9 +30,9 @@ class Arrival(NamedTuple):
     @classmethod
     def of(cls, group: GroupColumns) -> Arrival:
         rewards = group.episode_rewards
-        size = len(rewards)
+        size, equal = len(rewards), min(rewards) == max(rewards)
         return cls(
-            group.newest_version, sum(group.trained_tokens) / size, sum(rewards) / size, min(rewards) == max(rewards),
+            group.newest_version, sum(group.trained_tokens) / size, rewards[0] if equal else sum(rewards) / size, equal,
             group.facts.duration_s,
         )
 

@@ -1,4 +1,4 @@
-"""Decides which versions are evaluated beside training, and knows whether an evaluation runs that others wait for."""
+"""Decides which versions are evaluated beside training, and knows whether an evaluation is going on."""
 
 from __future__ import annotations
 

@@ -19,11 +19,12 @@ _REASONS = ("", "the evaluation before it is still running", "no evaluation serv
 
 
 class Evaluations:
-    """The evaluations beside training. A version that is due is pushed to the evaluation servers, if there are any.
+    """The evaluations beside training, one at a time: a version that is due while one is going on is skipped.
 
-    Only the evaluation servers get that push, and only while they are idle: so they serve one version as long as they
-    answer, and training waits for none of their answers. Without such servers the rollout servers evaluate what they
-    serve, and with eval.pin_version the next push waits for the end.
+    A version that is due is pushed to the evaluation servers, if there are any. Only they get that push, and only while
+    they are idle: so they serve one version as long as they answer, and training waits for none of their answers.
+    Without such servers the rollout servers evaluate what they serve, and with eval.pin_version the next push waits for
+    the end.
 
     Args:
         weights: pushes to the evaluation servers; None: there are none.
@@ -56,12 +57,11 @@ class Evaluations:
         """
         if not self.schedule.served(version):
             return []
-        if self.weights is None:
-            if self._holds_pushes:
-                self.schedule.begin()
-            return [EvaluationDue(version=version)]
-        if reason := self._why_skipped(self.weights):
+        if reason := self._why_skipped():
             return [EvaluationSkipped(version=version, reason=reason)]
+        if self.weights is None:
+            self.schedule.begin()
+            return [EvaluationDue(version=version)]
         lost: list[ServersLost] = []
         if version > 0:  # the servers have loaded version 0
             self.weights.publisher.push_limit = self._push_limit()
@@ -99,11 +99,14 @@ class Evaluations:
         slow = f"timeouts.silent_s, or {PATIENCE} times the slowest push to the rollout servers"
         return min(limit, Limit(max(self._timeouts.silent_s, PATIENCE * self._slowest_push_s), slow))
 
-    def _why_skipped(self, weights: Pusher) -> str:
+    def _why_skipped(self) -> str:
         """Return on every rank why rank 0 can't have an evaluation made now; "": it can."""
         number = 0
         if self._rank == 0:
-            number = 1 if not self.schedule.is_idle else 0 if weights.has_servers() else 2
+            if not self.schedule.is_idle:
+                number = 1
+            elif self.weights and not self.weights.has_servers():
+                number = 2
         shared = torch.tensor(number)
         dist.broadcast(shared, 0)  # on the CPU, where waiting costs nothing
         return _REASONS[int(shared)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -108,9 +108,8 @@ class Learner:
     def run(self) -> Iterator[LearnerReport]:
         """Train on the buffer's batches until the last step, a stop, or the end of the batches.
 
-        Yields StepDone after each step, and between steps the events on which the driver must act. At the end the
-        policy is saved in run_dir/model; after `stop` there is only the checkpoint. A run that was cut short after its
-        last step has only its end left.
+        Yields StepDone after each step, and the events on which the driver must act. At the end the policy is saved in
+        run_dir/model; after `stop` there is only the checkpoint. A run cut short after its last step has only its end.
 
         Raises:
             StalenessError: a batch breaks the bound; nothing of it was trained on.
@@ -122,7 +121,7 @@ class Learner:
             taken = self._take()
             if isinstance(taken, NoBatch):
                 if taken.why == "push wanted":
-                    yield from self._publish(None, is_last=False)
+                    yield from (yield from self._publish(None, is_last=False))
                 elif taken.why == "checkpoint wanted":
                     self._checkpoint_on_request()
                 elif taken.why == "paused":
@@ -136,7 +135,7 @@ class Learner:
             metrics = self._train_step(taken)
             is_last = self._limit.is_reached(self.version, time.monotonic())
             is_push_due = is_last or self.version % self.config.weight_sync.every_steps == 0
-            events = self._publish(taken, is_last) if is_push_due else []
+            events = (yield from self._publish(taken, is_last)) if is_push_due else []
             self.gpu_turns.end_step()
             every_steps = self.config.checkpoint.every_steps
             if every_steps and (is_last or self.version % every_steps == 0):
@@ -149,13 +148,14 @@ class Learner:
             start_s = time.monotonic()
         self._close()
 
-    def _begin(self) -> list[LearnerReport]:
-        """Make every server serve this version, and open admission for it. Returns the reports for the driver."""
+    def _begin(self) -> Iterator[LearnerReport]:
+        """Make every server serve this version, and open admission for it. Yields the reports for the driver."""
         if self.version >= self.config.run.steps:
-            return self._end_early(NoBatch("ended"))
-        events: list[LearnerReport] = [*self._weights.connect(), *self.evaluations.connect()]
-        events += self._push() if self.version > 0 else []  # the servers have loaded version 0
-        return [*events, *self._release(), *self.evaluations.make_due(self.version, None)]
+            yield from self._end_early(NoBatch("ended"))
+            return
+        yield from [*self._weights.connect(), *self.evaluations.connect()]
+        yield from self._push() if self.version > 0 else []  # the servers have loaded version 0
+        yield from [*self._release(), *self.evaluations.make_due(self.version, None)]
 
     def _take(self) -> Batch | NoBatch:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
@@ -197,11 +197,12 @@ class Learner:
             self._client.trained(self.version)
         return metrics
 
-    def _publish(self, batch: Batch | None, is_last: bool) -> list[LearnerReport]:
+    def _publish(self, batch: Batch | None, is_last: bool) -> Generator[LearnerReport, None, list[LearnerReport]]:
         """Push the current version to every server, then open admission for it if it is new.
 
         A new version first waits for an evaluation that holds pushes, then with on_update drain for the buffer; if the
-        run ends in that wait, `_take` says so. Returns the reports for the driver: servers lost, and an evaluation due.
+        run ends in that wait, `_take` says so. Yields the servers lost before groups may start with the version: one
+        that still lives would sample them from older weights. Returns the other reports for the driver.
 
         Args:
             batch: the step's batch. None: an extra push for a server that came back; the other servers get it too.
@@ -215,9 +216,8 @@ class Learner:
                 self._no_push = await_push(self._client, self.version, self.requests.why_no_batch)
             if self._no_push:
                 return []
-        events: list[LearnerReport] = self._push(batch, is_last=is_last)
-        if is_new and not is_last:  # after the last step no group may start
-            events += self._release()
+        yield from self._push(batch, is_last=is_last)
+        events = self._release() if is_new and not is_last else []  # after the last step no group may start
         return events if is_last else [*events, *self.evaluations.make_due(self.version, batch)]
 
     def _push(self, batch: Batch | None = None, *, is_last: bool = False) -> list[LearnerReport]:

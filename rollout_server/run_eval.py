@@ -87,13 +87,14 @@ class Evaluation:
         rewards = [[episode.reward if episode and episode.rows else None for episode in group] for group in groups]
         answers = [reward for group in rewards for reward in group]
         episodes = [episode for group in groups for episode in group if episode]
+        lengths = [sum(int(row.mask.sum()) for row in episode.rows) for episode in episodes if episode.rows]
         rows = [row for episode in episodes for row in episode.rows]
         scored = [reward for reward in answers if reward is not None]
         yield from (
             _mean("eval/accuracy", sum(map(evaluation.is_right, answers)), len(answers)),
             _mean("eval/reward", sum(scored), len(answers)),
             *_reward_metrics(answers, evaluation),
-            _mean("eval/response_length", sum(int(row.mask.sum()) for row in rows), len(answers)),
+            *([_mean("eval/response_length", sum(lengths), len(lengths))] if lengths else []),
             Metric("eval/failed", len(answers) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
             *_version_metrics([row.versions[row.mask] for row in rows]),

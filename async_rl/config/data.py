@@ -53,8 +53,9 @@ class TaskConfig:
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
     arguments of the environment `env`. Files that texts in it name go to other hosts: docs/two-nodes.md says which."""
-    size: PositiveInt = 10_000
-    """Training prompts to generate, or episodes that an environment without questions offers."""
+    size: Annotated[int, Field(ge=1, le=2**26)] = 10_000
+    """Training prompts to generate, or episodes that an environment without questions offers. Each worker keeps the
+    order of four epochs, 2 GiB at most. A run asks for some more than run.steps x learner.prompts_per_step in all."""
     env: str = ""
     """The environment in which an episode of several turns is played: package.module:Class. Its rewards are those of
     the run. Empty: an episode is the answer to a question."""
@@ -207,8 +208,8 @@ class RolloutConfig(OnePart):
     forbid_special_tokens: bool = False
     """Never sample a special token of the tokenizer but those that end an answer: no reward has seen one in an answer.
     The learner's logprobs are those of the same narrowed distribution, so that importance ratios stay right."""
-    concurrency: PositiveInt = 256
-    """Groups that one worker keeps in flight at most; admission may keep fewer."""
+    concurrency: Annotated[int, Field(ge=1, le=2**20)] = 256
+    """Groups that one worker keeps in flight at most; the buffer grants 2^20 at once, and admission may keep fewer."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
     --gpu-memory-utilization of vLLM. Servers that share a GPU start one after the other, and divide it."""
@@ -300,9 +301,9 @@ class EvalConfig:
     """The evaluation on held-out prompts: how often, on how many prompts, and with how many answers to each."""
 
     every_steps: NonNegativeInt = 0
-    """Versions between two evaluations beside training; 0: only at start and end. Beside training an evaluation keeps
-    rollout.concurrency prompts in flight, as many as training may; with pin_version, and on servers of its own
-    (placement.eval.servers), all of them at once."""
+    """Versions between two evaluations beside training; 0: only at start and end. A version that is due during one is
+    skipped. Beside training an evaluation keeps rollout.concurrency prompts in flight, as many as training may; with
+    pin_version, and on servers of its own (placement.eval.servers), all of them at once."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1
@@ -329,8 +330,7 @@ class EvalConfig:
             "false with eval.every_steps 0", "Nothing is evaluated beside training then. Set eval.every_steps.",
         )
         check(
-            self.temperature != 0 or self.samples == 1, "eval.samples", self.samples,
-            "1 with eval.temperature 0",
+            self.temperature != 0 or self.samples == 1, "eval.samples", self.samples, "1 with eval.temperature 0",
             "All greedy answers to a prompt are the same. Set eval.samples=1, or a temperature above 0.",
         )
 

@@ -125,6 +125,10 @@ class ActorGroup:
                 raise
             raise self._overdue(limit, what, name) from None
 
+    def cancel(self, call: ObjectRef) -> None:
+        """Have a process give up a call of an `async def`, which raises CancelledError there; returns at once."""
+        ray.cancel(call, recursive=False)
+
     async def reports(self, name: str, stream: ObjectRefGenerator) -> AsyncIterator[Any]:
         """Yield the reports that process `name` sends through `stream`, until its call ends."""
         self._reservation.follow_moves()  # Ray may have moved it after `start`, when it found that its host is lost

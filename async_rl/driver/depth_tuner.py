@@ -31,7 +31,8 @@ from async_rl.storage.checkpoints import resumed_training_state
 from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.status import depth_text
 
-DISTURBING = frozenset({"checkpoint/pause_s", "push/lost_servers", "time/paused_s"})
+LOST_SERVERS = "push/lost_servers"
+DISTURBING = frozenset({"checkpoint/pause_s", LOST_SERVERS, "time/paused_s"})
 """Metrics of steps that take other times: with a checkpoint, a push that lost a server, or a pause of the guard."""
 TOLD_AFTER_STEPS = 3 * MEASURED_STEPS
 MOST_CPU = 0.01
@@ -96,7 +97,8 @@ class DepthTuner:
                 is_disturbed |= not DISTURBING.isdisjoint(values)
                 self._send(controller.add_step(report.version, values, is_disturbed=is_disturbed))
                 self._tell_if_nothing_is_measured()
-                self._is_disturbed, self._starts = is_evaluating, self._watchdog.starts
+                # a push ends its step: the servers that it lost are missing in the next one
+                self._is_disturbed, self._starts = is_evaluating or LOST_SERVERS in values, self._watchdog.starts
                 log.add_metrics([*controller.metrics(), Metric("auto/cpu_s", self._cpu_s, "last")])
                 return self._decision()
         return None

@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 from async_rl.config import Config
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.run_log import RunLog
-from async_rl.errors import AsyncRLError, ProcessDiedError
+from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDone, EvaluationDue
 
 
@@ -110,6 +110,9 @@ class RunningEvaluations:
             report: EvaluationDone = await self._processes.call(
                 name, call, self._limit, f"the evaluation of version {due.version}"
             )
+        except (WaitTimeoutError, asyncio.CancelledError):  # else it goes on beside the next one
+            self._processes.cancel(call)
+            raise
         except ProcessDiedError as error:
             if self._processes.actors.get(name) is actor:
                 self._declare_lost(name, error)

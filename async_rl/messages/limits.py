@@ -75,14 +75,17 @@ class Limits:
         )
 
     @classmethod
-    def of_stored(cls, data: bytes, num_episodes: int) -> Limits:
+    def of_stored(cls, data: bytes, num_episodes: int | None) -> Limits:
         """Return limits that the bytes of a stored group with `num_episodes` episodes are within, whatever its sizes.
 
         A resume may have changed the config since the group was checked and stored.
+
+        Args:
+            num_episodes: None: it is not known, and any number of episodes is allowed.
         """
         size = len(data)
         return cls(
-            group_size=num_episodes, fewest_episodes=num_episodes, max_rows=size, max_turns=size,
+            group_size=num_episodes or size, fewest_episodes=num_episodes or 1, max_rows=size, max_turns=size,
             max_prompt_tokens=size, max_response_tokens=size,
         )  # fmt: skip
 

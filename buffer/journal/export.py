@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, WireError
 from async_rl.field_kinds import PerPromptToken, PerToken, Scalar, kinds_of
 from async_rl.messages.codec import decode_group
 from async_rl.messages.limits import Limits
@@ -49,8 +49,8 @@ SCHEMA = pa.schema(
     }
 )
 """The columns of the file. `staleness` is that of the last use. `left_out` has the errors of those episodes of the
-group that have no row. Columns of an episode and of turns are null for an answer to a question, those of tokens if
-the journal has removed the group's payload."""
+group that have no row. Columns of an episode and of turns are null for an answer to a question, those of tokens if the
+journal has removed the group's payload, or if it is damaged."""
 TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "response_text": pa.string(), "ground_truth": pa.string()})
 """The columns that `add_texts` fills."""
 
@@ -67,10 +67,18 @@ FROM turns WHERE group_id = ? ORDER BY row, turn
 """
 
 
+class Exported(NamedTuple):
+    """The result of an export: how many rows were written, and of which groups the tokens can't be read."""
+
+    num_rows: int
+    damages: list[str]
+    """The id of each group whose payload is damaged, and how."""
+
+
 def export_trajectories(
     run_dir: Path, target: Path, add_texts: Callable[[dict[str, Any]], None] | None = None
-) -> int:
-    """Write every row that arrived, before a resume too, to the Parquet file `target`; return their number.
+) -> Exported:
+    """Write every row that arrived, before a resume too, to the Parquet file `target`.
 
     The run may still be going on. `add_texts` is called with each row, to fill in the columns of TEXT_SCHEMA; without
     it the file does not have them.
@@ -81,7 +89,7 @@ def export_trajectories(
     journal = run_dir / FILE_NAME
     if not journal.is_file():
         raise ConfigError(f"{journal} does not exist: not a run directory, or a run with buffer.journal=false")
-    number = 0
+    number, damages = 0, list[str]()
     try:
         with closing(sqlite3.connect(journal)) as database:
             check_schema(database, journal)
@@ -93,7 +101,7 @@ def export_trajectories(
                 )
             schema = pa.schema([*SCHEMA, *TEXT_SCHEMA]) if add_texts else SCHEMA
             with pq.ParquetWriter(target, schema) as writer:
-                for chunk in _chunks(database, payload_folder(journal)):
+                for chunk in _chunks(database, payload_folder(journal), damages):
                     if add_texts:
                         for row in chunk:
                             add_texts(row)
@@ -101,11 +109,14 @@ def export_trajectories(
                     number += len(chunk)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"{journal} can't be exported to {target}: {error}") from None
-    return number
+    return Exported(number, damages)
 
 
-def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the lines of the Parquet file, one per row, in lists of GROUPS_A_CHUNK whole groups."""
+def _chunks(database: sqlite3.Connection, folder: Path, damages: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the lines of the Parquet file, one per row, in lists of GROUPS_A_CHUNK whole groups.
+
+    Groups whose payloads are damaged are added to `damages`.
+    """
     cursor = database.execute(_ROWS)
     names = [column[0] for column in cursor.description]
     chunk: list[dict[str, Any]] = []
@@ -115,9 +126,8 @@ def _chunks(database: sqlite3.Connection, folder: Path) -> Iterator[list[dict[st
         if rows[0]["turns"]:
             _add_turns(rows, database.execute(_TURNS, (group_id,)).fetchall())
         place = database.execute("SELECT file, start, bytes FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
-        if place:
-            with suppress(FileNotFoundError):  # the journal has removed the file since
-                _add_arrays(rows, read_payload(folder, Place(*place)))
+        if place and (damage := _add_tokens(rows, folder, Place(*place))):
+            damages.append(f"group {group_id}: {damage}")
         texts = {name: _texts(database, name, kind.column, group_id) for name, kind in TEXT_LISTS.items()}
         for row in rows:
             row |= texts
@@ -140,6 +150,18 @@ def _add_turns(rows: list[dict[str, Any]], turns: list[tuple[Any, ...]]) -> None
     for row in rows:
         of_row = [values for number, *values in turns if number == row["row"]]
         row |= zip(TURN_ARRAYS, map(list, zip(*of_row, strict=True)), strict=True)
+
+
+def _add_tokens(rows: list[dict[str, Any]], folder: Path, place: Place) -> str:
+    """Add the arrays of tokens to the rows of a group, unless its payload is gone. Returns how this is damaged; or "".
+    """
+    try:
+        _add_arrays(rows, read_payload(folder, place))
+    except FileNotFoundError:  # the journal has removed the file since
+        return ""
+    except (OSError, WireError) as error:
+        return str(error)
+    return ""
 
 
 def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:

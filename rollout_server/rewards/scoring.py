@@ -18,7 +18,7 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, RewardError, first_error, shown
-from async_rl.field_kinds import MAX_METRICS
+from async_rl.field_kinds import MAX_METRICS, MAX_NAME_CHARS
 from async_rl.telemetry.metrics import Metric
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.user_code.time_limits import ForeignCode
@@ -99,7 +99,7 @@ class Scoring:
         total, values, missing = 0.0, dict[str, float](), ""
         for scorer, result in zip(self._rewards, results, strict=True):
             named = scorer.named
-            values |= {f"{named.name}/{name}": value for name, value in result.metrics.items()}
+            values |= _keyed(named.name, result.metrics)
             if result.score is None:
                 if named.weight or any(named.weights.values()):
                     missing = f"the reward {named.name} gave no verdict" + (result.reason and f": {result.reason}")
@@ -107,8 +107,13 @@ class Scoring:
             total += named.weight * result.score + _weighted(named, result)
             if named.logs_score:
                 values[named.name] = result.score
-        if len(values) > MAX_METRICS:
-            raise RewardError(f"the rewards may log at most {MAX_METRICS} numbers of an answer, got {len(values)}")
+        beside_env = self._config.task.gives_rewards
+        if len(values) > (most := MAX_METRICS - beside_env):
+            names = ", ".join(scorer.named.name for scorer in self._rewards)
+            beside = ", beside the reward `env` of the environment or agent" if beside_env else ""
+            raise RewardError(
+                f"the rewards ({names}) may log at most {most} numbers of an answer{beside}, got {len(values)}"
+            )
         return Verdict(reward=None if missing else total, values=values, reason=missing)
 
 
@@ -260,6 +265,21 @@ class _Scorer:
         if self._calls is not None:
             self._calls.close()
         await self._opened.aclose()
+
+
+def _keyed(reward: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a reward by the names with which they are logged: <reward>/<metric>.
+
+    Raises:
+        RewardError: a name is longer than the buffer takes.
+    """
+    keyed = {f"{reward}/{name}": value for name, value in metrics.items()}
+    if long := [key for key in keyed if len(key) > MAX_NAME_CHARS]:
+        raise RewardError(
+            f"the reward {reward} must give its metrics names of at most {MAX_NAME_CHARS} characters, with {reward}/ "
+            f"before them, got {len(long[0])}: {long[0]:.200}"
+        )
+    return keyed
 
 
 def _weighted(named: NamedReward, result: RewardResult) -> float:

@@ -18,7 +18,7 @@ from async_rl.errors import ConfigError
 from async_rl.seams import import_object
 from async_rl.seams.extras import check_extra
 from async_rl.types import IntArray, Prompt
-from buffer.prompt_order import PromptOrder
+from buffer.prompt_order import MAX_PROMPTS, PromptOrder
 from rollout_server.question import Question
 from rollout_server.rewards.rules import NUMBER_RULES, find_number
 from rollout_server.tasks.chat import answer_tokens, prompt_text, prompt_tokens
@@ -33,7 +33,7 @@ class Task(ABC):
     """
 
     num_prompts: int
-    """The number of training prompts in one epoch, at least 1."""
+    """The number of training prompts in one epoch, 1 to MAX_PROMPTS."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._config = config.task
@@ -173,6 +173,12 @@ def open_task(config: Config, tokenizer: Any) -> Task:
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"task.name {name!r} must define {', '.join(missing)}: see {Task.__module__}.Task")
     task = found(config, tokenizer)
-    if getattr(task, "num_prompts", 0) < 1:
+    number = getattr(task, "num_prompts", 0)
+    if number < 1:
         raise ConfigError(f"task.name {name!r} must set num_prompts, at least 1, in __init__")
+    if number > MAX_PROMPTS:
+        raise ConfigError(
+            f"an epoch must have at most {MAX_PROMPTS} prompts, got {number}: each worker keeps their order, 8 bytes a "
+            f"prompt. Lower {'the weights in task.path' if config.task.path else f'num_prompts of {name}'}"
+        )
     return task

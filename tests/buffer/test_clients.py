@@ -167,7 +167,7 @@ def test_a_buffer_that_does_not_answer_is_named() -> None:
         slow = dataclasses.replace(TIMEOUTS, wire_s=0.2)
         learner = LearnerClient(address, slow)
         with pytest.raises(
-            WaitTimeoutError, match=rf"learner waited 0 s .* the buffer at {address} to answer `tra"
+            WaitTimeoutError, match=rf"waited 0 s \(timeouts\.wire_s\) for the buffer at {address} to answer `tra"
         ):
             learner.trained(1)
         learner.close()
@@ -176,6 +176,24 @@ def test_a_buffer_that_does_not_answer_is_named() -> None:
             WaitTimeoutError, match=r"rollout/0 waited 0 s .* `put` \(group 12\), sent 4 times"
         ):
             with_worker(address, lambda worker: worker.put(group), timeouts=slow)
+
+
+def test_the_error_of_a_long_poll_says_which_times_the_wait_was_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times 0.05 s of timeouts.wire_s and 0.6 s that the buffer may take."""
+    monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.6)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
+        said = (
+            r"waited \d s \(timeouts\.wire_s and up to 4 times the 1 s for which it may wait with its answer\) for the "
+            r"buffer at \S+ to answer `{}"
+        )
+        slow = dataclasses.replace(TIMEOUTS, wire_s=0.2)
+        learner = LearnerClient(address, slow)
+        with pytest.raises(WaitTimeoutError, match=said.format("take")):
+            learner.take(0)
+        learner.close()
+        with pytest.raises(WaitTimeoutError, match=said.format("admit")):
+            with_worker(address, lambda worker: worker.admit(1), timeouts=slow)
 
 
 def test_an_admit_without_capacity_returns_empty(buffer: BufferServer, monkeypatch: pytest.MonkeyPatch) -> None:

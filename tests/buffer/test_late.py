@@ -69,7 +69,7 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
             learner.trained(1)
             hasty = LearnerClient(server.address, replace(QUICK, work_s=0.2))
             told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* exact .* until no group runs .*: " \
-                r"1 of 2 groups finished, 1 running \(oldest 0 s, worker rollout/0\)"
+                r"1 of 2 groups of batch 1 finished, 1 running \(oldest 0 s, worker rollout/0\)"
             with pytest.raises(WaitTimeoutError, match=told):
                 hasty.await_push(1)
             hasty.close()

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from async_rl.config.check import SettingsError
 from async_rl.errors import WireError
 from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
@@ -78,6 +79,19 @@ def test_a_bad_message_is_refused_and_counted_and_changes_nothing(
 
     with_worker(buffer.address, put_granted)
     assert len(learner.take(0).groups) == 4
+
+
+def test_a_worker_may_keep_as_many_groups_in_flight_as_the_buffer_grants_at_once(
+    buffer: BufferServer, learner: LearnerClient
+) -> None:
+    most = 2**20
+    assert len(with_worker(buffer.address, lambda worker: worker.admit(most))) == 4, "all slots that there are"
+    with pytest.raises(WireError, match=r"max_groups: got 1048577"):
+        with_worker(buffer.address, lambda worker: worker.admit(most + 1))
+    assert buffer_config(rollout={"concurrency": most}).rollout.concurrency == most
+    said = r"rollout\.concurrency must be less than or equal to 1048576, got 1048577\. .*the buffer grants 2\^20 at"
+    with pytest.raises(SettingsError, match=said):
+        buffer_config(rollout={"concurrency": most + 1})
 
 
 def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(

@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write
 from async_rl.storage.resuming import write_config
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Slot
+from async_rl.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request
@@ -147,6 +149,34 @@ def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Pat
     assert main(["export-trajectories", str(resumed.run_dir), str(target)]) == 0
     rows = [row for row in pq.read_table(target).to_pylist() if row["state"] == "trained"]
     assert len(rows) == 4 and all(len(row["tokens"]) == row["response_tokens"] > 1 for row in rows)
+
+
+@pytest.mark.parametrize(("sections", "reason"), [
+    ({"staleness": {"max": 0}}, "late"),
+    ({"staleness": {"mode": "exact"}, "weight_sync": {"on_update": "drain"}}, "failed"),
+])
+def test_arrived_groups_that_a_resume_drops_are_shown_and_exported(
+    sections: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Groups 2 and 3 arrived, with answers of 3 and 4 and of 2 and 2 tokens. At bound 0 version 1 is too late for them,
+    and in exact mode they don't fill batch 1."""
+    again = changed(run_past_its_checkpoint(journalled(tmp_path, prompts_per_step=2)), **sections)
+    with open_run_dir(again) as resumed, serving(resumed) as server:
+        assert server.counters()["buffer/depth"] == 0
+        write_config(resumed)  # the first step of the resume has been logged
+    lengths = {2: [3, 4], 3: [2, 2]}
+    journal = JournalReader(again.run_dir / FILE_NAME)
+    for group_id, of_group in lengths.items():
+        group, listed = journal.payload(group_id), journal.group(group_id)
+        assert group and listed and listed["drop_reason"] == reason
+        assert [len(row.tokens) for row in group.rows] == of_group
+        assert [row["response_tokens"] for row in listed["rows"]] == of_group
+    target = tmp_path / "out.parquet"
+    assert main(["export-trajectories", str(again.run_dir), str(target)]) == 0
+    dropped = [row for row in pq.read_table(target).to_pylist() if row["drop_reason"] == reason]
+    assert {(row["group_id"], row["row"]): len(row["tokens"]) for row in dropped} == {
+        (group_id, row): length for group_id, of_group in lengths.items() for row, length in enumerate(of_group)
+    }
 
 
 def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_again(tmp_path: Path) -> None:

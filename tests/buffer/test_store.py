@@ -187,6 +187,41 @@ def test_the_description_says_what_a_batch_waits_for() -> None:
     )
 
 
+def test_the_description_counts_in_exact_mode_the_groups_of_the_next_batch() -> None:
+    """Bound 2, batches of 2: version 0 begins the groups 0 to 5 of batches 0, 1 and 2."""
+    store = Store(plain_rules(2, 2, exact=True))
+    store.served(0)
+    store.admit("rollout/0", 9, now_s=0.0)
+    finish_all(store, [0])
+    assert store.describe(now_s=1.0).startswith("1 of 2 groups of batch 0 finished, 5 running")
+    finish_all(store, [2, 3, 4, 5])
+    assert store.take(0) is None
+    assert store.describe(now_s=1.0).startswith("1 of 2 groups of batch 0 finished (4 of later batches), 1 running")
+
+
+def test_the_description_tells_of_late_groups_where_used_ones_would_fill_the_batch() -> None:
+    """Bound 1, batches of 4, of which 2 are fresh: groups 6 and 7, begun at version 1, must be in batch 2."""
+    store = Store(plain_rules(1, 4, fresh_per_step=2, max_uses=2))
+    store.served(0)
+    store.admit("rollout/0", 4, now_s=0.0)
+    finish_all(store, [0, 1, 2, 3])
+    assert train(store) == [0, 1, 2, 3]
+    store.served(1)
+    store.admit("rollout/0", 4, now_s=0.0)
+    for group_id in (4, 5):
+        store.finish(group_id, b"", make_arrival(newest_version=1))
+    assert train(store) == [0, 1, 4, 5]
+    store.served(2)
+    store.admit("rollout/0", 2, now_s=0.0)
+    for group_id in (8, 9):
+        store.finish(group_id, b"", make_arrival(newest_version=2))
+    assert store.take(2) is None
+    assert store.describe(now_s=3.0) == (
+        "2 of 4 groups finished, and 2 to use again, 2 running (oldest 3 s, worker rollout/0), "
+        "2 of them expire by version 2 (first group 6), served version 2"
+    )
+
+
 def test_a_push_that_drains_waits_for_what_runs_and_nothing_starts_meanwhile() -> None:
     store = Store(plain_rules(2, 1, drain=True))
     store.served(0)

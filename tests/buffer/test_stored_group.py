@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from async_rl.config import AlgorithmConfig
 from async_rl.messages.codec import check_group, encode_group
+from async_rl.messages.limits import Limits
 from async_rl.types import Group, Slot
 from buffer.client import WorkerClient
 from buffer.protocol.wire import pack_request
@@ -18,6 +19,7 @@ from buffer.stored_group import Arrival
 from tests.kit.buffer.clients import ask, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
+from tests.kit.groups import make_group, make_row
 from tests.kit.random_episodes import LIMITS, random_episodes
 
 SLOT = Slot(group_id=0, prompt_index=0, start_version=0)
@@ -56,6 +58,14 @@ def test_means_are_over_episodes_and_count_trained_tokens(seed: int) -> None:
     assert found.equal_rewards == (len(set(rewards)) == 1)
     assert found.newest_version == max(int(v) for row in group.rows for v in row.versions[row.mask])
     assert found.duration_s == group.duration_s
+
+
+@pytest.mark.parametrize("size", [2, 5, 6, 10])
+def test_the_mean_of_equal_rewards_is_exactly_each_of_them(size: int) -> None:
+    """In floats (0.1 + ... + 0.1) / 6 may be below 0.1: flat groups of one reward would then count as different."""
+    data = encode_group(make_group(SLOT, rows=[make_row(reward=0.1)] * size))
+    arrival = Arrival.of(check_group(data, Limits.of_stored(data, size)))
+    assert (arrival.reward, arrival.equal_rewards) == (0.1, True)
 
 
 def test_a_group_whose_episodes_have_equal_rewards_is_dropped() -> None:

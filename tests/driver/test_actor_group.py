@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -282,6 +283,36 @@ def test_what_ray_says_of_a_killed_process_is_in_a_log_and_not_on_the_console(
         wait_until(lambda: log.is_file() and str(pid) in log.read_text(), 60, "Ray's message")
     told = capfd.readouterr()
     assert str(pid) not in told.out + told.err
+
+
+class Endless:
+    """Has a call that ends only when it is cancelled, and notes when it begins and ends."""
+
+    def __init__(self, folder: str) -> None:
+        self._begun, self._ended = asyncio.Event(), asyncio.Event()
+
+    async def work(self) -> None:
+        self._begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            self._ended.set()
+
+    async def begun(self) -> None:
+        await self._begun.wait()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
+
+    async def stop(self) -> None: ...
+
+
+def test_a_call_that_is_cancelled_ends_in_its_process(group: ActorGroup) -> None:
+    actor: Any = group.start("rollout/0", Endless)
+    working, limit = actor.work.remote(), Limit(60.0, "timeouts.work_s")
+    group.gather({"rollout/0": actor.begun.remote()}, limit, "the begin of the call")
+    group.cancel(working)
+    group.gather({"rollout/0": actor.ended.remote()}, limit, "the end of the call")
 
 
 def test_a_buffer_that_takes_anothers_place_opens_at_its_port(group: ActorGroup, tmp_path: Path) -> None:

@@ -93,11 +93,6 @@ def checkpoint(driver: Driver) -> None:
     driver.step(3, checkpoint__pause_s=0.5)
 
 
-def push_that_lost_a_server(driver: Driver) -> None:
-    """The learner reports the loss after the step with the push."""
-    driver.step(3, push__lost_servers=1.0)
-
-
 def pause_of_the_guard(driver: Driver) -> None:
     driver.step(3, time__paused_s=20.0)
 
@@ -121,8 +116,7 @@ def buffer_started_again(driver: Driver) -> None:
 @pytest.mark.parametrize(
     "disturb",
     [
-        checkpoint, push_that_lost_a_server, pause_of_the_guard, loss_that_the_driver_sees, server_started_again,
-        buffer_started_again,
+        checkpoint, pause_of_the_guard, loss_that_the_driver_sees, server_started_again, buffer_started_again,
     ],
 )
 def test_a_step_with_a_checkpoint_or_a_lost_process_is_left_out(
@@ -134,6 +128,17 @@ def test_a_step_with_a_checkpoint_or_a_lost_process_is_left_out(
     disturb(driver)
     driver.step(4)
     assert driver.measured == [2, 4]
+
+
+def test_the_step_after_a_push_that_lost_a_server_is_left_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    for version in (1, 2):
+        driver.step(version)
+    driver.add(ServersLost(servers=(("rollout/1", "http://there:1"),)))
+    driver.step(3, push__lost_servers=1.0)
+    for version in (4, 5):
+        driver.step(version)
+    assert driver.measured == [2, 5]
 
 
 def test_after_servers_came_or_went_steps_count_from_the_next_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class Processes:
     """Actors that answer an evaluation by a function, and a learner that counts how often one has ended."""
 
     def __init__(self, **answers: Answer) -> None:
-        self.num_ended = 0
+        self.num_ended = self.num_cancelled = 0
         self.actors: dict[str, Any] = {
             name.replace("_", "/"): self.actor(answer) for name, answer in answers.items()
         }
@@ -53,6 +53,9 @@ class Processes:
 
     def _end(self) -> None:
         self.num_ended += 1
+
+    def cancel(self, call: Awaitable[EvaluationDone]) -> None:
+        self.num_cancelled += 1
 
     async def call(self, name: str, call: Awaitable[EvaluationDone], limit: Limit, what: str) -> EvaluationDone:
         return await call
@@ -150,6 +153,7 @@ def test_a_version_whose_evaluation_takes_too_long_is_skipped(servers: tuple[str
     fixture = Fixture(rollout_0=late, eval_0=late)
     fixture.evaluate(*servers)
     assert fixture.log.skipped == [(4, "the driver waited 9 s")] and not fixture.log.results
+    assert fixture.processes.num_cancelled == 1, "the server would go on with it beside the next one"
 
 
 @pytest.mark.parametrize("servers", [(), ("eval/0",)])
@@ -158,7 +162,7 @@ def test_an_evaluation_that_fails_is_skipped_and_training_goes_on(servers: tuple
     fixture = Fixture(rollout_0=broken, eval_0=broken)
     fixture.evaluate(*servers)
     assert fixture.log.skipped == [(4, "rollout/0 failed: ValueError: no verdict")]
-    assert not fixture.log.results and not fixture.lost
+    assert not fixture.log.results and not fixture.lost and not fixture.processes.num_cancelled
 
 
 def test_a_version_that_becomes_due_once_the_user_ends_the_run_is_not_evaluated() -> None:
@@ -173,6 +177,26 @@ def test_a_version_that_becomes_due_once_the_user_ends_the_run_is_not_evaluated(
 
     asyncio.run(run())
     assert not asked and not fixture.log.results
+
+
+def test_an_evaluation_is_cancelled_at_its_server_when_the_user_ends_the_run() -> None:
+    fixture = Fixture()
+
+    async def answer(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        fixture.evaluations.cancel()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    fixture.processes.actors["rollout/0"] = Processes.actor(answer)
+    fixture.running.add("rollout/0")
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            fixture.evaluations.begin(EvaluationDue(version=4), tasks)
+            await fixture.evaluations.wait()
+
+    asyncio.run(run())
+    assert fixture.processes.num_cancelled == 1 and not fixture.log.results
 
 
 def test_a_server_that_was_down_when_an_evaluation_began_is_not_asked_later() -> None:

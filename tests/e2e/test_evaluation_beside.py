@@ -22,7 +22,8 @@ def test_an_evaluation_is_pinned_to_its_version_or_says_which_ones_answered(
         "eval.size=150", "eval.every_steps=3", f"eval.pin_version={pin}",
     ])
     run = run_assembled(config)
-    assert sorted(run.evals) == [3, 6]
+    evaluated = sorted(run.evals)
+    assert evaluated == [3, 6] or (evaluated == [3] and not pin), "unpinned, the first may last until 6 is due"
     versions = [(v, e["eval/oldest_version"], e["eval/newest_version"]) for v, e in run.evals.items()]
     assert max(step["staleness/max"] for step in run.steps) <= 4
     if pin:

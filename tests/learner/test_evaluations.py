@@ -1,4 +1,4 @@
-"""A learner with evaluation servers: which versions it pushes to them, and that it waits for none of their answers."""
+"""Evaluations beside training as the learner sees them: which versions it pushes, skips, and waits for."""
 
 from __future__ import annotations
 
@@ -82,6 +82,18 @@ def test_a_version_is_skipped_while_the_evaluation_before_it_runs(
         EvaluationSkipped(version=4, reason=busy), EvaluationSkipped(version=6, reason=busy),
     ]
     assert [version for name, version in of_eval.calls if name == "push"] == [2]
+
+
+def test_rollout_servers_too_make_one_evaluation_at_a_time(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(tiny_model_path, run=RunConfig(steps=10, dir=str(tmp_path)), eval=EvalConfig(every_steps=2))
+    reports = list(evaluate(learner, ends=[2]))
+    assert [report for report in reports if not isinstance(report, StepDone)] == [
+        EvaluationDue(version=2), EvaluationDue(version=4),
+        *(EvaluationSkipped(version=v, reason="the evaluation before it is still running") for v in (6, 8)),
+    ]
+    assert [report.version for report in reports if isinstance(report, StepDone)] == list(range(1, 11)), "none waited"
 
 
 def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(

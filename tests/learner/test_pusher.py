@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import EvalConfig, RunConfig, WeightSyncConfig
+from async_rl.config import CheckpointConfig, EvalConfig, RunConfig, WeightSyncConfig
 from async_rl.errors import WeightSyncError
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.telemetry.metrics import reduce_metrics
@@ -59,9 +59,28 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     assert not [op for op, _ in learner._client.calls if op == "take"]  # type: ignore[union-attr]
     publisher.dies_next = "rollout/1"
     publisher.servers["rollout/2"] = "http://y"
-    first, lost, second = reports
+    lost, first, second = reports
     assert lost == ServersLost(servers=(("rollout/1", "http://new"),))
     assert [report.version for report in (first, second)] == [1, 2]
+
+
+def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_version(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    """A server that the push dropped may live on. It would sample those groups from older weights."""
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
+        checkpoint=CheckpointConfig(every_steps=1),
+    )
+    assert isinstance(learner._client, FakeClient)
+    learner._client.calls = publisher.calls
+    publisher.servers["rollout/1"] = "http://y"
+    publisher.dies_next = "rollout/1"
+    for report in learner.run():
+        publisher.calls.append((type(report).__name__, getattr(report, "version", -1)))
+    names = [name for name, *_ in publisher.calls]
+    after = names[names.index("trained") + 1 : names.index("StepDone") + 1]
+    assert after == ["push", "push", "ServersLost", "served", "buffer_checkpoint", "StepDone"]
 
 
 @pytest.mark.parametrize("version", [0, 1])

@@ -56,12 +56,17 @@ class WithoutSize(WithoutVerifier):
         return 0.0
 
 
+class TooLarge(WithoutSize):
+    num_prompts = 2**26 + 1
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("json:JSONDecoder", r"must be a subclass of rollout_server\.tasks\.base\.Task, got <class 'json"),
         (f"{__name__}:WithoutVerifier", "must define verify: see rollout_server.tasks.base.Task"),
         (f"{__name__}:WithoutSize", "must set num_prompts, at least 1, in __init__"),
+        (f"{__name__}:TooLarge", "at most 67108864 prompts, got 67108865: .* Lower num_prompts of .*:TooLarge"),
         ("no_such_module_here:Task", "can't be imported from .*No module named 'no_such_module_here'"),
     ],
 )

@@ -132,6 +132,31 @@ def evaluated(config: Config, gold: GoldRewards | None) -> dict[str, float]:
     return reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
 
 
+def test_the_mean_length_leaves_out_answers_of_which_none_is_known() -> None:
+    """Answers of 1 token, 1 token and 2 tokens in two rows; a failed one; and two of a prompt whose reward failed."""
+
+    async def answer(request: GenerationRequest) -> list[Episode]:
+        if request.prompt.index == 2:
+            raise RewardError("broken")
+        rows = [(ROW,), (ROW,)] if request.prompt.index == 0 else [(ROW, ROW), ()]
+        return [Episode(rows=each, answer="x", end="done" if each else "failed") for each in rows]
+
+    config = changed(worker_config(), eval={"size": 3, "samples": 2})
+    evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
+    found = reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
+    assert found["eval/response_length"] == pytest.approx(4 / 3) and found["eval/failed"] == 3
+
+
+def test_without_any_answer_there_is_no_mean_length() -> None:
+    async def answer(request: GenerationRequest) -> list[Episode]:
+        raise RewardError("broken")
+
+    config = changed(worker_config(), eval={"size": 3, "samples": 2})
+    evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
+    found = reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
+    assert "eval/response_length" not in found and (found["eval/accuracy"], found["eval/failed"]) == (0, 6)
+
+
 def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> None:
     gold = iter([0.0, 1.0, 2.0, None])
 

@@ -12,6 +12,7 @@ import pytest
 from async_rl.errors import AsyncRLError
 from async_rl.view.journal_reader import JournalError, JournalReader
 from buffer.journal.journal import FILE_NAME
+from tests.kit.view.client import Client
 from tests.kit.view.run_dirs import CHARACTERS, JournalWriter, make_run, text_group
 
 
@@ -119,3 +120,16 @@ def test_damaged_tokens_are_named(run_dir: Path, journal: JournalReader) -> None
     with pytest.raises(JournalError, match="tokens of group 1 can't be decoded"):
         journal.payload(1)
     assert journal.prompts([1]) == {}
+
+
+def test_a_group_of_which_the_journal_lists_no_answer_is_read_from_its_tokens(
+    run_dir: Path, journal: JournalReader
+) -> None:
+    """A resume of an earlier version wrote no rows of the arrived groups that it dropped."""
+    with sqlite3.connect(run_dir / FILE_NAME) as database:
+        database.execute("DELETE FROM rows WHERE group_id = 1")
+    database.close()
+    payload = journal.payload(1)
+    assert payload is not None and len(payload.rows) == 2
+    page = Client(run_dir).get("/run/groups/1")
+    assert page.status_code == 200 and 'id="tab-1"' in page.text

@@ -176,6 +176,28 @@ def test_more_numbers_than_a_row_may_have_are_refused() -> None:
         scored(rewards, "4")
 
 
+def test_with_the_reward_of_an_environment_there_is_room_for_one_number_less() -> None:
+    metrics = {str(number): 1.0 for number in range(63)}
+    rewards = [named(lambda *_: RewardResult(1.0, metrics), name="style")]
+    (verdict,), _ = scored(rewards, "4")
+    assert len(verdict.values) == 64
+    said = r"the rewards \(style\) may log at most 63 numbers of an answer, beside the reward `env` .*, got 64"
+    with pytest.raises(RewardError, match=said):
+        scored(rewards, "4", config=make_config(task={"env": "my_games:Game"}))
+
+
+def test_a_name_that_is_too_long_behind_that_of_its_reward_is_refused() -> None:
+    """The buffer takes 200 characters, 6 of which are style/."""
+    for length, is_allowed in ((194, True), (195, False)):
+        rewards = [named(lambda *_, name="x" * length: RewardResult(1.0, {name: 1.0}), name="style")]
+        if is_allowed:
+            (verdict,), _ = scored(rewards, "4")
+            assert max(map(len, verdict.values)) == 200
+        else:
+            with pytest.raises(RewardError, match=r"the reward style must give .* at most 200 .*, got 201: style/xxx"):
+                scored(rewards, "4")
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_reward_that_hangs_or_raises_fails_its_group_with_its_name(is_async: bool) -> None:
     hung = threading.Event()

@@ -161,6 +161,12 @@ def test_the_weights_of_files_say_how_often_their_rows_come_in_an_epoch(
     assert all(origin == f"row {text[1]} of {tmp_path}/{text[0]}.jsonl" for text, (_, origin) in rows.items())
 
 
+def test_weights_that_make_an_epoch_too_long_for_memory_are_refused(tmp_path: Path) -> None:
+    data = (DataConfig(path=written(tmp_path / "a.jsonl", sums("a", 1)), weight=2.0**27),)
+    with pytest.raises(ConfigError, match=r"67108864 prompts, got 134217728: .* Lower the weights in task\.path"):
+        opened(data)
+
+
 def test_one_file_in_a_list_has_the_order_of_the_file_alone(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", sums("a", 9))
     alone, listed = opened(path, seed=3), opened([path], seed=3)

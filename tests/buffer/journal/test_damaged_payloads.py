@@ -1,0 +1,50 @@
+"""Exports of a journal in whose files a payload is damaged: what is kept, and what the command says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from async_rl.cli import main
+from buffer.journal.journal import FILE_NAME, payload_folder
+from tests.kit.buffer.clients import run_pipeline
+from tests.kit.buffer.journal import journalled, select
+from tests.kit.buffer.serving import serving
+
+Damage = Callable[[Path, int, int], None]
+"""Damages the payload at a place of a file: its first byte and its length."""
+
+
+def cut_short(file: Path, start: int, size: int) -> None:
+    os.truncate(file, start + size - 1)
+
+
+def fill_with_zeros(file: Path, start: int, size: int) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:start] + bytes(size) + data[start + size :])
+
+
+@pytest.mark.parametrize(("damage", "said"), [(cut_short, "ends before byte"), (fill_with_zeros, "bytes starting")])
+def test_a_damaged_payload_costs_an_export_the_tokens_of_its_group_alone(
+    damage: Damage, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = journalled(tmp_path)
+    with serving(config) as server:
+        run_pipeline(server, config, steps=3, workers=1)
+    group_id, number, start, size = select(config, "SELECT * FROM payloads ORDER BY file, start")[-1]
+    command = ["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]
+    assert main(command) == 0
+    assert "without tokens" not in capsys.readouterr().out
+    whole = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    damage(payload_folder(config.run_dir / FILE_NAME) / str(number), start, size)
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert f"1 group without tokens, because the payloads are damaged; the first is group {group_id}: " in told
+    assert said in told
+    arrays = ("tokens", "logprobs", "versions", "mask", "prompt_tokens")
+    without = [row | dict.fromkeys(arrays) if row["group_id"] == group_id else row for row in whole]
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == without

@@ -79,8 +79,8 @@ class TaskConfig:
     """Several rewards in place of `reward`, each with a name, a weight and settings. With `env` or `agent` their
     weighted sum is added to what these give."""
     sandbox: Literal["auto", "none"] = "auto"
-    """The containment of the programs in answers that a reward runs. auto: the strongest that this machine has; a run
-    is refused where there is none. none: they run as the user of the run, with all of its rights."""
+    """The containment of programs in answers, also of those that scorers of reasoning_gym may run. auto: the strongest
+    that this machine has; a run is refused where there is none. none: they have all rights of the user of the run."""
     max_prompt_tokens: PositiveInt = 512
     """The longest allowed prompt, in tokens. Longer ones are left out and counted."""
     max_failures: PositiveInt = 20

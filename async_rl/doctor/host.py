@@ -300,10 +300,11 @@ def _absent_files(config: Config, sent: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 def _sandbox() -> Check:
-    """Return the check that programs of answers can be contained, as the reward `code` needs it."""
+    """Return the check that programs of answers can be contained, as `code` and some scorers of reasoning_gym need it.
+    """
     mend = (
-        "the reward code needs Linux 5.13 or newer on x86_64 with Landlock and seccomp; files and processes of "
-        "programs need user namespaces"
+        "the reward code, and scorers of reasoning_gym that may run answers, need Linux 5.13 or newer on x86_64 with "
+        "Landlock and seccomp; files and processes of programs need user namespaces"
     )
     try:
         found = find_protection()

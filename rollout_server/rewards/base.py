@@ -10,7 +10,7 @@ without special tokens, or a `Reward`, which declares more (rollout_server/rewar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -171,7 +171,9 @@ def is_async(function: Score) -> bool:
 
 
 def _own_reward(task: Verifier) -> Reward:
-    return Reward(function=task.verify, concurrency=num_children())
+    """Return the reward that the task declares, or that of its `verify`."""
+    declared: Callable[[], Reward] | None = getattr(task, "own_reward", None)
+    return declared() if declared else Reward(function=task.verify, concurrency=num_children())
 
 
 def _find_reward(name: str, key: str) -> Reward:

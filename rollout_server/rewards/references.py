@@ -28,6 +28,10 @@ _REFERRING = {
 """The words of an <answer> that only says where the answer is, as in `see the box above`."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
+_BRACE = re.compile(r"[{}]")
+_LETTERS = re.compile(r"\w+")
+_KEPT_WORDS = {"and", "or", "percent", "percentage", "pct"}
+"""Words outside of boxes that math-verify reads as a part of the answer."""
 
 
 def as_text(answer: Any) -> str:
@@ -91,6 +95,32 @@ def after_replaced_boxes(text: str) -> str:
         if not depth and not {each.lower() for each in _WORD.findall(between)} <= {"and", "or"}:
             return text[end:]
     return text
+
+
+def only_boxes(text: str) -> str:
+    """Return a text of the same length that says nothing but its boxes: outside of them letters and digits are dots.
+
+    `$41$` or `the final answer is 41` is then no answer, nor is a box that was not closed. Separators stay: by them and
+    by the distances math-verify tells which boxes belong together.
+    """
+    open_braces: list[int] = []
+    ends: dict[int, int] = {}
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            open_braces.append(brace.end())
+        elif open_braces:
+            ends[open_braces.pop()] = brace.end()
+    parts: list[str] = []
+    end = 0
+    for box in _BOX.finditer(text):
+        if box.start() >= end and box.end() in ends:
+            parts += [_LETTERS.sub(_dots, text[end : box.start()]), text[box.start() : ends[box.end()]]]
+            end = ends[box.end()]
+    return "".join((*parts, _LETTERS.sub(_dots, text[end:])))
+
+
+def _dots(found: re.Match[str]) -> str:
+    return found[0] if found[0].lower() in _KEPT_WORDS else "." * len(found[0])
 
 
 def ends_with(response: str, answer: Any) -> bool:

@@ -20,6 +20,7 @@ from rollout_server.rewards.references import (
     final_answer,
     is_answer,
     is_number,
+    only_boxes,
     with_marked_math,
 )
 
@@ -61,13 +62,15 @@ def math_verify(question: Question, response: str) -> float:
     """Return 1 if math-verify finds the response's final answer equal to the reference, else 0.
 
     A reference that it would misread is compared in another form; then a response may also end with its text. Of boxes
-    with words between them, all of which math-verify takes for the answer, the last may also be it alone.
+    with words between them, all of which math-verify takes for the answer, the last may also be it alone; beside them
+    nothing else counts then, or what stands before them would be a further try.
     """
     answer, response = question.ground_truth, final_answer(response)
     reference = with_marked_math(as_math(answer))
     if reference != as_text(answer) and ends_with(response, answer):
         return 1.0
-    choices = dict.fromkeys((response, after_replaced_boxes(response)))
+    last = after_replaced_boxes(response)
+    choices = [response] if last == response else [only_boxes(response), only_boxes(last)]
     return float(any(_math_checker().is_equal(with_marked_math(each), reference) for each in choices))
 
 

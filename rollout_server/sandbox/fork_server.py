@@ -44,15 +44,21 @@ class ForkServer:
 
     Args:
         has_namespaces: whether each program gets namespaces of its own.
+        is_contained: whether programs are contained at all. Otherwise only their time, memory and output are limited.
+        reads_as_root: whether programs of a server of root may read what is closed to others, of the paths below which
+            programs may read at all.
     """
 
-    def __init__(self, control: int, has_namespaces: bool) -> None:
+    def __init__(
+        self, control: int, *, has_namespaces: bool, is_contained: bool = True, reads_as_root: bool = False
+    ) -> None:
         self._control = socket.socket(fileno=control)
         self._has_namespaces = has_namespaces
+        self._is_contained, self._reads_as_root = is_contained, reads_as_root
         self._is_root = os.getuid() == 0
         self._pid, self._parent = os.getpid(), os.getppid()
         self._readable = [*_READABLE, sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)]
-        self._ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null"])
+        self._ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null"]) if is_contained else -1
         self._running: dict[int, tuple[int, int]] = {}
         """[process] (number of the run, slot)."""
         self._processes: dict[int, int] = {}
@@ -133,11 +139,8 @@ class ForkServer:
             os.dup2(file, target)
         os.dup2(files[0], files[0] + _SMALL_FILES)
         files[0] += _SMALL_FILES
-        if self._is_root:
-            uid = FIRST_UID + slot
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+        if self._is_root and self._is_contained:
+            kernel.become_user(FIRST_UID + slot, reads_as_root=self._reads_as_root)
             threads = THREADS
         num_processes = int(spec["processes"]) if self._has_namespaces else 1
         ruleset = self._ruleset
@@ -152,8 +155,9 @@ class ForkServer:
             ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null", "/tmp"])  # this /tmp is another one
         kernel.set_dumpable(False)
         kernel.limit_resources(int(spec["memory_bytes"]), int(spec["output_bytes"]), spec["cpu_s"], threads)
-        kernel.restrict_by_landlock(ruleset)
-        kernel.apply_filter(kernel.seccomp_filter(os.getpid(), num_processes > 1))
+        if self._is_contained:
+            kernel.restrict_by_landlock(ruleset)
+            kernel.apply_filter(kernel.seccomp_filter(os.getpid(), num_processes > 1))
 
     def _num_threads(self) -> int:
         """Return how many threads the user has, at most a second ago. Root has a user for each program instead."""
@@ -249,15 +253,27 @@ PROJECT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file
 """The folder of the packages of this project, which programs can't import."""
 
 
+def prepare(source: str) -> None:
+    """Run a program in this process, once, whose names the programs to come can import from the module `prepared`."""
+    module = type(sys)("prepared")
+    exec(compile(source, "prepared.py", "exec"), module.__dict__)
+    sys.modules["prepared"] = module
+
+
 def main() -> None:
-    """Serve: `fork_server.main()` with the arguments control socket, 1 or 0 for namespaces, modules to import first."""
-    control, has_namespaces, preload = sys.argv[1:4]
-    if has_namespaces == "1":
+    """Serve: `fork_server.main()` with the arguments control socket, and the options of the pool as JSON."""
+    control, options = int(sys.argv[1]), json.loads(sys.argv[2])
+    if options["has_namespaces"]:
         namespaces.become_server()
     sys.path[:] = [path for path in sys.path if path != PROJECT]
     site.setquit()  # exit and quit, which Python leaves out with -S
-    for name in (*_PRELOADED, *filter(None, preload.split(","))):
+    for name in (*_PRELOADED, *options["preload"]):
         __import__(name)
+    if options["setup"]:
+        prepare(options["setup"])
     gc.collect()
     gc.freeze()
-    ForkServer(int(control), has_namespaces == "1").serve()
+    ForkServer(
+        control, has_namespaces=options["has_namespaces"], is_contained=options["is_contained"],
+        reads_as_root=options["reads_as_root"],
+    ).serve()  # fmt: skip

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,15 +66,26 @@ class SandboxPool:
         has_namespaces: give each program namespaces of its own, in which it may have a temporary folder and processes.
         python: the Python that runs the programs; empty: see `find_python`.
         preload: modules that are imported once, for all programs.
+        setup: a program, one that is trusted, which the server runs once; programs can import its names from the module
+            `prepared`.
+        is_contained: contain the programs. Otherwise they run as the user of the server, with all of its rights, but
+            within their limits; the Python is then `python` or this one.
+        reads_as_root: where the server is of root, let programs read what its Python and packages have although it is
+            closed to other users, as below /root; the Python is then `python` or this one. Not with namespaces.
         user: the user as which the server runs; None: that of this process.
     """
 
     def __init__(
-        self, *, has_namespaces: bool = False, python: str = "", preload: Sequence[str] = (), user: int | None = None
+        self, *, has_namespaces: bool = False, python: str = "", preload: Sequence[str] = (), setup: str = "",
+        is_contained: bool = True, reads_as_root: bool = False, user: int | None = None,
     ) -> None:
-        self._python = find_python(python)
-        self._arguments = (str(int(has_namespaces)), ",".join(preload))
-        self._site = [] if preload else ["-S"]
+        needs_public_python = is_contained and not reads_as_root
+        self._python = find_python(python) if needs_public_python else python or sys.executable
+        self._options = json.dumps({
+            "has_namespaces": has_namespaces, "preload": list(preload), "setup": setup, "is_contained": is_contained,
+            "reads_as_root": reads_as_root,
+        })  # fmt: skip
+        self._site = [] if preload or setup else ["-S"]
         self._user = user
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -170,7 +182,7 @@ class SandboxPool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Programs inherit the server's memory and environment: nothing of this process may be in them.
         code = f"import sys; sys.path.insert(0, {PROJECT!r}); {_CODE}"
-        arguments = (str(theirs.fileno()), *self._arguments, owner(os.getpid()))
+        arguments = (str(theirs.fileno()), self._options, owner(os.getpid()))
         command = [self._python, "-I", *self._site, "-c", code, *arguments]
         environment = {
             "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1",

@@ -18,7 +18,11 @@ from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
 from rollout_server.question import Question
+from rollout_server.rewards.contract import Reward
+from rollout_server.rewards.math_checker import num_children
+from rollout_server.sandbox.protection import check_protection, find_protection
 from rollout_server.tasks.base import Task
+from rollout_server.tasks.reasoning_gym_scorer import ReasoningGymScorer
 
 _MAX_DRAWS = 50
 """After so many draws for one training question, all too long or held out, the task counts as exhausted."""
@@ -46,7 +50,11 @@ class ReasoningGymTask(Task):
         _check_params(self._name, config.task.params)
         self._parts = _parts(config.task.params) if self._name == _COMPOSITE else {}
         self._dataset = cache(self._create_dataset)
-        self._dataset(_TRAIN, 0)
+        dataset, is_contained = self._dataset(_TRAIN, 0), config.task.sandbox != "none"
+        parts = dataset.datasets if self._parts else {self._name: dataset}
+        self._scorer = ReasoningGymScorer(
+            dataset, parts, self._name, self._dataset_settings(_TRAIN, 0), is_contained=is_contained
+        )
         self._draw_once = cache(self._draw)
 
     def train_question(self, position: int) -> Question:
@@ -58,29 +66,38 @@ class ReasoningGymTask(Task):
     def verify(self, question: Question, response: str) -> float:
         """Return the dataset's own score of the last <answer>...</answer>, or of the whole response if it has none.
 
-        An answer that the dataset can't read scores 0.
+        An answer that the dataset can't read, or not within SCORE_TIMEOUT_S, scores 0.
         """
-        return self._score(question, response) or 0.0
+        return self._scorer.score(question, _answer_in(response)) or 0.0
+
+    def own_reward(self) -> Reward:
+        """Return the reward of `verify`, which needs the sandbox if the dataset's scorer may run an answer as code."""
+        return Reward(
+            function=self.verify, concurrency=num_children(), check=self._check_containment,
+            describe=self._describe_containment,
+        )  # fmt: skip
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
         if "" not in self.rules_of(prompt.question):
             return super().has_answer(prompt, response)
-        return bool(response.strip()) and self._score(prompt.question, response) is not None
+        return bool(response.strip()) and self._scorer.has_read(prompt.question, _answer_in(response))
 
-    def _score(self, question: Question, response: str) -> float | None:
-        """Return the dataset's score of the response's answer, or None if its scorer raises on this answer."""
-        tagged = _TAGGED_ANSWER.findall(response)
-        answer = (tagged[-1] if tagged else response).strip()
-        text = question.messages[-1]["content"]
-        entry = {"question": text, "answer": question.ground_truth, "metadata": question.extra}
-        dataset = self._dataset(_TRAIN, 0)
+    def _check_containment(self, config: Config, settings: None, timeout_s: float, key: str) -> None:
+        if not self._scorer.runs_answers or config.task.sandbox == "none":
+            return
         try:
-            return float(dataset.score_answer(answer=answer, entry=entry))
-        except Exception:
-            # Some scorers do not catch what a wrong answer raises, e.g. int("abc") in prime_factorization. The answer
-            # is wrong then. If the right answer raises too, the scorer is broken and the group fails.
-            dataset.score_answer(answer=question.ground_truth, entry=entry)
-            return None
+            check_protection(needs_namespaces=False)
+        except ConfigError as error:
+            raise ConfigError(
+                f"task.name {config.task.name}: its scorer may run an answer as Python, and {error}"
+            ) from None
+
+    def _describe_containment(self, config: Config, settings: None) -> str:
+        if not self._scorer.runs_answers:
+            return ""
+        if config.task.sandbox == "none":
+            return "answers that its scorer runs as Python are not contained (task.sandbox: none)"
+        return f"answers that its scorer runs as Python are contained by {find_protection()}"
 
     def _draw(self, position: int) -> Question:
         for draw in range(_MAX_DRAWS):
@@ -122,14 +139,16 @@ class ReasoningGymTask(Task):
             extra=item["metadata"], source=f"reasoning_gym/{dataset}",
         )
 
-    def _create_dataset(self, kind: int, draw: int) -> Any:
+    def _dataset_settings(self, kind: int, draw: int) -> dict[str, Any]:
         run_seed = self._seed if kind == _TRAIN else 0
         # Item i of a dataset is seeded with seed + i, so neighbouring seeds would give the same items, shifted.
         seed = int(np.random.SeedSequence([run_seed, kind, draw]).generate_state(1)[0]) >> 1
         size = self.num_prompts if kind == _TRAIN else _EVAL_CHUNK
+        return {"seed": seed, "size": size, **self._config.params, **self._parts}
+
+    def _create_dataset(self, kind: int, draw: int) -> Any:
         try:
-            params = {**self._config.params, **self._parts}
-            return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **params)
+            return reasoning_gym.create_dataset(self._name, **self._dataset_settings(kind, draw))
         except Exception as error:  # datasets raise any kind of error for bad parameters
             raise ConfigError(
                 f"task.params {self._config.params} do not suit {self._config.name}: {type(error).__name__}: {error}"
@@ -170,6 +189,11 @@ def _parts(params: Mapping[str, Any]) -> dict[str, list[DatasetSpec]]:
         _check_params(spec["name"], spec["config"])
         specs.append(DatasetSpec(**spec))
     return {"datasets": specs}
+
+
+def _answer_in(response: str) -> str:
+    tagged: list[str] = _TAGGED_ANSWER.findall(response)
+    return (tagged[-1] if tagged else response).strip()
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

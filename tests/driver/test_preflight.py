@@ -180,9 +180,11 @@ def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_pa
 
 
 def test_programs_that_are_not_contained_are_a_caution(model: ModelConfig, tmp_path: Path) -> None:
-    task = TaskConfig(name="rollout_server.tasks.programs:Programs", reward="code", sandbox="none")
-    cautions = [each for each in check_inputs(config_of(model, task, tmp_path)) if "sandbox" in each]
-    assert cautions == ["task.sandbox: the reward code: programs are not contained (task.sandbox: none)."]
+    programs = TaskConfig(name="rollout_server.tasks.programs:Programs", reward="code", sandbox="none")
+    answers = TaskConfig(name="reasoning_gym/countdown", sandbox="none")
+    cautions = [each for task in (programs, answers) for each in check_inputs(config_of(model, task, tmp_path))]
+    assert "task.sandbox: the reward code: programs are not contained (task.sandbox: none)." in cautions
+    assert "the reward task: answers that its scorer runs as Python are not contained" in cautions[-1]
 
 
 def test_a_chat_template_that_raises_is_refused(model: ModelConfig, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Mode:
     forbids_namespaces: bool = False
     landlock_abi: int = 0
     """Take Landlock for this version of it; 0: for that of the kernel."""
+    reads_as_root: bool = False
 
     @property
     def is_possible(self) -> bool:
@@ -72,6 +73,7 @@ MODES = [
     Mode("user with namespaces", has_namespaces=True, is_ordinary=True),
     Mode("user where namespaces are forbidden", has_namespaces=False, is_ordinary=True, forbids_namespaces=True),
     Mode("root where namespaces are forbidden", has_namespaces=False, forbids_namespaces=True),
+    Mode("root that reads", has_namespaces=False, reads_as_root=True),
 ]
 OLD_MODES = [
     Mode("user on Linux 5.13", has_namespaces=False, is_ordinary=True, landlock_abi=1),
@@ -91,7 +93,10 @@ def pool_of(mode: Mode, python: str = PYTHON, preload: Sequence[str] = ()) -> It
             wrapper.write_text(text.format(python=python, project=PROJECT, abi=mode.landlock_abi))
             wrapper.chmod(0o755)
             python = str(wrapper)
-        yield SandboxPool(has_namespaces=mode.has_namespaces, python=python, preload=preload, user=user)
+        yield SandboxPool(
+            has_namespaces=mode.has_namespaces, python=python, preload=preload, user=user,
+            reads_as_root=mode.reads_as_root,
+        )  # fmt: skip
 
 
 @contextmanager

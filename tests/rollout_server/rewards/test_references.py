@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
-from rollout_server.rewards.references import as_math, ends_with, with_marked_math
+from rollout_server.rewards.references import as_math, ends_with, only_boxes, with_marked_math
 from rollout_server.rewards.rules import check_reference, math_verify
 
 
@@ -108,3 +108,22 @@ def test_an_answer_that_is_written_as_its_reference_is_right(answer: str, respon
 def test_a_response_that_ends_otherwise_does_not_end_with_the_answer(response: str) -> None:
     assert not ends_with(f"It is\n{response}", "3 1/2")
     assert ends_with("It is\nx = 3 1/2.\n", "3 1/2")
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes"),
+    [
+        ("so $41$ and \\boxed{42}, or \\boxed{x}.", ".. $..$ and \\boxed{42}, or \\boxed{x}."),
+        ("a \\boxed{\\frac{1}{2}} b \\boxed{\\boxed{3}} c", ". \\boxed{\\frac{1}{2}} . \\boxed{\\boxed{3}} ."),
+        ("\\boxed{1} and \\boxed{2", "\\boxed{1} and \\.....{."),
+        ("\\boxed{1 and \\boxed{2}", "\\.....{. and \\boxed{2}"),
+        ("The final answer is 41", "... ..... ...... .. .."),
+    ],
+)
+def test_outside_of_boxes_nothing_is_left_to_read(text: str, boxes: str) -> None:
+    assert only_boxes(text) == boxes
+
+
+@pytest.mark.timeout(60)
+def test_many_boxes_that_are_not_closed_are_read_at_once() -> None:
+    assert only_boxes("\\boxed{" * 100_000) == "\\.....{" * 100_000

@@ -156,6 +156,11 @@ def test_math_verify_compares_what_follows_the_thoughts(response: str, answer: s
         ("$x=\\boxed{41} \\text{ or } \\boxed{42}$", "41, 42", "42"),
         ("The one is \\boxed{41}, the other is \\boxed{42}.", "41, 42", "41"),
         ("It is \\boxed{\\boxed{42}}, I am sure.", "42", "41"),
+        ("The final answer is $41$. I hope it is correct. \\boxed{0} or rather \\boxed{42}", "42", "41"),
+        ("\\boxed{0}. The final answer is $41$. I hope so. No: \\boxed{42}", "42", "41"),
+        ("\\boxed{0}, no, \\boxed{42}. The final answer is $41$. I hope it is.", "42", "41"),
+        ("Answer: $41$. \\boxed{(} and then \\boxed{42}", "42", "41"),
+        ("$\\boxed{42}$ hmm, no, it is \\boxed{ 41", "42", "41"),  # cut off
     ],
 )
 def test_math_verify_takes_the_last_box_where_words_stand_before_it(response: str, right: str, wrong: str) -> None:

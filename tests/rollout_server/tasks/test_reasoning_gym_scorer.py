@@ -1,0 +1,273 @@
+"""Answers that a scorer of reasoning_gym may run as Python are scored apart: they harm neither the run nor others."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import inspect
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from async_rl.config import Config
+from async_rl.errors import AsyncRLError, ConfigError, RewardError
+from learner.models.tiny_model import character_tokenizer
+from rollout_server.question import Question
+from rollout_server.rewards.base import open_rewards
+from rollout_server.rewards.scoring import Scoring
+from rollout_server.sandbox import kernel, protection
+from rollout_server.sandbox.protection import Protection
+from rollout_server.tasks import reasoning_gym_scorer, reasoning_gym_task
+from rollout_server.tasks.base import Task, open_task
+from rollout_server.tasks.comparing_scorers import only_compares
+from tests.kit.configs import make_config
+from tests.kit.rewards import told
+
+TOKENIZER = character_tokenizer()
+needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
+sandboxes = pytest.mark.parametrize("sandbox", [pytest.param("auto", marks=needs_sandbox), "none"])
+
+
+def config_of(name: str, sandbox: str = "auto", **task: Any) -> Config:
+    return make_config(
+        task={"name": f"reasoning_gym/{name}", "size": 4, "sandbox": sandbox, "max_prompt_tokens": 8000, **task},
+        eval={"size": 0},
+    )
+
+
+def opened(name: str, sandbox: str = "auto") -> tuple[Task, Question]:
+    task = open_task(config_of(name, sandbox), TOKENIZER)
+    return task, task.prompt(0).question
+
+
+def directly(name: str, question: Question, answer: str) -> float:
+    """The score that the package itself gives."""
+    dataset = DATASETS[name][0](DATASETS[name][1]())
+    text = question.messages[-1]["content"]
+    entry = {"question": text, "answer": question.ground_truth, "metadata": question.extra}
+    return float(dataset.score_answer(answer=answer, entry=entry))
+
+
+def expanded(product: str) -> str:
+    """The terms of a polynomial in the other order."""
+    return " ".join(f"{sign or '+'}{term}" for sign, term in re.findall(r"([+-]?) ?([^ +-]+)", product)[::-1])
+
+
+@pytest.mark.processes
+@sandboxes
+def test_honest_answers_get_the_scores_of_the_package(sandbox: str) -> None:
+    task, question = opened("string_insertion", sandbox)
+    right = question.ground_truth
+    answers = [right, repr(list(right)), f"x{right}", "", "nonsense", "<answer>A</answer>", "[1, 2"]
+    found = [task.verify(question, answer) for answer in answers]
+    assert found == [1, 0.1, 0, 0, 0, 0, 0]
+    assert found == [directly("string_insertion", question, answer) for answer in answers]
+
+    task, question = opened("countdown", sandbox)
+    right = question.ground_truth
+    answers = [right, f"({right}) + 0", f"({right})*1", "1 + 1", "no", "1 +"]
+    found = [task.verify(question, answer) for answer in answers]
+    assert found[0] == 1 and found[3:] == [0.05, 0.01, 0.01]
+    assert found == [directly("countdown", question, answer) for answer in answers]
+
+    task, question = opened("polynomial_multiplication", sandbox)
+    right = question.ground_truth
+    answers = [right, expanded(right), right.replace("**", "^"), "x + 1", "?"]
+    found = [task.verify(question, answer) for answer in answers]
+    assert found[:2] == [1, 1] and found[3:] == [0, 0]
+    assert found == [directly("polynomial_multiplication", question, answer) for answer in answers]
+
+
+@pytest.mark.processes
+@sandboxes
+def test_an_answer_that_runs_code_does_not_change_the_score_of_a_later_one(sandbox: str) -> None:
+    task, question = opened("string_insertion", sandbox)
+    spoiled = "setattr(type(self), 'score_answer', lambda *a, **k: 1.0) or setattr(self, 'score_answer', print) or ''"
+    assert task.verify(question, spoiled) == 0
+    assert [task.verify(question, answer) for answer in ("wrong", question.ground_truth)] == [0, 1]
+    assert task.verify(question, "__import__('os').kill(__import__('os').getpid(), 9)") == 0
+    assert task.verify(question, "exit()") == task.verify(question, "wrong too") == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("sandbox", "score"), [pytest.param("auto", 0, marks=needs_sandbox), ("none", 0.1)])
+def test_an_answer_reads_a_file_of_the_run_only_without_a_sandbox(tmp_path: Path, sandbox: str, score: float) -> None:
+    (tmp_path / "key").write_text("sesame")
+    task, question = opened("string_insertion", sandbox)
+    reads = f"oracle_answer if open({str(tmp_path / 'key')!r}).read() == 'sesame' else ''"
+    assert task.verify(question, reads) == score
+    assert task.verify(question, reads.replace("sesame", "another")) == 0
+
+
+@pytest.mark.processes
+@needs_sandbox
+def test_an_answer_can_forge_its_own_score_but_to_no_more_than_a_right_one_has() -> None:
+    task, question = opened("string_insertion")
+    forged = "[__import__('os').write(1, b'\\n' + {} + b'\\n'), __import__('os')._exit(0)]"
+    numbers = ["b'1.0'", "b'7.0'", "b'-1.0'", "b'nan'", "b'1e9999'", "b'0' * 1000", "b'[' * 1000", "b'\\xff'"]
+    assert [task.verify(question, forged.format(each)) for each in numbers] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert task.verify(question, "oracle_answer") == 0.1  # by the scorer itself: the right answer as a list of letters
+
+
+@pytest.mark.processes
+@sandboxes
+def test_an_answer_that_takes_for_ever_is_wrong_and_the_worker_lives_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, sandbox: str
+) -> None:
+    config = config_of("string_insertion", sandbox)
+    task = open_task(config, TOKENIZER)
+    prompt = task.prompt(0)
+    assert task.verify(prompt.question, "wrong") == 0  # the server has started
+    monkeypatch.setattr(reasoning_gym_scorer, "SCORE_TIMEOUT_S", 1.0)
+    endless, ticks = "9**9**9", 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    async def score() -> list[float | None]:
+        scoring, ticking = Scoring(config, open_rewards(config, task)), asyncio.create_task(tick())
+        try:
+            verdicts = await scoring.score(prompt.question, [told(endless), told(prompt.question.ground_truth)])
+        finally:
+            ticking.cancel()
+            await scoring.aclose()
+        return [verdict.reward for verdict in verdicts]
+
+    assert asyncio.run(score()) == [0, 1]
+    assert ticks >= 10
+    # it would take as long once more to find out
+    assert [task.has_answer(prompt, each) for each in (endless, "never scored", "wrong")] == [None, None, True]
+
+
+@pytest.mark.processes
+@needs_sandbox
+def test_a_scorer_that_can_not_read_the_right_answer_fails_the_group_and_says_why() -> None:
+    task, question = opened("prime_factorization")
+    assert task.verify(question, "abc") == 0  # int("abc") raises in the scorer
+    prompt = task.prompt(0)
+    assert [task.has_answer(prompt, each) for each in ("abc", " ", question.ground_truth)] == [False, False, True]
+    broken = dataclasses.replace(question, ground_truth="abc")
+    with pytest.raises(RewardError, match=r"reasoning_gym/prime_factorization can't read .* 'abc': ValueError"):
+        task.verify(broken, "x")
+
+
+@pytest.mark.processes
+@needs_sandbox
+def test_the_server_of_a_scorer_ends_with_its_task() -> None:
+    task, question = opened("string_insertion")
+    assert task.verify(question, "wrong") == 0
+    server = psutil.Process(task._scorer._pool.server_pid)  # type: ignore[attr-defined]
+    del task
+    gc.collect()
+    server.wait(60)
+
+
+@pytest.mark.processes
+@needs_sandbox
+def test_a_dataset_of_a_composite_is_scored_apart_only_if_it_has_to_be() -> None:
+    parts = [{"name": "spell_backward"}, {"name": "string_insertion", "config": {"min_string_length": 6}}]
+    task = open_task(config_of("composite", params={"datasets": parts}), TOKENIZER)
+    for prompt in map(task.prompt, range(4)):
+        question = prompt.question
+        right = question.ground_truth
+        assert task.verify(question, right) == 1
+        name = question.source.removeprefix("reasoning_gym/")
+        assert task.verify(question, repr(list(right))) == directly(name, question, repr(list(right)))
+
+
+@functools.cache
+def comparing() -> set[str]:
+    return {name for name, (dataset, _) in DATASETS.items() if only_compares(dataset.score_answer)}
+
+
+def test_the_scorers_that_only_compare_are_told_from_those_that_run_an_answer() -> None:
+    assert comparing() >= {"spell_backward", "chain_sum", "gcd", "products", "letter_counting", "dice"}
+    assert len(comparing()) >= 30
+    for name in set(DATASETS) - {"composite"}:
+        text = inspect.getsource(DATASETS[name][0].score_answer)
+        if re.search(r"eval\(|exec\(|parse_expr|\bre\.|json\.|np\.|\bint\(|self\.(?!config)", text):
+            assert name not in comparing(), name
+    runs = {
+        "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "puzzle24",
+        "polynomial_multiplication", "simple_integration", "intermediate_integration",
+    }  # fmt: skip
+    assert runs < set(DATASETS) and not runs & comparing()
+
+
+def _compared(answer: str, right: str) -> bool:
+    return Decimal(answer) == Decimal(right) or any(a == b for a, b in zip(answer, right, strict=False))
+
+
+def _run(answer: str) -> Any:
+    return eval(answer)
+
+
+def _recurring(answer: str) -> bool:
+    return not answer or _recurring(answer.replace("a", ""))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "only"),
+    [
+        (lambda self, answer, entry: float(answer.strip() == entry["answer"]), True),
+        (lambda self, answer, entry: _compared(answer, entry["answer"]), True),
+        (lambda self, answer, entry: _recurring(answer), True),
+        (lambda self, answer, entry: _run(answer), False),
+        (lambda self, answer, entry: [eval(each) for each in answer], False),
+        (lambda self, answer, entry: getattr(self, answer)(), False),
+        (lambda self, answer, entry: self.parse(answer), False),
+        (lambda self, answer, entry: re.split(entry["answer"], answer), False),
+        (lambda self, answer, entry: 10 ** int(answer), False),
+        (lambda self, answer, entry: __import__(answer), False),
+        (functools.partial(_run), False),
+        (print, False),
+    ],
+)
+def test_a_scorer_with_a_name_that_is_not_known_might_run_an_answer(scorer: Any, only: bool) -> None:
+    assert only_compares(scorer) == only
+
+
+def test_a_scorer_that_is_wrapped_might_run_an_answer() -> None:
+    def wrapped(scorer: Any) -> Any:
+        return lambda *arguments: scorer(*arguments)
+
+    assert not only_compares(wrapped(_compared))
+
+
+def test_a_run_is_refused_where_answers_that_its_scorer_may_run_are_not_contained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (protection, reasoning_gym_task):
+        monkeypatch.setattr(module, "find_protection", lambda: Protection(0, True, True))
+
+    def about(name: str, sandbox: str) -> str:
+        config = config_of(name, sandbox)
+        (reward,) = open_rewards(config, open_task(config, TOKENIZER))
+        return reward.about
+
+    with pytest.raises(ConfigError, match=r"countdown: its scorer may run an answer as Python, .*task\.sandbox: none"):
+        about("countdown", "auto")
+    assert about("countdown", "none") == "answers that its scorer runs as Python are not contained (task.sandbox: none)"
+    assert about("spell_backward", "auto") == about("spell_backward", "none") == ""
+    monkeypatch.setattr(protection, "find_protection", lambda: Protection(7, True, True))
+    monkeypatch.setattr(reasoning_gym_task, "find_protection", lambda: Protection(7, True, True))
+    assert "are contained by seccomp, Landlock ABI 7, limits" in about("countdown", "auto")
+
+
+@pytest.mark.processes
+@needs_sandbox
+def test_a_server_that_can_not_load_the_dataset_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasoning_gym_scorer, "_SETUP", "import no_such_module_here")
+    task, question = opened("string_insertion")
+    with pytest.raises(AsyncRLError, match="can't start: ModuleNotFoundError: No module named 'no_such_module_here'"):
+        task.verify(question, "wrong")

@@ -97,7 +97,7 @@ def test_a_job_waits_for_its_nodes_and_starts_the_run_or_goes_on_with_it(tmp_pat
     steps = calls(tmp_path, "srun")
     assert steps and all("--cpus-per-task=96" in step for step in steps)
     assert calls(tmp_path, "async-rl") == [
-        "async-rl doctor configs/mine.yaml", "async-rl train configs/mine.yaml run.steps=9 --resume auto"
+        "async-rl doctor configs/mine.yaml run.steps=9", "async-rl train configs/mine.yaml run.steps=9 --resume auto"
     ]
     assert calls(tmp_path, "scontrol") == []
 

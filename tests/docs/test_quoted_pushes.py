@@ -75,6 +75,6 @@ def test_the_quoted_times_and_sizes_of_compact_pushes_are_the_measured_ones() ->
     assert (
         "a push of all of them takes {} ms over gloo and {} ms by disk, one of adapters {} and {} ms, a sparse one of "
         "0.39 % of the values {} and {} ms, of 4.5 % {} and {} ms. ".format(*times)
-        + f"Their bytes, {whole:.0f} MB in place of " + "{}, {} and {}, take ".format(*sizes)
-        + "{} s over 1 Gb/s, and {}, {} and {} s (".format(*seconds)
+        + "Their bytes, {}, {} and {} MB in place of ".format(*sizes) + f"{whole:.0f}, take "
+        + "{}, {} and {} s over 1 Gb/s in place of {} s (".format(*seconds[1:], seconds[0])
     ) in text_of("docs/guide.md")

@@ -45,7 +45,10 @@ _ARGUMENTS = {"answer": ("question", "response"), "episode": ("question", "episo
 
 
 class Verifier(Protocol):
-    """The method of a task that `open_rewards` needs, which scores a response if no reward is named."""
+    """The method of a task that `open_rewards` needs, which scores a response if no reward is named.
+
+    A task may also have `own_reward()`, which returns the Reward of this method with all that it declares.
+    """
 
     def verify(self, question: Question, response: str) -> Any:
         """Return the task's own reward of a response. Many threads call it at once, only if no reward is named."""

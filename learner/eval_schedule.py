@@ -32,10 +32,14 @@ class EvalSchedule:
 
         It is due for the first version served at or after each multiple of eval.every_steps.
         """
-        before, self._served = self._served, version
+        is_due, self._served = self.is_due(version), version
+        return is_due
+
+    def is_due(self, version: int) -> bool:
+        """Return whether an evaluation of `version` is due once every server serves it, as the next one."""
         if self._eval.every_steps == 0 or self._eval.size == 0:
             return False
-        return before // self._eval.every_steps < version // self._eval.every_steps
+        return self._served // self._eval.every_steps < version // self._eval.every_steps
 
     @property
     def is_idle(self) -> bool:
@@ -59,6 +63,6 @@ class EvalSchedule:
         if not self._idle.wait(self._timeout_s):
             raise WaitTimeoutError(
                 f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.work_s) for the held-out "
-                f"evaluation of version {self._served}, which has not ended. Make eval.size smaller, or set "
-                "eval.pin_version: false"
+                f"evaluation before it, which has not ended. Make eval.size smaller or eval.every_steps larger, or "
+                "unset what needs each evaluation: eval.pin_version, checkpoint.keep_best, guard.action"
             )

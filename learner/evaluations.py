@@ -19,7 +19,8 @@ _REASONS = ("", "the evaluation before it is still running", "no evaluation serv
 
 
 class Evaluations:
-    """The evaluations beside training, one at a time: a version that is due while one is going on is skipped.
+    """The evaluations beside training, one at a time: a version that is due while one is going on is skipped, or where
+    its evaluation decides on its checkpoint, its push waits.
 
     A version that is due is pushed to the evaluation servers, if there are any. Only they get that push, and only while
     they are idle: so they serve one version as long as they answer, and training waits for none of their answers.
@@ -39,6 +40,7 @@ class Evaluations:
         self._timeouts = config.timeouts
         self._slowest_push_s = 0.0
         self._holds_pushes = config.evaluations_hold_pushes
+        self._misses_none = config.needs_each_evaluation
         self._push_spans: list[Span] = []
 
     def connect(self) -> list[ServersLost]:
@@ -73,9 +75,9 @@ class Evaluations:
         self.schedule.begin()
         return [*lost, EvaluationDue(version=version, servers=self.weights.servers)]
 
-    def await_end(self) -> None:
-        """Wait on every rank until no evaluation holds pushes back."""
-        if not self._holds_pushes:
+    def await_end(self, version: int) -> None:
+        """Wait on every rank until no evaluation holds the push of `version` back."""
+        if not (self._holds_pushes or (self._misses_none and self.schedule.is_due(version))):
             return
         with self._timeline.span("eval", "held push"):
             if self._rank == 0:

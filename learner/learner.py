@@ -175,7 +175,7 @@ class Learner:
 
     def _release_server_memory(self) -> None:
         """Wait for an evaluation that holds pushes, then make the servers free their GPU memory until the next push."""
-        self.evaluations.await_end()
+        self.evaluations.await_end(self.version + 1)
         with self._timeline.span("wait_weights", "server start"):
             self.gpu_turns.begin_step(start_limit(self.config.timeouts))
             dist.barrier()
@@ -210,7 +210,7 @@ class Learner:
         """
         is_new = self.version > self._served_version
         if is_new:
-            self.evaluations.await_end()
+            self.evaluations.await_end(self.version)
         if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
             with self._timeline.span("wait_data", "drain"):  # no group may start, until none runs any more
                 self._no_push = await_push(self._client, self.version, self.requests.why_no_batch)
@@ -285,7 +285,7 @@ class Learner:
             reason = f"stopped at version {self.version}{saved}"
         else:
             if self.version > self._served_version or self.config.learner.ema_decay:
-                self.evaluations.await_end()
+                self.evaluations.await_end(self.version)
                 events = self._push(is_last=True)
             if self.version > self._saved_version and self.config.checkpoint.every_steps:
                 self._checkpoint()

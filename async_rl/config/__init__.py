@@ -218,6 +218,11 @@ class Config:
         return self.eval.pin_version and self.placement.eval.servers == 0
 
     @property
+    def needs_each_evaluation(self) -> bool:
+        """Whether no version that is due may be skipped: what its evaluation measures decides on its checkpoint."""
+        return self.checkpoint.keep_best > 0 or self.guard.goes_back
+
+    @property
     def guard_action(self) -> str:
         """The action of the guard on trouble: guard.action, where auto is warn or "", which is nothing."""
         if self.guard.action != "auto":

@@ -302,7 +302,7 @@ class EvalConfig:
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. A version that is due during one is
-    skipped. Beside training an evaluation keeps rollout.concurrency prompts in flight, as many as training may; with
+    skipped; with checkpoint.keep_best, or a guard that may go back, its push waits instead. Beside training an evaluation keeps rollout.concurrency prompts in flight, as many as training may; with
     pin_version, and on servers of its own (placement.eval.servers), all of them at once."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""

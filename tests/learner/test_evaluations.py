@@ -96,6 +96,31 @@ def test_rollout_servers_too_make_one_evaluation_at_a_time(
     assert [report.version for report in reports if isinstance(report, StepDone)] == list(range(1, 11)), "none waited"
 
 
+@pytest.mark.parametrize("has_servers", [True, False])
+def test_no_version_that_is_due_is_skipped_where_its_checkpoint_may_be_the_best(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None,
+    monkeypatch: pytest.MonkeyPatch, has_servers: bool,
+) -> None:  # fmt: skip
+    best = {"checkpoint": CheckpointConfig(every_steps=2, keep_best=1)}
+    if has_servers:
+        learner = open_run(tiny_model_path, tmp_path, 7, **best)
+    else:
+        run = RunConfig(steps=7, dir=str(tmp_path))
+        learner = open_learner(tiny_model_path, run=run, eval=EvalConfig(every_steps=2), **best)
+    schedule, held = learner.evaluations.schedule, []
+
+    def wait() -> None:
+        if not schedule.is_idle:
+            held.append(learner.version)
+        schedule.ended()
+
+    monkeypatch.setattr(schedule, "wait", wait)
+    reports = [report for report in evaluate(learner, ends=[0]) if not isinstance(report, StepDone)]
+    servers = {"servers": ("eval/0",)} if has_servers else {}
+    assert reports == [EvaluationDue(version=v, **servers) for v in ((0, 2, 4, 6) if has_servers else (2, 4, 6))]
+    assert held == [4, 6], "other pushes do not wait"
+
+
 def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
 ) -> None:

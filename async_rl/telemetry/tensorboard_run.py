@@ -30,16 +30,18 @@ def open_tensorboard_run(config: Config, run_dir: Path, note: Callable[[str], No
         note(f"tensorboard: off, it {text}")
         return None
     saved = resumed_training_state(config)
-    return TensorboardRun(partial(_open_writer, run_dir / "tensorboard", saved.version + 1 if saved else None), note)
+    first_step = saved.version + 1 if saved else 0
+    return TensorboardRun(partial(_open_writer, run_dir / "tensorboard", first_step), note, first_step)
 
 
-def _open_writer(folder: Path, purge_step: int | None) -> Any:
+def _open_writer(folder: Path, first_step: int) -> Any:
     """Return a SummaryWriter to a new file in `folder`, which has TensorBoard hide what the files before it hold from
-    `purge_step` on.
+    `first_step` on, the first of a resume; 0: of a new run.
     """
     from tensorboardX import SummaryWriter
 
     suffix = f".{len(list(folder.glob('events.*')))}"  # a name has the second of its start, in which another may be
+    purge_step = first_step or None
     return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_EVERY_S, filename_suffix=suffix)
 
 
@@ -47,15 +49,19 @@ class TensorboardRun(Tracker):
     """Passes the metrics of a run to a SummaryWriter. A resumed run adds a file to the same folder.
 
     Args:
-        open_writer: returns the SummaryWriter. It is called for the first record, because a resume that ends before
-            its first step is undone, and must not hide the steps that the run then has again.
+        open_writer: returns the SummaryWriter. It is called for the first record of `first_step` or a later one,
+            because a resume that ends before its first step is undone, and must not hide the steps that the run then
+            has again. Records before it, as of an evaluation, wait for it.
+        first_step: the first step that the run makes, or 0.
     """
 
     library = "tensorboard"
 
-    def __init__(self, open_writer: Callable[[], Any], note: Callable[[str], None]) -> None:
+    def __init__(self, open_writer: Callable[[], Any], note: Callable[[str], None], first_step: int = 0) -> None:
         super().__init__(None, note)
         self._open_writer = open_writer
+        self._first_step = first_step
+        self._early: list[Mapping[str, float]] = []
 
     def log(self, record: Mapping[str, float]) -> None:
         """Write a record, whose key `step` is the step; values that are not finite are left out."""
@@ -66,8 +72,13 @@ class TensorboardRun(Tracker):
             self._attempt(self._run.close)
 
     def _write(self, record: Mapping[str, float]) -> None:
+        self._early.append(record)
         if self._run is None:
+            if record["step"] < self._first_step:
+                return
             self._run = self._open_writer()
-        for key, value in record.items():
-            if key != "step" and math.isfinite(value):
-                self._run.add_scalar(key, value, int(record["step"]))
+        for each in self._early:
+            for key, value in each.items():
+                if key != "step" and math.isfinite(value):
+                    self._run.add_scalar(key, value, int(each["step"]))
+        self._early.clear()

@@ -70,16 +70,19 @@ def test_a_resume_that_makes_a_step_hides_those_that_it_discards(tmp_path: Path)
     logger.close()
     before = list(events(tmp_path))
     config = resumed(tmp_path, 1)
-    MetricsLogger(config, tmp_path).close()
+    logger = MetricsLogger(config, tmp_path)
+    logger.log(1, {"eval/accuracy": 0.25})  # the evaluation that was due is made once more
+    logger.close()
     assert list(events(tmp_path)) == before, "a resume without a step is undone"
     logger = MetricsLogger(config, tmp_path)
+    logger.log(1, {"eval/accuracy": 0.25})
     logger.log(2, {"reward/mean": 0.75})
     logger.close()
     since = list(events(tmp_path))[len(before) :]
     starts = [n for n, event in enumerate(since) if event.HasField("session_log")]
     assert [(since[n].step, since[n].session_log.status) for n in starts] == [(2, SessionLog.START)]
     assert starts[0] < min(n for n, event in enumerate(since) if event.summary.value)
-    assert scalars(tmp_path)[-1] == ("reward/mean", 2, 0.75)
+    assert scalars(tmp_path)[-2:] == [("eval/accuracy", 1, 0.25), ("reward/mean", 2, 0.75)]
 
 
 def test_tensorboard_is_neither_imported_nor_written_when_it_is_off(

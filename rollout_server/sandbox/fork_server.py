@@ -30,6 +30,8 @@ THREADS = 64
 STARTED = b"ready"
 _CHECKS_PARENT_EVERY_S = 1.0
 _READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/urandom", "/etc/localtime")
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/etc/localtime")
+"""What programs may read that read as root: others may keep a run below /usr or beside the `lib` of a Python."""
 _PRELOADED = (
     "bisect", "collections", "datetime", "functools", "heapq", "itertools", "json", "math", "operator", "random", "re",
     "string", "typing",
@@ -45,8 +47,8 @@ class ForkServer:
     Args:
         has_namespaces: whether each program gets namespaces of its own.
         is_contained: whether programs are contained at all. Otherwise only their time, memory and output are limited.
-        reads_as_root: whether programs of a server of root may read what is closed to others, of the paths below which
-            programs may read at all.
+        reads_as_root: whether programs may read nothing but libraries, and those of a server of root also where they
+            are closed to others.
     """
 
     def __init__(
@@ -57,7 +59,10 @@ class ForkServer:
         self._is_contained, self._reads_as_root = is_contained, reads_as_root
         self._is_root = os.getuid() == 0
         self._pid, self._parent = os.getpid(), os.getppid()
-        self._readable = [*_READABLE, sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)]
+        paths = [*_READABLE, sys.prefix, sys.base_prefix]
+        if reads_as_root:
+            paths = [*_LIBRARIES, *(os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix))]
+        self._readable = [*paths, *filter(os.path.isdir, sys.path)]
         self._ruleset = kernel.landlock_ruleset(self._readable, ["/dev/null"]) if is_contained else -1
         self._running: dict[int, tuple[int, int]] = {}
         """[process] (number of the run, slot)."""

@@ -70,8 +70,8 @@ class SandboxPool:
             `prepared`.
         is_contained: contain the programs. Otherwise they run as the user of the server, with all of its rights, but
             within their limits; the Python is then `python` or this one.
-        reads_as_root: where the server is of root, let programs read what its Python and packages have although it is
-            closed to other users, as below /root; the Python is then `python` or this one. Not with namespaces.
+        reads_as_root: let programs read libraries alone, and where the server is of root also those of its Python that
+            are closed to other users, as below /root; the Python is then `python` or this one. Not with namespaces.
         user: the user as which the server runs; None: that of this process.
     """
 

@@ -52,15 +52,20 @@ def test_programs_of_root_read_a_python_that_is_closed_to_others_and_no_other_fi
         ended = await pool.run(f"open({str(module)!r}, 'w')")
         assert "PermissionError" in ended.errors and module.read_text() == "sesame"
         with exposed_host() as values:
-            ended = await pool.run(f"open({values['DIR']!r} + '/secret')")
-            assert "PermissionError" in ended.errors
+            for closed in (values["DIR"] + "/secret", str(beside)):
+                assert "PermissionError" in (await pool.run(f"open({closed!r})")).errors
 
     with python_with() as python:
-        module = Path(python).parents[1] / "module.py"
+        prefix = Path(python).parents[1]
+        module, beside = prefix / "lib" / "module.py", prefix / "runs" / "key"
+        for folder in (module.parent, beside.parent):
+            folder.mkdir()
+        beside.write_text("the key of a run beside the libraries")
+        beside.chmod(0o600)
         module.write_text("sesame")
         module.chmod(0o600)
-        module.parent.chmod(0o700)
-        wrapper = module.with_name("wrapper")
+        prefix.chmod(0o700)
+        wrapper = prefix / "wrapper"
         wrapper.write_text(LACKS.format(python=python, lacks=lacks))
         wrapper.chmod(0o700)
         with pool_of(reading, python=str(wrapper), preload=["json"]) as pool:

@@ -301,9 +301,9 @@ class EvalConfig:
     """The evaluation on held-out prompts: how often, on how many prompts, and with how many answers to each."""
 
     every_steps: NonNegativeInt = 0
-    """Versions between two evaluations beside training; 0: only at start and end. A version that is due during one is
-    skipped; with checkpoint.keep_best, or a guard that may go back, its push waits instead. Beside training an evaluation keeps rollout.concurrency prompts in flight, as many as training may; with
-    pin_version, and on servers of its own (placement.eval.servers), all of them at once."""
+    """Versions between two evaluations beside training; 0: only at start and end. One that is due during another is
+    skipped; with checkpoint.keep_best, or a guard that may go back, its push waits. An evaluation keeps
+    rollout.concurrency prompts in flight; with pin_version, or on servers of its own (placement.eval.servers), all."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1

@@ -31,7 +31,7 @@ STARTED = b"ready"
 _CHECKS_PARENT_EVERY_S = 1.0
 _READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/urandom", "/etc/localtime")
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/etc/localtime")
-"""What programs may read that read as root: others may keep a run below /usr or beside the `lib` of a Python."""
+"""The paths for programs that read as root: a run may lie below /usr, or beside the `lib` of a Python."""
 _PRELOADED = (
     "bisect", "collections", "datetime", "functools", "heapq", "itertools", "json", "math", "operator", "random", "re",
     "string", "typing",

@@ -21,6 +21,8 @@ from rollout_server.sandbox.protection import find_python
 START_TIMEOUT_S = 60.0
 GRACE_S = 30.0
 """How long after its deadline a run may be told to have ended, before the fork server counts as hung."""
+MARGIN_S = 5.0
+"""How much later the time limit of a reward must be than that of its runs."""
 _ATTEMPTS = 2
 """How often a run is tried if the fork server dies meanwhile."""
 _CODE = "from rollout_server.sandbox.fork_server import main; main()"

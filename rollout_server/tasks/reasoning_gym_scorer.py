@@ -21,13 +21,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import reasoning_gym
+
 from async_rl.errors import RewardError
 from rollout_server.question import Question
+from rollout_server.rewards.contract import RewardResult
 from rollout_server.sandbox.pool import Ended, RunLimits, SandboxPool
 from rollout_server.tasks.comparing_scorers import only_compares
 
-SCORE_TIMEOUT_S = 5.0
-"""An answer whose score takes longer is wrong."""
+CPU_S, WALL_S = 5.0, 10.0
+"""An answer whose score takes more processor time, or longer on a machine that has other work, is late, and wrong."""
 _MEMORY_BYTES = 1 << 30
 _KEPT_SCORES = 1024
 """Enough for equal answers of a group, and for the answers that a warning of equal rewards is about."""
@@ -60,8 +63,8 @@ print(score)
 
 
 class ReasoningGymScorer:
-    """Scores answers to the questions of a dataset, from any thread. Its server starts when first needed, and ends with
-    this object or this process.
+    """Scores answers to the questions of a dataset, from any thread. Its server starts with `start`, or when first
+    needed, and ends with this object or this process.
 
     Args:
         dataset: the dataset.
@@ -75,7 +78,9 @@ class ReasoningGymScorer:
     ) -> None:
         self._dataset = dataset
         self._compares = {part: only_compares(type(each).score_answer) for part, each in parts.items()}
-        packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+        own = os.path.dirname(os.path.dirname(os.path.abspath(reasoning_gym.__file__)))  # it may be in another place
+        installed = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+        packages = list(dict.fromkeys([own, *installed]))
         setup = _SETUP.format(
             packages=packages, home=os.path.expanduser("~"), dataset=base64.b64encode(pickle.dumps((name, settings))),
         )  # fmt: skip
@@ -91,64 +96,72 @@ class ReasoningGymScorer:
         """Whether the scorers do more than compare, so that an answer might be run as code."""
         return not all(self._compares.values())
 
-    def score(self, question: Question, answer: str) -> float | None:
-        """Return the dataset's score of an answer, 0 if it takes longer than SCORE_TIMEOUT_S; None: it can't be read.
+    def start(self) -> None:
+        """Start the server, so that no answer waits for it. AsyncRLError: it can't be started."""
+        self._run("pass")
+
+    def score(self, question: Question, answer: str) -> RewardResult:
+        """Return the dataset's score of an answer, 0 if it can't be read or is late; the metric `late` is 1 then.
 
         Raises:
             Exception: the right answer can't be read either, so the scorer is broken.
             AsyncRLError: the process can't be run.
         """
-        right = question.ground_truth
         if self._scores_here(question, answer):
-            entry = _entry(question)
-            try:
-                return float(self._dataset.score_answer(answer=answer, entry=entry))
-            except Exception:
-                # Some scorers do not catch what a wrong answer raises, e.g. int("abc") in prime_factorization. The
-                # answer is wrong then. If the right answer raises too, the scorer is broken and the group fails.
-                self._dataset.score_answer(answer=right, entry=entry)
-                return None
-        score = self._score_apart(question, answer)
-        if not isinstance(score, str):
-            return score
-        if isinstance(why := self._score_apart(question, right), str):
-            raise RewardError(f"the scorer of {question.source} can't read the right answer {right!r:.100}: {why}")
-        return None
+            score: float | str | None = self._score_here(question, answer)
+        else:
+            score = self._score_apart(question, answer)
+            if isinstance(score, str) and isinstance(why := self._score_apart(question, question.ground_truth), str):
+                right = f"{question.ground_truth!r:.100}"
+                raise RewardError(f"the scorer of {question.source} can't read the right answer {right}: {why}")
+        metrics = {"late": float(score is None)} if self.runs_answers else {}
+        return RewardResult(score if isinstance(score, float) else 0.0, metrics, is_final=score is not None)
 
     def has_read(self, question: Question, answer: str) -> bool | None:
         """Return whether the scorer could read an answer, without waiting for a process; None if that is not known."""
         if self._scores_here(question, answer):
-            return self.score(question, answer) is not None
+            return not isinstance(self._score_here(question, answer), str)
         score = self._scores.get(_key(question, answer))
         return None if score is None else not isinstance(score, str)
 
     def _scores_here(self, question: Question, answer: str) -> bool:
         return self._compares[question.source.partition("/")[2]] or answer == question.ground_truth
 
-    def _score_apart(self, question: Question, answer: Any) -> float | str:
-        """Return the score that a process of its own gives an answer, or why it gives none.
+    def _score_here(self, question: Question, answer: str) -> float | str:
+        """Return the score of an answer, or why it can't be read. Exception: nor can the right answer be read."""
+        entry = _entry(question)
+        try:
+            return float(self._dataset.score_answer(answer=answer, entry=entry))
+        except Exception as error:
+            # Some scorers do not catch what a wrong answer raises, e.g. int("abc") in prime_factorization. The answer
+            # is wrong then. If the right answer raises too, the scorer is broken and the group fails.
+            self._dataset.score_answer(answer=question.ground_truth, entry=entry)
+            return repr(error)
+
+    def _score_apart(self, question: Question, answer: Any) -> float | str | None:
+        """Return the score that a process of its own gives an answer, or why it gives none; None: the answer is late.
 
         Nothing but a number from 0 to 1 is read of what comes from it: an answer that runs code there can forge that.
         """
         key = _key(question, answer)
         if (known := self._scores.get(key)) is not None:
             return known
-        ended = self._run(base64.b64encode(pickle.dumps((answer, _entry(question)))).decode())
-        if ended.is_late:  # on another day it may be fast enough
-            return 0.0
+        ended = self._run(_PROGRAM, base64.b64encode(pickle.dumps((answer, _entry(question)))).decode())
+        if ended.is_late or ended.cpu_s >= CPU_S:  # on another day it may be fast enough
+            return None
         score = self._scores[key] = _score(ended)
         while len(self._scores) > _KEPT_SCORES:
             self._scores.popitem(last=False)
         return score
 
-    def _run(self, request: str) -> Ended:
+    def _run(self, program: str, stdin: str = "") -> Ended:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_serve, args=(self._loop, self._pool), name="scorer", daemon=True).start()
                 weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
-        limits = RunLimits(wall_s=SCORE_TIMEOUT_S, cpu_s=SCORE_TIMEOUT_S, memory_bytes=_MEMORY_BYTES)
-        return asyncio.run_coroutine_threadsafe(self._pool.run(_PROGRAM, request, limits), self._loop).result()
+        limits = RunLimits(wall_s=WALL_S, cpu_s=CPU_S, memory_bytes=_MEMORY_BYTES)
+        return asyncio.run_coroutine_threadsafe(self._pool.run(program, stdin, limits), self._loop).result()
 
 
 def _serve(loop: asyncio.AbstractEventLoop, pool: SandboxPool) -> None:

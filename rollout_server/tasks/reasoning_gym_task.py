@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from functools import cache, cached_property
 from typing import Any
 
@@ -15,14 +17,16 @@ from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
 
 from async_rl.config import Config
+from async_rl.config.check import check
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
 from rollout_server.question import Question
-from rollout_server.rewards.contract import Reward
+from rollout_server.rewards.contract import Reward, RewardResult, Score
 from rollout_server.rewards.math_checker import num_children
+from rollout_server.sandbox.pool import MARGIN_S
 from rollout_server.sandbox.protection import check_protection, find_protection
 from rollout_server.tasks.base import Task
-from rollout_server.tasks.reasoning_gym_scorer import ReasoningGymScorer
+from rollout_server.tasks.reasoning_gym_scorer import WALL_S, ReasoningGymScorer
 
 _MAX_DRAWS = 50
 """After so many draws for one training question, all too long or held out, the task counts as exhausted."""
@@ -66,24 +70,42 @@ class ReasoningGymTask(Task):
     def verify(self, question: Question, response: str) -> float:
         """Return the dataset's own score of the last <answer>...</answer>, or of the whole response if it has none.
 
-        An answer that the dataset can't read, or not within SCORE_TIMEOUT_S, scores 0.
+        An answer that the dataset can't read, or not in time, scores 0.
         """
-        return self._scorer.score(question, _answer_in(response)) or 0.0
+        return self._verdict(question, response).score or 0.0
 
     def own_reward(self) -> Reward:
         """Return the reward of `verify`, which needs the sandbox if the dataset's scorer may run an answer as code."""
         return Reward(
-            function=self.verify, concurrency=num_children(), check=self._check_containment,
+            open=self._open_scorer, concurrency=num_children(), check=self._check_scorer,
             describe=self._describe_containment,
         )  # fmt: skip
+
+    @asynccontextmanager
+    async def _open_scorer(self, config: Config, settings: None) -> AsyncIterator[Score]:
+        if self._scorer.runs_answers:
+            await asyncio.to_thread(self._scorer.start)
+        yield self._verdict
+
+    def _verdict(self, question: Question, response: str) -> RewardResult:
+        return self._scorer.score(question, _answer_in(response))
 
     def has_answer(self, prompt: Prompt, response: str) -> bool | None:
         if "" not in self.rules_of(prompt.question):
             return super().has_answer(prompt, response)
         return bool(response.strip()) and self._scorer.has_read(prompt.question, _answer_in(response))
 
-    def _check_containment(self, config: Config, settings: None, timeout_s: float, key: str) -> None:
-        if not self._scorer.runs_answers or config.task.sandbox == "none":
+    def _check_scorer(self, config: Config, settings: None, timeout_s: float, key: str) -> None:
+        """Check that an answer that runs or is late costs nothing but its own score."""
+        if not self._scorer.runs_answers:
+            return
+        needed_s = 2 * WALL_S + MARGIN_S  # the right answer is scored too, if an answer can't be read
+        check(
+            needed_s <= timeout_s, f"{key}.timeout_s" if config.task.rewards else "timeouts.reward_s", timeout_s,
+            f"at least {needed_s:g} with task.name {config.task.name}",
+            "Else an answer whose score takes long would cost its whole group the reward.",
+        )
+        if config.task.sandbox == "none":
             return
         try:
             check_protection(needs_namespaces=False)

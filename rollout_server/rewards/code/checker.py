@@ -26,14 +26,12 @@ from rollout_server.question import Question
 from rollout_server.rewards.code.asserts import IMPORTS
 from rollout_server.rewards.code.cases import CHEATABLE, HOW_TO_BE_HONEST, Case, first_cheatable, read_cases
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.sandbox.pool import Ended, RunLimits, SandboxDiedError, SandboxPool
+from rollout_server.sandbox.pool import MARGIN_S, Ended, RunLimits, SandboxDiedError, SandboxPool
 from rollout_server.sandbox.protection import check_protection, find_protection
 from rollout_server.sandbox.subprocesses import Bubblewrap, Uncontained
 
 _NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
-MARGIN_S = 5.0
-"""How much later the time limit of the reward must be than that of its runs."""
 _BLOCK = re.compile(
     r"```[^\n`]+```(?![\w+#-]+[ \t]*\r?\n)"
     r"|(?:^[ \t]*(?:[-*+>]|\d+[.)])?[ \t]*```[ \t]*\{?\.?([\w+#-]*)[^\n`]*"

@@ -14,9 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
+import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from async_rl.config import Config
+from async_rl.config import Config, TimeoutsConfig
 from async_rl.errors import AsyncRLError, ConfigError, RewardError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
@@ -118,14 +119,15 @@ def test_an_answer_can_forge_its_own_score_but_to_no_more_than_a_right_one_has()
 
 @pytest.mark.processes
 @sandboxes
+@pytest.mark.parametrize("limit", ["CPU_S", "WALL_S"])
 def test_an_answer_that_takes_for_ever_is_wrong_and_the_worker_lives_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, sandbox: str
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, limit: str
 ) -> None:
     config = config_of("string_insertion", sandbox)
     task = open_task(config, TOKENIZER)
     prompt = task.prompt(0)
     assert task.verify(prompt.question, "wrong") == 0  # the server has started
-    monkeypatch.setattr(reasoning_gym_scorer, "SCORE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(reasoning_gym_scorer, limit, 1.0)
     endless, ticks = "9**9**9", 0
 
     async def tick() -> None:
@@ -134,16 +136,16 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_worker_lives_meanwhile(
             await asyncio.sleep(0.01)
             ticks += 1
 
-    async def score() -> list[float | None]:
+    async def score() -> list[tuple[float | None, dict[str, float]]]:
         scoring, ticking = Scoring(config, open_rewards(config, task)), asyncio.create_task(tick())
         try:
             verdicts = await scoring.score(prompt.question, [told(endless), told(prompt.question.ground_truth)])
         finally:
             ticking.cancel()
             await scoring.aclose()
-        return [verdict.reward for verdict in verdicts]
+        return [(verdict.reward, dict(verdict.values)) for verdict in verdicts]
 
-    assert asyncio.run(score()) == [0, 1]
+    assert asyncio.run(score()) == [(0, {"task/late": 1}), (1, {"task/late": 0})]
     assert ticks >= 10
     # it would take as long once more to find out
     assert [task.has_answer(prompt, each) for each in (endless, "never scored", "wrong")] == [None, None, True]
@@ -271,3 +273,48 @@ def test_a_server_that_can_not_load_the_dataset_says_why(monkeypatch: pytest.Mon
     task, question = opened("string_insertion")
     with pytest.raises(AsyncRLError, match="can't start: ModuleNotFoundError: No module named 'no_such_module_here'"):
         task.verify(question, "wrong")
+
+
+@pytest.mark.processes
+@needs_sandbox
+def test_the_server_of_a_scorer_starts_before_the_first_answer_if_any_is_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def after_opening(name: str) -> int:
+        async def opened_reward() -> None:
+            async with reward.open(config, None):
+                pass
+
+        config = config_of(name)
+        task = open_task(config, TOKENIZER)
+        reward = task.own_reward()  # type: ignore[attr-defined]
+        asyncio.run(opened_reward())
+        return int(task._scorer._pool.server_pid)  # type: ignore[attr-defined]
+
+    assert after_opening("string_insertion") > 0 == after_opening("spell_backward")
+    monkeypatch.setattr(reasoning_gym_scorer, "_SETUP", "import no_such_module_here")
+    with pytest.raises(AsyncRLError, match="can't start: ModuleNotFoundError"):
+        after_opening("string_insertion")
+
+
+def test_a_reward_of_too_little_time_for_an_answer_that_is_late_is_refused() -> None:
+    def opened_with(name: str, reward_s: float) -> None:
+        config = dataclasses.replace(config_of(name, "none"), timeouts=TimeoutsConfig(reward_s=reward_s))
+        open_rewards(config, open_task(config, TOKENIZER))
+
+    opened_with("countdown", 25.0)
+    opened_with("spell_backward", 1.0)
+    with pytest.raises(ConfigError, match=r"timeouts\.reward_s must be at least 25 with .*countdown, got 24"):
+        opened_with("countdown", 24.0)
+
+
+@pytest.mark.processes
+@sandboxes
+def test_the_server_finds_reasoning_gym_where_this_process_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sandbox: str
+) -> None:
+    (tmp_path / "reasoning_gym").symlink_to(Path(reasoning_gym.__file__).parent)
+    monkeypatch.setattr(reasoning_gym, "__file__", str(tmp_path / "reasoning_gym" / "__init__.py"))
+    task, question = opened("string_insertion", sandbox)
+    finds = f"oracle_answer if {str(tmp_path)!r} in __import__('sys').path else ''"
+    assert task.verify(question, finds) == 0.1

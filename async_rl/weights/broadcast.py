@@ -39,8 +39,8 @@ ANSWER_WITHIN_S = 6.0
 
 TORCH_WAITS_LONGER_S = 6 * LOST_WITHIN_S
 """By so much torch's own limits are longer than the learner's, whose error names who was waited for. After its limit
-the learner looks for dead servers, for LOST_WITHIN_S and the probes that are under way then, and aborts the group:
-NCCL's watchdog, which ends the learner's process at torch's limit, must not come first."""
+the learner looks for dead servers, for LOST_WITHIN_S and the probes that are under way then, and aborts the group, also
+its servers' part: NCCL's watchdog, which ends a process at torch's limit, must not come first."""
 
 
 class BroadcastPublisher(BucketPublisher):
@@ -175,7 +175,8 @@ class Receiver:
         backend: str, timeout_s: float,
     ) -> None:
         store = open_store(master_address, master_port, rank_offset, world_size, timedelta(seconds=timeout_s))
-        group = join_group(store, rank_offset, world_size, group_name, backend, timeout_s)
+        torch_limit_s = timeout_s + TORCH_WAITS_LONGER_S
+        group = join_group(store, rank_offset, world_size, group_name, backend, torch_limit_s)
         self.groups[group_name] = group
         abort_when_told(group, group_name, master_address, master_port)
 

@@ -64,12 +64,15 @@ def test_a_learner_that_gives_up_a_push_says_the_word(store: Any) -> None:
 
 
 def test_a_receiver_that_has_joined_a_group_listens_for_the_word(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of the group NCCL ends a process: the word, which comes after the learner's own, must be sooner."""
     hung: Any = HungGroup()
-    monkeypatch.setattr(broadcast, "join_group", lambda *_: hung)
+    limits: list[float] = []
+    monkeypatch.setattr(broadcast, "join_group", lambda *arguments: limits.append(arguments[-1]) or hung)
     Receiver().join(
         master_address="127.0.0.1", master_port=store.port, rank_offset=1, world_size=2, group_name=GROUP,
         backend="gloo", timeout_s=20.0,
     )
+    assert limits == [20.0 + 60.0]
     assert not hung.aborted.wait(0.2)
     tell_to_abort(store, GROUP)
     assert hung.aborted.wait(10)

@@ -57,6 +57,7 @@ def restore_checkpoint(
     rules = mode.rules  # staleness, the size of a batch and weight_sync.every_steps may have been changed
     state.slots = resumed_slots(saved.buffer, rules.slot_limits, rules.slots) if rules.moves_slots else rules.slots
     state.unserved.clear()
+    state.aborts.clear()  # the workers that ran those groups are gone
     arrived = []
     for row in rows:
         found = past.get(row.group_id)

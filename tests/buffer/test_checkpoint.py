@@ -82,6 +82,22 @@ def test_group_ids_continue_after_a_resume() -> None:
     assert resumed.state.counters()["buffer/dropped_failed"] == 9
 
 
+def test_a_worker_of_the_resumed_run_is_told_to_abort_none_of_the_earlier_runs_groups() -> None:
+    store = Store(plain_rules(1, 2, late="drop"))
+    store.served(0)
+    store.admit("w", 4, 0.0)
+    for version, arrived in enumerate([(2, 3), (4, 5)]):
+        for group_id in arrived:
+            store.finish(group_id, b"group", make_arrival(newest_version=version))
+        assert store.take(version)
+        store.trained(version + 1)
+        store.served(version + 1)
+        store.admit("w", 4, 0.0)
+    assert store.aborts("w") == [0, 1]
+    resumed = Store(store.rules, resumed_state(checkpoint(store), rules=store.rules))
+    assert resumed.aborts("w") == []
+
+
 def old_run(rules: Rules = RULES) -> tuple[Store, dict[int, StoredGroup]]:
     """A store at version 2 with the prompts from 6 on granted, and the newest row of each group, as in a journal."""
     rows: dict[int, StoredGroup] = {}

@@ -301,7 +301,9 @@ def random_rules(rng: random.Random) -> Rules:
         uses, fresh = 1, size
     every_steps = rng.randint(1, (bound + 1) * fresh // size)
     late = rng.choice(("wait", "drop", "mask"))
-    slots = rng.randint(every_steps * size, (bound + 1) * fresh) if rng.random() < 0.5 else (bound + 1) * fresh
+    most = (bound + 1) * fresh
+    fewest = max(every_steps * size, 2 * fresh if uses > 1 else 0)
+    slots = rng.randint(fewest, most) if rng.random() < 0.5 else most
     drain = late != "mask" and rng.random() < 0.3
     return plain_rules(
         bound, size, fresh_per_step=fresh, every_steps=every_steps, slots=slots, max_uses=uses, late=late, drain=drain

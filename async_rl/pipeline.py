@@ -295,19 +295,26 @@ async def _revive_buffer(
 ) -> None:
     """Start a new buffer with the journal and at the address of the one that died, and wait until it runs.
 
-    Workers and learner repeat an unanswered request for timeouts.wire_s, which is long enough for a restart.
+    Workers and learner repeat an unanswered request for timeouts.wire_s, which is long enough for a restart. One that
+    is killed while it starts is replaced too, within that time.
 
     Raises:
-        ProcessKilledError: `death`, if there is no journal.
+        ProcessKilledError: `death`, if there is no journal; that of the last one, if time has run out.
     """
     from async_rl.driver.actors import BufferActor
 
     if not config.buffer.journal:
         raise death
-    log.logger.note("the buffer's process died; another one goes on from its journal")
-    port = int(address.rpartition(":")[2])
-    buffer = processes.start("buffer", BufferActor, config, port, max_concurrency=4)
-    await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("startup_s"), "the restart")
+    began_s, port = time.monotonic(), int(address.rpartition(":")[2])
+    while True:
+        log.logger.note("the buffer's process died; another one goes on from its journal")
+        buffer = processes.start("buffer", BufferActor, config, port, max_concurrency=4)
+        try:
+            await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("startup_s"), "the restart")
+            return
+        except ProcessKilledError:
+            if time.monotonic() - began_s > config.timeouts.wire_s:
+                raise
 
 
 def _close_buffer(

@@ -342,8 +342,8 @@ def test_seven_billion_parameters_fit_eight_gpus_with_checkpoints_and_not_one(tm
     node: dict[str, Any] = {"placement": {"learner": {"ranks": 8}, "rollout": {"servers": 8}}}
     eight = plan(tmp_path, 16, **node)
     assert eight.checkpoints and eight.check() == []
-    # By hand, in GB, at the first block: 11.4 of weights and moments, 3.3 of gradients, 3.6 gathered (three blocks, head,
-    # embeddings), 1.1 of the head's gradient, 1.4 of a block's, 2.8 of activations, 1.6 of the process: 25.2.
+    # By hand, in GB, at the first block: 11.4 of weights and moments, 3.3 of gradients, 3.6 gathered (three blocks,
+    # head, embeddings), 1.1 of the head's gradient, 1.4 of a block's, 2.8 of activations, 1.6 of the process: 25.2.
     assert 22 * GIB < eight.rank_memory().peak < 27 * GIB
     never = plan(tmp_path, 16, **node, learner={"gradient_checkpointing": False})
     # An MLP keeps 4 x 18,944 numbers of each token: 70 GB over 28 layers; of attention and norms it is less than half.

@@ -82,7 +82,7 @@ def test_group_ids_continue_after_a_resume() -> None:
     assert resumed.state.counters()["buffer/dropped_failed"] == 9
 
 
-def test_a_worker_of_the_resumed_run_is_told_to_abort_none_of_the_earlier_runs_groups() -> None:
+def test_a_worker_of_a_resumed_run_aborts_no_group_of_the_earlier_run() -> None:
     store = Store(plain_rules(1, 2, late="drop"))
     store.served(0)
     store.admit("w", 4, 0.0)

@@ -340,13 +340,10 @@ def test_a_dry_run_tells_the_depth_at_the_start_of_a_new_run_only(
 def test_seven_billion_parameters_fit_eight_gpus_with_checkpoints_and_not_one(tmp_path: Path) -> None:
     save_headers(Qwen2Config(**QWEN2_5["7B"]), tmp_path)
     node: dict[str, Any] = {"placement": {"learner": {"ranks": 8}, "rollout": {"servers": 8}}}
-    eight = plan(tmp_path, 16, **node)
-    assert eight.checkpoints and eight.check() == []
-    # By hand, in GB, at the first block: 11.4 of weights and moments, 3.3 of gradients, 3.6 gathered (three blocks,
-    # head, embeddings), 1.1 of the head's gradient, 1.4 of a block's, 2.8 of activations, 1.6 of the process: 25.2.
-    assert 22 * GIB < eight.rank_memory().peak < 27 * GIB
+    eight = plan(tmp_path, 16, **node)  # in GB: 11.4 weights, moments, 4.4 gradients, 3.6 gathered, 4.2 a block, 1.6
+    assert eight.checkpoints and eight.check() == [] and 22 * GIB < eight.rank_memory().peak < 27 * GIB
     never = plan(tmp_path, 16, **node, learner={"gradient_checkpointing": False})
-    # An MLP keeps 4 x 18,944 numbers of each token: 70 GB over 28 layers; of attention and norms it is less than half.
-    assert 85 * GIB < never.rank_memory().peak < 115 * GIB and "gradient_checkpointing: auto" in never.check()[0]
+    assert 85 * GIB < never.rank_memory().peak < 115 * GIB  # by hand 70 GB for the MLPs' 4 x 18,944 numbers a token
+    assert "gradient_checkpointing: auto" in never.check()[0]
     with pytest.raises(ConfigError, match="learner ranks, on a GPU each"):
         plan(tmp_path, 2).check()

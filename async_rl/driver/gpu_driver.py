@@ -26,6 +26,11 @@ UNSHARED = (
 """The advice for GPUs in compute mode EXCLUSIVE_PROCESS."""
 
 
+def hides_gpus() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from this process, in one of the three ways in use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+
+
 def check_gpu_driver() -> None:
     """Check that torch finds a GPU if this host has one that the user has not hidden.
 
@@ -33,7 +38,7 @@ def check_gpu_driver() -> None:
         ConfigError: there are GPUs and torch finds none; it says which driver is needed and which one is there.
     """
     gpus = [file.name for file in _DEVICES.glob("nvidia[0-9]*")]  # a container without GPUs has none of these files
-    if not gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if not gpus or hides_gpus():
         return
     import torch
 

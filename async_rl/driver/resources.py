@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
+from async_rl.seams.doc_pages import doc_page
 
+TOKEN_PAGE = doc_page("two-nodes.md")
 JOIN_COMMANDS = (
     "on the first host `ray start --head`, on each other one `ray start --address=<first host>:6379`, "
-    "then async-rl on any of them"
+    f"then async-rl on any of them, all with RAY_AUTH_MODE=token and the same token: {TOKEN_PAGE}"
 )
 
 

@@ -47,16 +47,16 @@ def test_a_torch_for_cpus_on_a_host_with_gpus_is_refused(host: Path, monkeypatch
         check_gpu_driver()
 
 
-@pytest.mark.parametrize("why", ["hidden", "found", "a container without GPUs"])
+@pytest.mark.parametrize("why", ["", "-1", "NoDevFiles", "found", "a container without GPUs"])
 def test_a_run_that_uses_the_gpus_or_is_told_not_to_is_not_refused(
     host: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if why == "hidden":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    elif why == "found":
+    if why == "found":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    else:
+    elif why == "a container without GPUs":
         (host / "nvidia0").unlink()
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", why)
     check_gpu_driver()
 
 

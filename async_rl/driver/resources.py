@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from async_rl.config import Config
 from async_rl.config.check import check
@@ -89,18 +90,16 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
         "judge": (placement.judge.servers, per_rank * placement.judge.tp),
     }
 
-    def servers(nodes: int, node: int) -> dict[str, float]:
-        return {f"{pool}/{i}": gpus for pool, (count, gpus) in pools.items() for i in _part(count, nodes, node)}
-
+    servers = _dealt(pools, rollout.nodes or learner.nodes)
     result = []
     for node in range(learner.nodes):
-        ranks = _part(learner.ranks, learner.nodes, node)
+        ranks = range(learner.ranks * node // learner.nodes, learner.ranks * (node + 1) // learner.nodes)
         processes = {"buffer": 0.0} if node == 0 else {}
-        processes |= servers(learner.nodes, node) if with_learner else {}
+        processes |= servers[node] if with_learner else {}
         processes |= {f"learner/{r}": per_rank for r in ranks}
         result.append(_demand(processes, learner.resource, placement.colocated))
     for node in range(rollout.nodes):
-        result.append(_demand(servers(rollout.nodes, node), rollout.resource, False))
+        result.append(_demand(servers[node], rollout.resource, False))
     return result
 
 
@@ -199,8 +198,24 @@ def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:
     return "no choice of hosts has enough on each"
 
 
-def _part(count: int, parts: int, index: int) -> range:
-    return range(count * index // parts, count * (index + 1) // parts)
+def _dealt(pools: Mapping[str, tuple[int, float]], nodes: int) -> list[dict[str, float]]:
+    """Deal servers like cards, each pool on from where the one before has ended: nodes differ by one server at most.
+
+    Args:
+        pools: [pool] (number of its servers, GPUs of each).
+
+    Returns:
+        [node] the GPUs of each of its servers, of which those of a pool have successive numbers.
+    """
+    result: list[dict[str, float]] = [{} for _ in range(nodes)]
+    begun = 0
+    for pool, (count, gpus) in pools.items():
+        numbers = iter(range(count))
+        for node, servers in enumerate(result):
+            size = len(range((node - begun) % nodes, count, nodes))
+            servers.update({f"{pool}/{number}": gpus for number in islice(numbers, size)})
+        begun += count
+    return result
 
 
 def compact(names: list[str]) -> str:

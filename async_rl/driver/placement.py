@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,8 @@ class Reservation:
     """[bundle] the ID of its host in Ray at the start of the run: one that joins anew has another, at any address."""
     found: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """[bundle] (ID, address) of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
+    without_host: Set[int] = frozenset()
+    """The bundles that had no host then."""
 
     def options(self, process: str) -> dict[str, Any]:
         """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
@@ -66,7 +68,16 @@ class Reservation:
 
     def follow_moves(self) -> None:
         """Ask Ray on which hosts the bundles are; one without a host, until it has another, counts as where it was."""
-        self.found = {**self.found, **_hosts(self.group)}
+        hosts = _hosts(self.group)
+        self.found = {**self.found, **hosts}
+        self.without_host = set(range(len(self.bundles))) - hosts.keys()
+
+    def why_no_host(self, process: str) -> str:
+        """Return what a process wants of a host, as a sentence, if Ray had none for it when last asked; else ""."""
+        index = self._bundle_of(process)
+        if index not in self.without_host:
+            return ""
+        return f". Its host is lost, and no other of the Ray cluster has free what is wanted for {self.bundles[index]}"
 
     def _bundle_of(self, process: str) -> int:
         return next(index for index, bundle in enumerate(self.bundles) if process in bundle.gpus_of)

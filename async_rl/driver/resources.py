@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from ipaddress import IPv4Address
 from itertools import islice
 
 from async_rl.config import Config
@@ -159,24 +160,24 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
 
     Raises:
         ConfigError: the hosts can't meet the demands, and the message lists both; or of several only one could that Ray
-            knows by an IPv6 address, at which its processes would listen.
+            knows by a name or an IPv6 address, at which its processes would listen.
     """
-    of_ipv6 = [
+    without_ipv4 = [
         host for host in hosts
-        if len(wanted) > 1 and ":" in host.name and any(demand.fits(host) for demand in wanted)
+        if len(wanted) > 1 and not _is_ipv4(host.name) and any(demand.fits(host) for demand in wanted)
     ]
-    hosts = [host for host in hosts if host not in of_ipv6]
+    hosts = [host for host in hosts if host not in without_ipv4]
     free = sorted(hosts, key=lambda host: sum(demand.fits(host) for demand in wanted))
     host_of: dict[int, Host] = {}
     for index in sorted(range(len(wanted)), key=lambda index: sum(wanted[index].fits(host) for host in hosts)):
         if host := next((host for host in free if wanted[index].fits(host)), None):
             host_of[index] = host
             free.remove(host)
-    if len(host_of) < len(wanted) and of_ipv6:
+    if len(host_of) < len(wanted) and without_ipv4:
         raise ConfigError(
             "a run over several hosts uses the addresses by which Ray knows them, which must be IPv4; Ray knows "
-            f"{', '.join(host.name for host in of_ipv6)}. On each of these hosts `ray stop`, then start it again with "
-            "`ray start --node-ip-address=<IPv4 address>`"
+            f"{', '.join(host.name for host in without_ipv4)}. On each of these hosts `ray stop`, then start it again "
+            "with `ray start --node-ip-address=<IPv4 address>`"
         )
     if len(host_of) < len(wanted):
         lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
@@ -186,6 +187,13 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
             + "\nLower placement.learner or placement.rollout, or add hosts: " + JOIN_COMMANDS
         )
     return [host_of[index] for index in range(len(wanted))]
+
+
+def _is_ipv4(name: str) -> bool:
+    try:
+        return bool(IPv4Address(name))
+    except ValueError:
+        return False
 
 
 def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:

@@ -49,11 +49,11 @@ def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_reservation_keeps_the_nodes_and_the_gpus_for_which_it_was_made(
     nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts = [Host(name=f"10.0.0.{node}", cpus=8.0, gpus=8.0) for node in "ab"]
+    hosts = [Host(name=f"10.0.0.{node}", cpus=8.0, gpus=8.0) for node in (1, 2)]
     monkeypatch.setattr(placement, "ray_hosts", lambda: hosts)
     monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: True))
     reservation = placement.reserve(TWO_NODES, StopSignals())
-    hosts.append(Host(name="10.0.0.c", cpus=8.0, gpus=8.0))
+    hosts.append(Host(name="10.0.0.3", cpus=8.0, gpus=8.0))
     assert reservation.gpus == 16 and reservation.addresses == ["10.0.0.a", "10.0.0.b"]
     assert reservation.nodes == {0: "a", 1: "b"} and not reservation.has_moved("rollout/0")
 

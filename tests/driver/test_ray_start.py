@@ -1,4 +1,4 @@
-"""A Ray that does not start in time, a RAY_ADDRESS at which there is none, and hosts of IPv6, are named."""
+"""A Ray that does not start in time, a RAY_ADDRESS at which there is none, and hosts without IPv4, are named."""
 
 from __future__ import annotations
 
@@ -102,10 +102,11 @@ def test_gpus_that_are_hidden_in_any_way_are_hidden_from_ray(
         assert seen == [shown]
 
 
-def test_a_host_that_ray_knows_by_ipv6_is_refused_where_the_run_needs_it() -> None:
-    hosts = [Host(name=name, cpus=8, gpus=8) for name in ("fd00::1", "10.0.0.2", "10.0.0.3")]
+@pytest.mark.parametrize("name", ["fd00::1", "node1.site"])  # ray start --node-ip-address takes anything
+def test_a_host_that_ray_knows_by_no_ipv4_address_is_refused_where_the_run_needs_it(name: str) -> None:
+    hosts = [Host(name=name, cpus=8, gpus=8) for name in (name, "10.0.0.2", "10.0.0.3")]
     assert [host.name for host in assign(host_demands(TWO_NODES), hosts)] == ["10.0.0.2", "10.0.0.3"]
-    words = r"must be IPv4; Ray knows fd00::1\. .*`ray start --node-ip-address=<IPv4 address>`"
+    words = rf"must be IPv4; Ray knows {name}\. .*`ray start --node-ip-address=<IPv4 address>`"
     with pytest.raises(ConfigError, match=words):
         assign(host_demands(TWO_NODES), hosts[:2])
     assert len(assign(host_demands(placed_on()), hosts[:1])) == 1, "the processes of one host listen on loopback"

@@ -1,4 +1,4 @@
-"""What scripts/setup.sh does before it fetches the CUDA set: hosts that it refuses, an environment made anew."""
+"""The script scripts/setup.sh before it fetches the CUDA set: hosts that it refuses, an environment made anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library (NVML) says of the GPUs that CUDA shows to this process: memory and utilisation.
+"""Memory and utilisation of the GPUs that CUDA shows to this process, by NVIDIA's management library (NVML).
 
 Samples of utilisation are independent of the timeline's. NVML reports the share of time in which any kernel ran, which
 does not say how much of the GPU the kernel used.

@@ -36,16 +36,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config, Limit
-from async_rl.driver.placement import (
-    Reservation,
-    open_ray,
-    ray_messages_in,
-    reserve,
-    resolve_placement,
-    runs_here,
-    servers_per_gpu,
-)
+from async_rl.driver.placement import Reservation, reserve, resolve_placement, runs_here, servers_per_gpu
 from async_rl.driver.preflight import check_inputs
+from async_rl.driver.ray_start import open_ray, ray_messages_in
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.signals import StopSignals

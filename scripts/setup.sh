@@ -22,22 +22,6 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; t
     exit 0
 fi
 
-is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
-if [ ! -x "$venv/bin/python" ] || ! is_new_enough "$venv/bin/python"; then
-    python=
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
-        if is_new_enough "$candidate"; then python=$candidate; break; fi
-    done
-    if [ -z "$python" ]; then
-        echo "setup: needs Python 3.11 or newer (looked for ${PYTHON:-python3, python3.13, python3.12, python3.11})" >&2
-        exit 1
-    fi
-    if ! "$python" -m venv --clear "$venv"; then
-        echo "setup: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2
-        exit 1
-    fi
-fi
-
 if [ "$set" = cuda ]; then  # before gigabytes are fetched that could not run
     glibc=$(ldd --version 2>/dev/null | sed -n '1s/.* //p')
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
@@ -48,6 +32,30 @@ if [ "$set" = cuda ]; then  # before gigabytes are fetched that could not run
     fi
     if [ -n "$driver" ] && is_older "$driver" 580; then
         echo "setup: the CUDA set needs an NVIDIA driver 580 or newer, here is $driver; ASYNC_RL_SET=cpu does not" >&2
+        exit 1
+    fi
+fi
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+is_for_cpus() { "$1" -c 'import importlib.metadata as m; assert m.version("torch").endswith("+cpu")' 2>/dev/null; }
+anew=
+if [ ! -x "$venv/bin/python" ] || ! is_new_enough "$venv/bin/python"; then
+    anew=1
+elif [ "$set" = cuda ] && is_for_cpus "$venv/bin/python"; then  # pip would keep that torch: its version is the same
+    echo "setup: $venv was made on a host without a GPU and has a torch for CPUs: making it anew"
+    anew=1
+fi
+if [ "$anew" ]; then
+    python=
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if is_new_enough "$candidate"; then python=$candidate; break; fi
+    done
+    if [ -z "$python" ]; then
+        echo "setup: needs Python 3.11 or newer (looked for ${PYTHON:-python3, python3.13, python3.12, python3.11})" >&2
+        exit 1
+    fi
+    if ! "$python" -m venv --clear "$venv"; then
+        echo "setup: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2
         exit 1
     fi
 fi

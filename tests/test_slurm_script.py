@@ -33,6 +33,7 @@ case $1 in
 esac''',
     "ray": """
 echo "ray $*" >> calls
+echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> tokens
 case $1 in
     start) echo node >> nodes; exec sleep 100;;
     status)
@@ -41,6 +42,7 @@ case $1 in
 esac""",
     "async-rl": """
 echo "async-rl $*" >> calls
+echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> tokens
 [ "$1" = train ] || exec sleep ${DOCTOR_TAKES:-0}
 trap 'exit 130' TERM
 [ ! "$PREEMPTED" ] || { echo 2026-02-02T00:00:00 > preempted; exit 1; }
@@ -94,6 +96,8 @@ def test_a_job_waits_for_its_nodes_and_starts_the_run_or_goes_on_with_it(tmp_pat
         "ray start --head --node-ip-address=10.0.0.1 --port=6379 --block",
         "ray start --address=10.0.0.1:6379 --node-ip-address=10.0.0.2 --block",
     ]
+    (token,) = set((tmp_path / "tokens").read_text().splitlines())  # every call of Ray has the same
+    assert re.fullmatch("token [0-9a-f]{48}", token)
     steps = calls(tmp_path, "srun")
     assert steps and all("--cpus-per-task=96" in step for step in steps)
     assert calls(tmp_path, "async-rl") == [

@@ -26,7 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_rl.config import Config
 from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, SENT, Check, examine
 from async_rl.driver.file_receiver import FileReceiver
-from async_rl.driver.placement import open_ray, ray_hosts
+from async_rl.driver.placement import ray_hosts
+from async_rl.driver.ray_start import open_ray
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import open_listener

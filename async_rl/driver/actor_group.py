@@ -142,8 +142,9 @@ class ActorGroup:
 
     def _overdue(self, limit: Limit, what: str, *names: str) -> WaitTimeoutError:
         self._reservation.follow_moves()
+        lost = "".join(map(self._reservation.why_no_host, names))
         return WaitTimeoutError(
-            f"the driver waited {limit} for {what} of {', '.join(names)}{''.join(map(self.log_tail, names))}"
+            f"the driver waited {limit} for {what} of {', '.join(names)}{lost}{''.join(map(self.log_tail, names))}"
         )
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from async_rl.storage.file_copies import CopyCache, PartialCopy, default_root
 from async_rl.storage.file_sources import FileSource, Likeness, find_own, likeness
@@ -13,6 +14,10 @@ class FileReceiver:
 
     def __init__(self) -> None:
         self._partial: PartialCopy | None = None
+
+    def sees(self, file: str) -> bool:
+        """Whether there is such a file on this host."""
+        return Path(file).exists()
 
     def likeness(self, source: FileSource) -> Likeness:
         """Compare what this host has at the paths of `source`."""

@@ -7,7 +7,7 @@
 
 Models and data go to hosts with servers and no learner rank, the user's modules and files of `params` to all. Ray
 carries the pieces, a few at a time. The weights of the policy are left out where its servers can start without, and get
-the first ones by a push of the learner.
+the first ones by a push of the learner. The run's folder is not sent: hosts with learner ranks must share it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ from async_rl.config import Config
 from async_rl.driver.file_receiver import FileReceiver
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, WaitTimeoutError
 from async_rl.storage.file_sources import FileSource, Places, find_modules, find_source, local_names
 from async_rl.storage.hub_names import SERVER_DATA
 from async_rl.storage.param_files import param_files
@@ -56,7 +57,7 @@ def send_files(
     """Send the local files that the processes of `reservation` need to the hosts that lack them.
 
     Raises:
-        ConfigError: a host has no room for them, or can't write them.
+        ConfigError: a host has no room for them, or can't write them; or one of the learner does not see run.dir.
         WaitTimeoutError: a host did not answer within timeouts.startup_s, or not all were there after timeouts.work_s.
         ProcessDiedError: a host was lost meanwhile.
     """
@@ -65,7 +66,8 @@ def send_files(
     if not others:
         return SentFiles()
     wanted: dict[tuple[str, str], list[str]] = {}
-    for host, names in servers_elsewhere(reservation).items():
+    of_servers = servers_elsewhere(reservation)
+    for host, names in of_servers.items():
         if host == here:
             continue
         keys = ["model.path", *SERVER_DATA] if any(name in config.server_names for name in names) else []
@@ -74,10 +76,12 @@ def send_files(
             wanted.setdefault(local, []).append(host)
     wanted |= dict.fromkeys(param_files(config, note), others)
     modules = find_modules(config)
-    if not wanted and not modules:
+    of_learner = [host for host in others if host not in of_servers]
+    if not wanted and not modules and not of_learner:
         return SentFiles()
     sender = _Sender(config, signals, note, others)
     try:
+        sender.check_run_folder(of_learner)
         for (key, path), hosts in wanted.items():
             sender.send(find_source(key, path), hosts)
         if modules:
@@ -132,6 +136,20 @@ class _Sender:
             ).remote()
             for host in hosts
         }
+
+    def check_run_folder(self, hosts: Sequence[str]) -> None:
+        """Check that each of `hosts` sees the folder of the run."""
+        folder = self._config.run_dir.absolute()
+        with NamedTemporaryFile(dir=folder, prefix=".shared-") as marker:
+            asked = {host: self._receivers[host].sees.remote(marker.name) for host in hosts}
+            sees = self._ask(asked, f"the search for {folder}")
+        if blind := [host for host in hosts if not sees[host]]:
+            raise ConfigError(
+                f"run.dir must be a folder that the driver shares with the hosts of the learner, which writes its "
+                f"checkpoints there; {', '.join(blind)} does not see the {folder} of this host. Set run.dir to a "
+                "folder on a disk that they share. Or place the learner on the host where you start the run: there "
+                "`ray start --resources='{\"learner\": 1}'`, and placement.learner.resource: learner"
+            )
 
     def send(self, source: FileSource, hosts: Sequence[str]) -> None:
         """Have each of `hosts` hold what `source` names, at its own paths or as a copy."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.telemetry.nvml import shares_in_use
 
 _DEVICES, _VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
@@ -19,11 +20,18 @@ _OLDEST_DRIVER = {12: 525, 13: 580}
 
 _COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
 """CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of the CUDA driver, and its value for GPUs that only one process may use."""
+TAKEN_SHARE = 0.1
+"""More than the share of a GPU's memory that its driver and a desktop use."""
 UNSHARED = (
     "Have the administrator of the host run `nvidia-smi -c DEFAULT`, or start NVIDIA's MPS, which shares such a GPU: "
     "nvidia-cuda-mps-control -d"
 )
 """The advice for GPUs in compute mode EXCLUSIVE_PROCESS."""
+
+
+def hides_gpus() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from this process, in one of the three ways in use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
 
 
 def check_gpu_driver() -> None:
@@ -33,7 +41,7 @@ def check_gpu_driver() -> None:
         ConfigError: there are GPUs and torch finds none; it says which driver is needed and which one is there.
     """
     gpus = [file.name for file in _DEVICES.glob("nvidia[0-9]*")]  # a container without GPUs has none of these files
-    if not gpus or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if not gpus or hides_gpus():
         return
     import torch
 
@@ -89,6 +97,17 @@ def check_shared_gpus(num_processes: int) -> None:
             f"{num_processes} processes of the run share a GPU, and GPU {gpus[0]} is in compute mode "
             f"EXCLUSIVE_PROCESS: it would refuse the second one. {UNSHARED}. Or give each process a GPU"
         )
+
+
+def taken_gpus() -> list[str]:
+    """Return a caution if more than TAKEN_SHARE of the memory of a visible GPU of this host is in use; else []."""
+    taken = [f"{ordinal} ({share:.0%})" for ordinal, share in enumerate(shares_in_use()) if share > TAKEN_SHARE]
+    if not taken:
+        return []
+    return [
+        f"placement: other programs use memory of GPU {', '.join(taken)}, as CUDA counts them here, and a run may take "
+        "any GPU that it sees. Let it see only free ones: CUDA_VISIBLE_DEVICES=2,3, say."
+    ]
 
 
 def exclusive_gpus() -> list[int]:

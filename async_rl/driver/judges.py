@@ -38,7 +38,7 @@ class Judges:
         """Start the process of a lost server, at its old address; returns the call of its `start`."""
         index, port = self._config.judge_names.index(name), urlsplit(self._urls[name]).port
         actor = self._processes.start(name, JudgeActor, self._config, index, port)
-        self._watchdog.begin(name)
+        self._watchdog.begin(name, is_up=False)
         call: Any = actor.start
         started: ObjectRef = call.remote()
         return started

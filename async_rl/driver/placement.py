@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
@@ -20,16 +18,13 @@ from async_rl.config.check import check, either
 from async_rl.config.compact import check_compact_transport, check_compact_type
 from async_rl.config.staging import check_staging_transport
 from async_rl.driver.addresses import check_server_reaches_learner
-from async_rl.driver.resources import JOIN_COMMANDS, Host, HostDemand, assign, compact, host_demands
+from async_rl.driver.ray_start import NoClusterError, open_ray
+from async_rl.driver.resources import Host, HostDemand, assign, compact, host_demands
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.errors import WaitTimeoutError
 from async_rl.seams import working_transports
 
 RESERVE_INTERVAL_S = 0.5
-
-
-class NoClusterError(ConfigError):
-    """No Ray cluster was found at the address of RAY_ADDRESS or, in a run over several hosts, on this host."""
 
 
 @dataclass(slots=True)
@@ -46,6 +41,8 @@ class Reservation:
     """[bundle] the ID of its host in Ray at the start of the run: one that joins anew has another, at any address."""
     found: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """[bundle] (ID, address) of its host when Ray was last asked: Ray moves the bundles of a host that it has lost."""
+    without_host: Set[int] = frozenset()
+    """The bundles that had no host then."""
 
     def options(self, process: str) -> dict[str, Any]:
         """Return the arguments of `ray.remote(...).options` that start `process` in its bundle."""
@@ -71,7 +68,16 @@ class Reservation:
 
     def follow_moves(self) -> None:
         """Ask Ray on which hosts the bundles are; one without a host, until it has another, counts as where it was."""
-        self.found = {**self.found, **_hosts(self.group)}
+        hosts = _hosts(self.group)
+        self.found = {**self.found, **hosts}
+        self.without_host = set(range(len(self.bundles))) - hosts.keys()
+
+    def why_no_host(self, process: str) -> str:
+        """Return what a process wants of a host, as a sentence, if Ray had none for it when last asked; else ""."""
+        index = self._bundle_of(process)
+        if index not in self.without_host:
+            return ""
+        return f". Its host is lost, and no other of the Ray cluster has free what is wanted for {self.bundles[index]}"
 
     def _bundle_of(self, process: str) -> int:
         return next(index for index, bundle in enumerate(self.bundles) if process in bundle.gpus_of)
@@ -218,95 +224,6 @@ def ray_hosts() -> list[Host]:
         )
         for node in ray.nodes() if node["Alive"]
     ]
-
-
-@contextlib.contextmanager
-def open_ray(config: Config) -> Iterator[None]:
-    """Connect to Ray within the body: to the cluster that RAY_ADDRESS names, to this host's cluster if the run spans
-    hosts, else to a Ray that is started on this machine for this process alone.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, starves a run on a host with other work
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import logging
-
-    import ray
-
-    if ray.is_initialized():
-        raise ConfigError(
-            "a run starts Ray, or joins a cluster, with settings of its own, but this process is connected to Ray "
-            "already, by ray.init(). Call ray.shutdown() before, or train in another process"
-        )
-    placement = config.placement
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if placement.num_nodes > 1 else "")
-    if address:
-        try:
-            ray.init(address=address, **quiet)
-        except ConnectionError as error:
-            raise NoClusterError(_why_no_cluster(config, error)) from None
-        except ValueError as error:
-            raise ConfigError(
-                f"RAY_ADDRESS must be HOST:PORT, such as 10.0.0.1:6379, got {address} ({error}). `ray start --head` "
-                f"prints it. {_without_address(config)}"
-            ) from None
-        except RuntimeError as error:  # usually the cluster has another version of Ray or Python
-            raise ConfigError(
-                f"the Ray cluster at {address} can't be joined: {str(error).strip()}\nEvery host and this process must "
-                "have the same versions of Python and Ray: install them anew where they differ, then `ray stop` and "
-                f"start the cluster again: {JOIN_COMMANDS}"
-            ) from None
-    else:
-        try:
-            ray.init(
-                address="local", include_dashboard=False, num_cpus=1 + placement.num_servers + placement.learner.ranks,
-                object_store_memory=128 * 2**20,  # only reports travel through it
-                **quiet,
-            )
-        except Exception as error:  # Ray has no class of its own for this
-            if "timed out during startup" not in str(error):
-                raise
-            raise WaitTimeoutError(
-                "the driver waited 30 s (a limit of Ray's own) for Ray's processes to start on this host. Start the "
-                "run again when less else runs here; if that changes nothing, /tmp/ray/session_latest/logs says more"
-            ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _why_no_cluster(config: Config, error: ConnectionError) -> str:
-    if address := os.environ.get("RAY_ADDRESS"):
-        found = f"RAY_ADDRESS is {address}, and no Ray cluster answers there ({error}). {_without_address(config)}"
-        return f"{found} Or start one: {JOIN_COMMANDS}"
-    hosts = config.placement.num_nodes
-    return f"placement wants {hosts} hosts, but no Ray cluster is found ({error}). Start one: {JOIN_COMMANDS}"
-
-
-def _without_address(config: Config) -> str:
-    place = "on this host alone" if config.placement.num_nodes == 1 else "on the cluster that this host has joined"
-    return f"To run {place}: `unset RAY_ADDRESS`."
-
-
-@contextlib.contextmanager
-def ray_messages_in(file: Path) -> Iterator[None]:
-    """Append what Ray tells the driver, such as a page of text about each killed process, to `file` in the body.
-
-    Otherwise Ray prints it, also with log_to_driver off; the driver says in its own words what has happened.
-    """
-    from ray._private import worker
-
-    def write(data: dict[str, Any], ignore_prefix: bool) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as log:
-            log.writelines(f"{line}\n" for line in data["lines"])
-
-    printed, worker.print_to_stdstream = worker.print_to_stdstream, write
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = printed
 
 
 def find_hosts(config: Config) -> list[Host]:

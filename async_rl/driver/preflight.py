@@ -19,7 +19,7 @@ from async_rl.config.check import check
 from async_rl.config.unused import unused_settings
 from async_rl.cores import usable_cores
 from async_rl.driver.addresses import check_addresses
-from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
+from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus, taken_gpus
 from async_rl.driver.memory import check_memory
 from async_rl.driver.placement import check_sharing, explain, find_hosts, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
@@ -308,10 +308,12 @@ def _check_placement(config: Config) -> list[str]:
     )
     check_shared_gpus(max(demand.processes_per_gpu for demand in host_demands(config, gpus)))
     explain(config, find_hosts(config))
+    cautions = [] if config.rollout.server_url else taken_gpus()  # a server that runs has its memory
     processes, cores = config.placement.processes_per_node, usable_cores()
     if processes <= cores or config.placement.pin_cpus:
-        return []
+        return cautions
     return [
+        *cautions,
         f"placement: {processes} learner ranks and servers share {cores} cores, so they take turns, and the start may "
         "take longer than timeouts.startup_s. Lower placement.learner.ranks, placement.rollout.servers, "
         "placement.eval.servers or placement.judge.servers."

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from ipaddress import IPv4Address
+from itertools import islice
 
 from async_rl.config import Config
 from async_rl.config.check import check
 from async_rl.errors import ConfigError
+from async_rl.seams.doc_pages import doc_page
 
+TOKEN_PAGE = doc_page("two-nodes.md")
 JOIN_COMMANDS = (
     "on the first host `ray start --head`, on each other one `ray start --address=<first host>:6379`, "
-    "then async-rl on any of them"
+    f"then async-rl on any of them, all with RAY_AUTH_MODE=token and the same token: {TOKEN_PAGE}"
 )
 
 
@@ -87,18 +91,16 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
         "judge": (placement.judge.servers, per_rank * placement.judge.tp),
     }
 
-    def servers(nodes: int, node: int) -> dict[str, float]:
-        return {f"{pool}/{i}": gpus for pool, (count, gpus) in pools.items() for i in _part(count, nodes, node)}
-
+    servers = _dealt(pools, rollout.nodes or learner.nodes)
     result = []
     for node in range(learner.nodes):
-        ranks = _part(learner.ranks, learner.nodes, node)
+        ranks = range(learner.ranks * node // learner.nodes, learner.ranks * (node + 1) // learner.nodes)
         processes = {"buffer": 0.0} if node == 0 else {}
-        processes |= servers(learner.nodes, node) if with_learner else {}
+        processes |= servers[node] if with_learner else {}
         processes |= {f"learner/{r}": per_rank for r in ranks}
         result.append(_demand(processes, learner.resource, placement.colocated))
     for node in range(rollout.nodes):
-        result.append(_demand(servers(rollout.nodes, node), rollout.resource, False))
+        result.append(_demand(servers[node], rollout.resource, False))
     return result
 
 
@@ -158,24 +160,24 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
 
     Raises:
         ConfigError: the hosts can't meet the demands, and the message lists both; or of several only one could that Ray
-            knows by an IPv6 address, at which its processes would listen.
+            knows by a name or an IPv6 address, at which its processes would listen.
     """
-    of_ipv6 = [
+    without_ipv4 = [
         host for host in hosts
-        if len(wanted) > 1 and ":" in host.name and any(demand.fits(host) for demand in wanted)
+        if len(wanted) > 1 and not _is_ipv4(host.name) and any(demand.fits(host) for demand in wanted)
     ]
-    hosts = [host for host in hosts if host not in of_ipv6]
+    hosts = [host for host in hosts if host not in without_ipv4]
     free = sorted(hosts, key=lambda host: sum(demand.fits(host) for demand in wanted))
     host_of: dict[int, Host] = {}
     for index in sorted(range(len(wanted)), key=lambda index: sum(wanted[index].fits(host) for host in hosts)):
         if host := next((host for host in free if wanted[index].fits(host)), None):
             host_of[index] = host
             free.remove(host)
-    if len(host_of) < len(wanted) and of_ipv6:
+    if len(host_of) < len(wanted) and without_ipv4:
         raise ConfigError(
             "a run over several hosts uses the addresses by which Ray knows them, which must be IPv4; Ray knows "
-            f"{', '.join(host.name for host in of_ipv6)}. On each of these hosts `ray stop`, then start it again with "
-            "`ray start --node-ip-address=<IPv4 address>`"
+            f"{', '.join(host.name for host in without_ipv4)}. On each of these hosts `ray stop`, then start it again "
+            "with `ray start --node-ip-address=<IPv4 address>`"
         )
     if len(host_of) < len(wanted):
         lines = [f"  wanted of {'one host' if len(wanted) == 1 else 'a host of its own'}: {b}" for b in wanted]
@@ -185,6 +187,13 @@ def assign(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> list[Host]:
             + "\nLower placement.learner or placement.rollout, or add hosts: " + JOIN_COMMANDS
         )
     return [host_of[index] for index in range(len(wanted))]
+
+
+def _is_ipv4(name: str) -> bool:
+    try:
+        return bool(IPv4Address(name))
+    except ValueError:
+        return False
 
 
 def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:
@@ -197,8 +206,24 @@ def _shortfall(wanted: Sequence[HostDemand], hosts: Sequence[Host]) -> str:
     return "no choice of hosts has enough on each"
 
 
-def _part(count: int, parts: int, index: int) -> range:
-    return range(count * index // parts, count * (index + 1) // parts)
+def _dealt(pools: Mapping[str, tuple[int, float]], nodes: int) -> list[dict[str, float]]:
+    """Deal servers like cards, each pool on from where the one before has ended: nodes differ by one server at most.
+
+    Args:
+        pools: [pool] (number of its servers, GPUs of each).
+
+    Returns:
+        [node] the GPUs of each of its servers, of which those of a pool have successive numbers.
+    """
+    result: list[dict[str, float]] = [{} for _ in range(nodes)]
+    begun = 0
+    for pool, (count, gpus) in pools.items():
+        numbers = iter(range(count))
+        for node, servers in enumerate(result):
+            size = len(range((node - begun) % nodes, count, nodes))
+            servers.update({f"{pool}/{number}": gpus for number in islice(numbers, size)})
+        begun += count
+    return result
 
 
 def compact(names: list[str]) -> str:

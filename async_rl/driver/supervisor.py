@@ -170,7 +170,7 @@ class Supervisor:
         index = self._config.server_names.index(name)
         async with self._memory.turn(name):
             actor = self._processes.start(name, server_class(name), self._config, index)
-            self.watchdog.begin(name)
+            self.watchdog.begin(name, is_up=False)
             url = self._urls[name] = await self._call_server(
                 name, actor.start.remote(), timeouts.limit("startup_s"), "the start"
             )

@@ -28,6 +28,8 @@ class Watchdog:
         self._processes = processes
         self._statuses: dict[str, Status] = {}
         self._heard_s: dict[str, float] = {}
+        self._starting: set[str] = set()
+        """The processes that have not answered yet: the wait for their start, or for a host, has a limit of its own."""
         self._questions: dict[str, asyncio.Task[Status | None]] = {}
         self.note = RUNNING
         """The state of the whole run: that it runs, or why it is paused."""
@@ -39,15 +41,20 @@ class Watchdog:
         self.starts = 0
         """How often a process was started: a restart in a step is told by it."""
 
-    def begin(self, name: str) -> None:
-        """Watch process `name`, which has just been started; count its silence from now on."""
+    def begin(self, name: str, is_up: bool = True) -> None:
+        """Watch process `name`, which has just been started; count its silence from now on, or from its first answer if
+        it is not `is_up`.
+        """
         self.forget(name)
         self.starts += 1
         self._heard_s[name] = time.monotonic()
+        if not is_up:
+            self._starting.add(name)
 
     def forget(self, name: str) -> None:
         """Drop the last status of process `name`, which is gone, and the question put to it."""
         self._statuses.pop(name, None)
+        self._starting.discard(name)
         if question := self._questions.pop(name, None):
             question.cancel()
 
@@ -67,6 +74,7 @@ class Watchdog:
             if status := self._questions.pop(name).result():
                 self._statuses[name] = status
                 self._heard_s[name] = time.monotonic()
+                self._starting.discard(name)
         self.write_status(self.note)
         dead = [*self._overdue(), *self._silent(asked & self._questions.keys())]
         if dead:
@@ -92,7 +100,7 @@ class Watchdog:
             unanswered: processes that an earlier `look` has asked: one asked just now may only seem silent.
         """
         found: list[tuple[str, AsyncRLError]] = []
-        for name in sorted(unanswered & self._processes.actors.keys()):
+        for name in sorted((unanswered & self._processes.actors.keys()) - self._starting):
             silent_s, setting = self._config.timeouts.silent_s, "timeouts.silent_s"
             outlived_s = self._config.timeouts.wire_s / 3
             if name == "buffer" and self._config.buffer.journal and outlived_s < silent_s:

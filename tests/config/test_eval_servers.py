@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from async_rl.config import Config
 from async_rl.config.loading import load_config
 from async_rl.driver.actors import share_of_cores
 from async_rl.driver.placement import servers_per_gpu
-from async_rl.driver.resources import host_demands
+from async_rl.driver.resources import _dealt, host_demands
 from async_rl.errors import ConfigError
 
 BASE = ("model.path=m", "task.name=reasoning_gym/x", "eval.every_steps=5")
@@ -94,7 +96,28 @@ def test_evaluation_servers_are_on_the_nodes_of_the_rollout_servers() -> None:
         "placement.learner.gpus_per_node=2", "placement.rollout={nodes: 2, servers: 2}", "placement.eval.servers=1",
     ))
     assert list(learner.gpus_of) == ["buffer", "learner/0", "learner/1"]
-    assert [list(demand.gpus_of) for demand in rollout] == [["rollout/0"], ["rollout/1", "eval/0"]]
+    assert [list(demand.gpus_of) for demand in rollout] == [["rollout/0", "eval/0"], ["rollout/1"]]
+
+
+def test_two_nodes_of_eight_gpus_have_room_for_eight_servers_of_two_in_three_pools() -> None:
+    _, *rollout = host_demands(load(
+        "placement.learner.gpus_per_node=1", "placement.rollout={nodes: 2, servers: 6, tp: 2}",
+        "placement.eval.servers=1", "placement.judge={servers: 1, tp: 2}", "judge.path=m",
+    ))
+    assert [list(demand.gpus_of) for demand in rollout] == [
+        ["rollout/0", "rollout/1", "rollout/2", "eval/0"], ["rollout/3", "rollout/4", "rollout/5", "judge/0"],
+    ]
+    assert [demand.gpus for demand in rollout] == [8, 8]
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (3, 2, 0), (5, 1, 1), (4, 0, 3), (6, 5, 4)])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_servers_of_all_pools_are_dealt_so_that_no_node_has_two_more(nodes: int, counts: tuple[int, ...]) -> None:
+    names = ("rollout", "eval", "judge")
+    dealt = _dealt(dict(zip(names, [(count, 1.0) for count in counts], strict=True)), nodes)
+    assert max(map(len, dealt)) == math.ceil(sum(counts) / nodes), "as placement.servers_per_node says"
+    found = [name for pool in names for servers in dealt for name in servers if name.startswith(pool)]
+    assert found == [f"{pool}/{number}" for pool, count in zip(names, counts, strict=True) for number in range(count)]
 
 
 def test_an_evaluation_server_shares_the_only_gpu_and_its_memory() -> None:

@@ -21,7 +21,8 @@ from async_rl.config import Limit, NetworkConfig
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import BufferActor
 from async_rl.driver.entering import Origin
-from async_rl.driver.placement import Reservation, ray_messages_in
+from async_rl.driver.placement import Reservation
+from async_rl.driver.ray_start import ray_messages_in
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import (
     AsyncRLError,
@@ -247,21 +248,31 @@ def test_the_memory_monitor_of_ray_is_recognised_by_its_own_kill(tmp_path: Path)
 NICENESS = """
 import os, ray
 from async_rl.config import Config, ModelConfig, TaskConfig
-from async_rl.driver.placement import open_ray
+from async_rl.driver.ray_start import open_ray
 
 with open_ray(Config(model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"))):
     print("niceness:", os.nice(0), ray.get(ray.remote(lambda: os.nice(0)).remote()))
+    mode = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote())
+    print("authentication:", mode, os.environ["RAY_AUTH_MODE"])
 """
 
 
-def test_a_process_of_a_run_has_the_niceness_of_its_driver(tmp_path: Path) -> None:
-    command = MarkedCommand(["-c", NICENESS], tmp_path / "log", program=[sys.executable])
+def test_rays_processes_have_the_niceness_of_the_driver_and_write_no_token_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    home = tmp_path / "home"
+    command = MarkedCommand(
+        ["-c", NICENESS], tmp_path / "log", program=[sys.executable], environment={"HOME": str(home)}
+    )
     try:
         command.wait(200)
     finally:
         command.kill()
     found = re.search(r"niceness: (\d+) (\d+)", command.text())
     assert found and found[1] == found[2], command.text()
+    assert "authentication: token token" in command.text()
+    assert not home.exists(), "a later `ray start --head` would ask for the token that is there"
 
 
 class Idle:

@@ -83,6 +83,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         def __init__(self, config: Config, signals: StopSignals, note: Callable[[str], None], hosts: list[str]) -> None:
             self.places: dict[str, Places] = {host: {} for host in hosts}
 
+        def check_run_folder(self, hosts: list[str]) -> None:
+            found["run.dir"] = hosts
+
         def send(self, source: FileSource, hosts: list[str]) -> None:
             found[source.key] = hosts
 
@@ -103,7 +106,7 @@ def test_modules_and_files_of_params_go_to_all_other_hosts(
     sent = send_files(changed(config, task=task), hosts, StopSignals(), lambda text: None)
     assert asked == {
         "model.path": ["third"], "task.path": ["third"], "task.params": ["second", "third"],
-        "modules": ["second", "third"],
+        "modules": ["second", "third"], "run.dir": ["second"],
     }
     assert list(sent.places) == ["second", "third"]
 
@@ -115,6 +118,13 @@ def test_a_run_on_the_drivers_host_alone_sends_nothing(
     here = reservation(first=["learner/0", "rollout/0"])
     sent = send_files(changed(config, task={"reward": "mine:score"}), here, StopSignals(), lambda text: None)
     assert (asked, sent) == ({}, SentFiles())
+
+
+def test_a_learner_elsewhere_is_asked_for_the_runs_folder_where_nothing_is_sent(
+    config: Config, asked: dict[str, list[str]]
+) -> None:
+    send_files(config, reservation(second=["buffer", "rollout/0", "learner/0"]), StopSignals(), lambda text: None)
+    assert asked == {"run.dir": ["second"]}
 
 
 def without_files(cache: Path, fault: Callable[[], None] = lambda: None) -> type[FileReceiver]:
@@ -144,13 +154,14 @@ def notes() -> list[str]:
 def send(ray_here: None, tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Send:
     """Send the files of a configuration from a driver elsewhere to a server here."""
     (tmp_path / "run").mkdir()
-    target = reservation(here=["rollout/0"])
+    here = ray.util.get_node_ip_address()
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.9")
 
     def run(
-        config: Config, receiver: type[FileReceiver], on_note: Callable[[StopSignals], None] | None = None
+        config: Config, receiver: type[FileReceiver], on_note: Callable[[StopSignals], None] | None = None,
+        process: str = "rollout/0",
     ) -> SentFiles:
-        signals = StopSignals()
+        signals, target = StopSignals(), Reservation(None, [HostDemand(gpus_of={process: 0.0})], [here])
         monkeypatch.setattr(file_sending, "FileReceiver", receiver)
         return send_files(config, target, signals, lambda text: on_note(signals) if on_note else notes.append(text))
 
@@ -160,6 +171,21 @@ def send(ray_here: None, tmp_path: Path, notes: list[str], monkeypatch: pytest.M
 def test_a_host_that_has_the_same_files_gets_none(config: Config, send: Send, notes: list[str]) -> None:
     sent = send(config, FileReceiver)
     assert (list(sent.places.values()), sent.lack_weights, notes) == ([{}], False, [])
+
+
+def test_a_learners_host_that_does_not_see_the_runs_folder_is_named(
+    config: Config, send: Send, tmp_path: Path
+) -> None:
+    class Blind(FileReceiver):
+        def sees(self, file: str) -> bool:
+            assert super().sees(file)
+            return False
+
+    send(config, FileReceiver, process="learner/0")
+    told = rf"^run\.dir must .* does not see the {tmp_path}/run of this host\..* placement\.learner\.resource: learner$"
+    with pytest.raises(ConfigError, match=told):
+        send(config, Blind, process="learner/0")
+    assert list((tmp_path / "run").glob(".*")) == []
 
 
 def test_a_host_without_files_gets_them_once(config: Config, send: Send, notes: list[str], tmp_path: Path) -> None:

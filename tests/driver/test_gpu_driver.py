@@ -14,8 +14,10 @@ from async_rl.config import Config, RolloutPlacement
 from async_rl.driver import gpu_driver
 from async_rl.driver.actors import LearnerActor, RolloutActor
 from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus
+from async_rl.driver.preflight import _check_placement
 from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
+from tests.kit.configs import make_config
 from tests.kit.placements import TWO_PAIRS, placed_on
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\nGCC version: 12.3.0\n"
@@ -47,16 +49,16 @@ def test_a_torch_for_cpus_on_a_host_with_gpus_is_refused(host: Path, monkeypatch
         check_gpu_driver()
 
 
-@pytest.mark.parametrize("why", ["hidden", "found", "a container without GPUs"])
+@pytest.mark.parametrize("why", ["", "-1", "NoDevFiles", "found", "a container without GPUs"])
 def test_a_run_that_uses_the_gpus_or_is_told_not_to_is_not_refused(
     host: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if why == "hidden":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    elif why == "found":
+    if why == "found":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    else:
+    elif why == "a container without GPUs":
         (host / "nvidia0").unlink()
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", why)
     check_gpu_driver()
 
 
@@ -121,6 +123,13 @@ def test_the_size_of_the_gpus_is_known_without_nvml(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(gpu_driver.ctypes, "CDLL", lambda name: FakeCuda(0, 0))
     assert gpu_driver.smallest_gpu_bytes() == 80
+
+
+def test_gpus_of_other_programs_are_a_caution_unless_a_server_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_driver, "shares_in_use", lambda: [0.02, 0.93])
+    told = "placement: other programs use memory of GPU 1 (93%), as CUDA counts them"
+    assert _check_placement(placed_on())[0].startswith(told)
+    assert _check_placement(make_config(rollout={"engine": "sglang", "server_url": "http://127.0.0.1:1"})) == []
 
 
 @pytest.mark.parametrize(("asked", "gpus_there", "processes"), [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -49,11 +49,11 @@ def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_reservation_keeps_the_nodes_and_the_gpus_for_which_it_was_made(
     nodes: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts = [Host(name=f"10.0.0.{node}", cpus=8.0, gpus=8.0) for node in "ab"]
+    hosts = [Host(name=f"10.0.0.{node}", cpus=8.0, gpus=8.0) for node in (1, 2)]
     monkeypatch.setattr(placement, "ray_hosts", lambda: hosts)
     monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: True))
     reservation = placement.reserve(TWO_NODES, StopSignals())
-    hosts.append(Host(name="10.0.0.c", cpus=8.0, gpus=8.0))
+    hosts.append(Host(name="10.0.0.3", cpus=8.0, gpus=8.0))
     assert reservation.gpus == 16 and reservation.addresses == ["10.0.0.a", "10.0.0.b"]
     assert reservation.nodes == {0: "a", 1: "b"} and not reservation.has_moved("rollout/0")
 
@@ -133,5 +133,10 @@ def test_a_wait_that_is_too_long_names_the_host_of_the_log(
         await asyncio.Event().wait()
 
     call: Any = silent()
-    with pytest.raises(WaitTimeoutError, match=r"its log is on that host, 10\.0\.0\.c"):
+    with pytest.raises(WaitTimeoutError, match=r"its log is on that host, 10\.0\.0\.c") as caught:
         asyncio.run(processes.call("rollout/0", call, Limit(0.01, "a limit"), "the start"))
+    assert "Its host is lost" not in str(caught.value)
+    nodes[1] = ""
+    told = r"the start of rollout/0\. Its host is lost, and no other .* has free what is wanted for rollout/0: 1 CPU\n"
+    with pytest.raises(WaitTimeoutError, match=told):
+        asyncio.run(processes.call("rollout/0", cast(Any, silent()), Limit(0.01, "a limit"), "the start"))

@@ -140,29 +140,30 @@ def test_memory_is_mapped_where_servers_share_gpus_with_ranks(gpus: int, colocat
 
 
 def test_a_placement_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
-    small = [Host(name="a", cpus=64, gpus=8), Host(name="b", cpus=64, gpus=4)]
+    small = [Host(name="10.0.0.1", cpus=64, gpus=8), Host(name="10.0.0.2", cpus=64, gpus=4)]
     with pytest.raises(ConfigError) as caught:
         assign(host_demands(TWO_NODES), small)
     text = str(caught.value)
     assert "16 GPUs wanted, 12 there" in text
     assert "rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)" in text
-    assert "b has 64 CPUs, 4 GPUs" in text
+    assert "10.0.0.2 has 64 CPUs, 4 GPUs" in text
     with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
-        assign(host_demands(TWO_NODES), [Host(name="big", cpus=64, gpus=16)])
+        assign(host_demands(TWO_NODES), [Host(name="10.0.0.1", cpus=64, gpus=16)])
 
 
 def test_hosts_are_chosen_so_that_all_fit() -> None:
-    hosts = [Host(name="large", cpus=9, gpus=8), Host(name="small", cpus=9, gpus=2)]
+    hosts = [Host(name="10.0.0.1", cpus=9, gpus=8), Host(name="10.0.0.2", cpus=9, gpus=2)]
     wanted = [HostDemand(gpus_of={"a": 1.0}, gpus=1), HostDemand(gpus_of={"b": 8.0}, gpus=8)]
-    assert [host.name for host in assign(wanted, hosts)] == ["small", "large"]
+    assert [host.name for host in assign(wanted, hosts)] == ["10.0.0.2", "10.0.0.1"]
 
 
 def test_a_resource_tells_kinds_of_hosts_apart() -> None:
-    hosts = [Host(name="x", cpus=8, gpus=0), Host(name="y", cpus=8, gpus=0, resources=frozenset({"CPU", "fast"}))]
+    plain = Host(name="10.0.0.1", cpus=8, gpus=0)
+    hosts = [plain, dataclasses.replace(plain, name="10.0.0.2", resources=frozenset({"CPU", "fast"}))]
     wanted = host_demands(placed_on(LearnerPlacement(resource="fast"), RolloutPlacement(nodes=1)))
-    assert [host.name for host in assign(wanted, hosts)] == ["y", "x"]
+    assert [host.name for host in assign(wanted, hosts)] == ["10.0.0.2", "10.0.0.1"]
     with pytest.raises(ConfigError, match="resource fast"):
-        assign(wanted, [hosts[0], dataclasses.replace(hosts[0], name="z")])
+        assign(wanted, [plain, dataclasses.replace(plain, name="10.0.0.3")])
 
 
 @pytest.mark.parametrize(

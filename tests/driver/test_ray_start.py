@@ -1,12 +1,14 @@
-"""A Ray that does not start in time, a RAY_ADDRESS at which there is none, and hosts of IPv6, are named."""
+"""A Ray that does not start in time, a RAY_ADDRESS at which there is none, and hosts without IPv4, are named."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from ray.exceptions import AuthenticationError
 
-from async_rl.driver.placement import NoClusterError, open_ray
+from async_rl.driver.ray_start import NoClusterError, open_ray
 from async_rl.driver.resources import Host, assign, host_demands
 from async_rl.errors import ConfigError, WaitTimeoutError
 from tests.kit.configs import make_config
@@ -49,8 +51,8 @@ def test_an_address_without_a_port_is_refused_by_a_sentence(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("address", "nodes", "said"),
     [
-        ("10.0.0.9:6379", 1, r"RAY_ADDRESS is 10\.0\.0\.9:6379, .*\(gone\)\. To run on this host alone: `unset RAY_A"),
-        ("10.0.0.9:6379", 2, r"\(gone\)\. To run on the cluster that this host has joined: `unset RAY_ADDRESS`\. Or"),
+        ("10.0.0.9:6379", 1, r"RAY_ADDRESS is 10\.0\.0\.9:6379, .*\(gone\): .* To run on this host alone: `unset "),
+        ("10.0.0.9:6379", 2, r"\(gone\): .* To run on the cluster that this host has joined: `unset RAY_ADDRESS`\. Or"),
         ("", 2, r"^placement wants 2 hosts, but no Ray cluster is found \(gone\)\. Start one: on the first host"),
     ],
 )
@@ -67,10 +69,44 @@ def test_an_address_at_which_no_cluster_is_any_more_is_named(
         pytest.fail("there is no cluster")
 
 
-def test_a_host_that_ray_knows_by_ipv6_is_refused_where_the_run_needs_it() -> None:
-    hosts = [Host(name=name, cpus=8, gpus=8) for name in ("fd00::1", "10.0.0.2", "10.0.0.3")]
+@pytest.mark.parametrize(
+    ("of_ray", "mode", "said"),
+    [
+        (ConnectionError("gone"), "", r"wants another token\. RAY_AUTH_MODE, here not set, .*two-nodes\.md\. To"),
+        (AuthenticationError("no token"), "token", r"who know its token \(no token.*\. RAY_AUTH_MODE, here token, and"),
+    ],
+)
+def test_a_cluster_that_asks_for_another_token_is_told_of(
+    of_ray: Exception, mode: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise of_ray
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(ConfigError, match=said), open_ray(make_config()):
+        pytest.fail("the cluster lets nobody in")
+
+
+@pytest.mark.parametrize(("asked", "shown"), [("-1", ""), ("NoDevFiles", ""), ("", ""), ("1,0", "1,0")])
+def test_gpus_that_are_hidden_in_any_way_are_hidden_from_ray(
+    asked: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray counts a GPU for -1."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    seen: list[str] = []
+    monkeypatch.setattr("ray.init", lambda **_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    with open_ray(make_config()):
+        assert seen == [shown]
+
+
+@pytest.mark.parametrize("name", ["fd00::1", "node1.site"])  # ray start --node-ip-address takes anything
+def test_a_host_that_ray_knows_by_no_ipv4_address_is_refused_where_the_run_needs_it(name: str) -> None:
+    hosts = [Host(name=name, cpus=8, gpus=8) for name in (name, "10.0.0.2", "10.0.0.3")]
     assert [host.name for host in assign(host_demands(TWO_NODES), hosts)] == ["10.0.0.2", "10.0.0.3"]
-    words = r"must be IPv4; Ray knows fd00::1\. .*`ray start --node-ip-address=<IPv4 address>`"
+    words = rf"must be IPv4; Ray knows {name}\. .*`ray start --node-ip-address=<IPv4 address>`"
     with pytest.raises(ConfigError, match=words):
         assign(host_demands(TWO_NODES), hosts[:2])
     assert len(assign(host_demands(placed_on()), hosts[:1])) == 1, "the processes of one host listen on loopback"

@@ -206,6 +206,9 @@ class FakeReservation:
     def first_host_of(self, process: str) -> str:
         return "10.0.0.9"
 
+    def why_no_host(self, process: str) -> str:
+        return ""
+
     def has_moved(self, process: str) -> bool:
         return False
 

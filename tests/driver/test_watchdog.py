@@ -1,0 +1,70 @@
+"""Processes that do not answer: after which silence they count as dead."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from async_rl.driver import watchdog
+from async_rl.driver.actor_group import ActorGroup
+from async_rl.driver.watchdog import Watchdog
+from async_rl.telemetry.status import Status
+from tests.kit.configs import make_config
+
+
+class Processes:
+    """A rollout process that answers once `answers` is true."""
+
+    def __init__(self) -> None:
+        self.answers = False
+        self.actors = {"rollout/0": SimpleNamespace(status=SimpleNamespace(remote=self._status))}
+
+    async def _status(self) -> Status:
+        if not self.answers:
+            await asyncio.Event().wait()
+        return Status(doing="generates", since_s=0.0)
+
+    async def dump_stacks(self) -> None: ...
+
+    def place(self, name: str, status: Status) -> Status:
+        return status
+
+    def on_host(self, name: str) -> str:
+        return f"{name} on a host"
+
+    def log_tail(self, name: str) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_silence_counts_from_the_first_answer_of_a_process_that_starts(
+    is_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that Ray has no host for, as its own is lost, is no dead one: its start has timeouts.startup_s."""
+    monkeypatch.setattr(watchdog, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.01)
+    config = make_config(run={"name": "r", "dir": tmp_path}, timeouts={"silent_s": 1e-3})
+    config.run_dir.mkdir()
+    processes = Processes()
+    watching = Watchdog(config, cast(ActorGroup, processes))
+    watching.begin("rollout/0", is_up)
+
+    async def found(looks: int = 3) -> list[str]:
+        return [str(error) for _ in range(looks) for _, error in await watching.look()]
+
+    async def look() -> tuple[list[str], list[str]]:
+        before = await found()
+        watching.forget("rollout/0")
+        watching.begin("rollout/0", is_up)
+        processes.answers = True
+        assert await found(1) == []
+        processes.answers = False
+        return before, await found()
+
+    before, after = asyncio.run(look())
+    assert bool(before) == is_up
+    assert after and all("rollout/0 on a host has given no sign of life" in each for each in after)

@@ -98,7 +98,7 @@ class ReasoningGymScorer:
         return not all(self._compares.values())
 
     def start(self) -> None:
-        """Start the server, so that no answer waits for it. AsyncRLError: it can't be started."""
+        """Start the server, before the first answer is scored. AsyncRLError: it can't be started."""
         self._run("pass")
 
     def score(self, question: Question, answer: str) -> RewardResult:

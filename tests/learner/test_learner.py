@@ -122,7 +122,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
 
 
 @pytest.mark.parametrize("keep_best", [0, 1], ids=["pinned", "that chooses the best"])
-def test_an_evaluation_that_holds_pushes_ends_before_the_learner_takes_the_gpus_memory(
+def test_an_evaluation_that_holds_pushes_ends_before_the_learner_takes_gpu_memory(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, keep_best: int
 ) -> None:
     learner = open_learner(

@@ -302,7 +302,7 @@ def test_a_server_that_can_not_load_the_dataset_says_why(monkeypatch: pytest.Mon
 
 @pytest.mark.processes
 @needs_sandbox
-def test_the_server_of_a_scorer_starts_before_the_first_answer_is_scored_if_any_is_run(
+def test_the_server_of_a_scorer_starts_before_an_answer_is_scored_if_any_is_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def after_opening(name: str) -> int:

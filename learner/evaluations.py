@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 
@@ -20,12 +22,11 @@ _REASONS = ("", "the evaluation before it is still running", "no evaluation serv
 
 class Evaluations:
     """The evaluations beside training, one at a time: a version that is due while one is going on is skipped, or where
-    its evaluation decides on its checkpoint, its push waits.
+    its own evaluation may decide on a checkpoint, its push waits for the end of that one.
 
     A version that is due is pushed to the evaluation servers, if there are any. Only they get that push, and only while
-    they are idle: so they serve one version as long as they answer, and training waits for none of their answers.
-    Without such servers the rollout servers evaluate what they serve, and with eval.pin_version the next push waits for
-    the end.
+    they are idle: so they serve one version as long as they answer. Without such servers the rollout servers evaluate
+    what they serve, and with eval.pin_version the next push waits for the end.
 
     Args:
         weights: pushes to the evaluation servers; None: there are none.
@@ -40,7 +41,7 @@ class Evaluations:
         self._timeouts = config.timeouts
         self._slowest_push_s = 0.0
         self._holds_pushes = config.evaluations_hold_pushes
-        self._misses_none = config.needs_each_evaluation
+        self._needs_evaluation_of = config.needs_evaluation_of
         self._push_spans: list[Span] = []
 
     def connect(self) -> list[ServersLost]:
@@ -77,9 +78,9 @@ class Evaluations:
 
     def await_end(self, version: int) -> None:
         """Wait on every rank until no evaluation holds the push of `version` back."""
-        if not (self._holds_pushes or (self._misses_none and self.schedule.is_due(version))):
+        if not (self._holds_pushes or (self.schedule.is_due(version) and self._needs_evaluation_of(version))):
             return
-        with self._timeline.span("eval", "held push"):
+        with nullcontext() if self.schedule.is_idle else self._timeline.span("eval", "held push"):
             if self._rank == 0:
                 self.schedule.wait()
             dist.barrier()

@@ -217,10 +217,16 @@ class Config:
         """Whether a push waits for the end of an evaluation: eval.pin_version, if rollout servers evaluate."""
         return self.eval.pin_version and self.placement.eval.servers == 0
 
-    @property
-    def needs_each_evaluation(self) -> bool:
-        """Whether no version that is due may be skipped: what its evaluation measures decides on its checkpoint."""
-        return self.checkpoint.keep_best > 0 or self.guard.goes_back
+    def needs_evaluation_of(self, version: int) -> bool:
+        """Return whether a version that is due may not be skipped, because its evaluation decides on a checkpoint.
+
+        checkpoint.keep_best chooses among those of versions that get one. Gold rewards tell a guard which one to go
+        back to, by the means of evaluations in a row.
+        """
+        has_gold = bool(self.eval.gold_reward) or self.reward_model.leaves_task_out
+        every = self.checkpoint.every_steps
+        may_be_best = self.checkpoint.keep_best > 0 and every > 0 and version % every == 0
+        return may_be_best or (self.guard.acts and has_gold)
 
     @property
     def guard_action(self) -> str:

@@ -302,8 +302,8 @@ class EvalConfig:
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. One that is due during another is
-    skipped; with checkpoint.keep_best, or a guard that may go back, its push waits. An evaluation keeps
-    rollout.concurrency prompts in flight; with pin_version, or on servers of its own (placement.eval.servers), all."""
+    skipped, but its push waits if it gets a checkpoint with keep_best, or if guard.action acts on gold rewards. Prompts
+    in flight: rollout.concurrency; with pin_version, or on servers of its own (placement.eval.servers), all."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
     samples: PositiveInt = 1
@@ -321,8 +321,8 @@ class EvalConfig:
     are the rule's, else none."""
     pin_version: bool = False
     """The next push waits for an evaluation beside training, so that all its answers come from one version. Otherwise
-    no push waits, and eval/oldest_version and eval/newest_version tell which versions sampled the answers. With
-    placement.eval.servers no push waits and all answers come from one version, whatever this is."""
+    only pushes wait that every_steps names, and eval/oldest_version and eval/newest_version tell which versions sampled
+    the answers. With placement.eval.servers that is so whatever this is, and all come from one version."""
 
     def __post_init__(self) -> None:
         check(

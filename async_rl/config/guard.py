@@ -63,11 +63,6 @@ class GuardConfig:
         return self.action in ("pause", "rollback", "stop_at_best")
 
     @property
-    def goes_back(self) -> bool:
-        """Whether the guard may go back to the checkpoint of a version that it has measured."""
-        return self.action in ("rollback", "stop_at_best")
-
-    @property
     def kl_factor(self) -> float:
         """The factor of the KL coefficient after the rollbacks so far."""
         return float(self.tighten_by**self.rollbacks) if self.tighten == "kl" else 1.0
@@ -106,7 +101,7 @@ def check_guard(
         guard.action not in ("rollback", "pause") or guard.tighten != "kl" or has_kl_penalty, "guard.tighten",
         guard.tighten, "lr with algorithm.kl.kind none", "Without a KL penalty a rollback has none to raise.",
     )
-    if not guard.goes_back:
+    if guard.action not in ("rollback", "stop_at_best"):
         return
     check(
         every > 0 and guard.every_steps % every == 0 and evals % every == 0, "checkpoint.every_steps", every,

@@ -147,9 +147,9 @@ class EvalPlacement:
 
     servers: NonNegativeInt = 0
     """Servers that make the evaluations beside training, on the nodes of the rollout servers, each with rollout.engine
-    and placement.rollout.tp GPUs. A version that is due is pushed to them, so that all of its answers come from it, and
-    no other push waits; if they are still busy then, the version is skipped. 0: a rollout server evaluates, beside its
-    work for training."""
+    and placement.rollout.tp GPUs. A version that is due is pushed to them, so that all of its answers come from it. If
+    they are still busy then, the version is skipped, or its push waits (see eval.every_steps), and no other push does.
+    0: a rollout server evaluates, beside its work for training."""
 
 
 @section("placement.judge")

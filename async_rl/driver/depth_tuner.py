@@ -32,8 +32,9 @@ from async_rl.telemetry.metrics import Metric, reduce_metrics
 from async_rl.telemetry.status import depth_text
 
 LOST_SERVERS = "push/lost_servers"
-DISTURBING = frozenset({"checkpoint/pause_s", LOST_SERVERS, "time/paused_s"})
-"""Metrics of steps that take other times: with a checkpoint, a push that lost a server, or a pause of the guard."""
+DISTURBING = frozenset({"checkpoint/pause_s", LOST_SERVERS, "time/paused_s", "time/held_by_eval_s"})
+"""Metrics of steps that take other times: with a checkpoint, a push that lost a server, a pause of the guard, or a push
+that waited for an evaluation."""
 TOLD_AFTER_STEPS = 3 * MEASURED_STEPS
 MOST_CPU = 0.01
 """The largest share of one core that decisions take, but for the first."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Set
 from typing import Any
 
 from ray.actor import ActorHandle
 
-from async_rl.config import Config
+from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.run_log import RunLog
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
@@ -63,9 +64,10 @@ class RunningEvaluations:
         """Evaluate a version, and log the result.
 
         Each evaluation server answers an equal part of the prompts. The part of one that dies is given to another that
-        still serves the version. After timeouts.work_s, or after another error of a server, the task or a reward, the
-        version stays without an evaluation.
+        still serves the version. After timeouts.work_s in all, for which the learner may hold a push back, or after
+        another error of a server, the task or a reward, the version stays without an evaluation.
         """
+        limit, end_s = self._limit, time.monotonic() + self._limit.seconds
         count = max(1, len(due.servers))
         parts, reports, problem = list(range(count)), list[EvaluationDone](), ""
         own = {name: self._processes.actors.get(name) for name in due.servers if name in self._running}
@@ -73,7 +75,7 @@ class RunningEvaluations:
             if not (actors := self._able(own, due)):
                 problem = "no evaluation server that serves it is up" if due.servers else "no rollout server is up"
                 break
-            asked = [self._ask(*actors[i % len(actors)], due, (part, count)) for i, part in enumerate(parts)]
+            asked = [self._ask(*actors[i % len(actors)], due, (part, count), limit) for i, part in enumerate(parts)]
             answers = await asyncio.gather(*asked, return_exceptions=True)  # the next one begins when all have ended
             for error in (answer for answer in answers if isinstance(answer, BaseException)):
                 if not isinstance(error, AsyncRLError):  # else of the server, the task or the reward: training goes on
@@ -81,6 +83,7 @@ class RunningEvaluations:
                 problem = problem or str(error).partition("\n")[0] or repr(error)
             reports += (answer for answer in answers if isinstance(answer, EvaluationDone))
             parts = [part for part, answer in zip(parts, answers, strict=True) if answer is None]
+            limit = Limit(max(0.0, end_s - time.monotonic()), f"what was left of {self._limit.key}")
         metrics = (metric for report in reports for metric in report.metrics)
         oldest = {metric.value for metric in metrics if metric.key == "eval/oldest_version"}
         if due.servers and not problem and (other := oldest - {float(due.version)}):
@@ -102,13 +105,13 @@ class RunningEvaluations:
         return [(n, actor) for n, actor in own.items() if n in self._running and actors.get(n) is actor]
 
     async def _ask(
-        self, name: str, actor: Any, due: EvaluationDue, part: tuple[int, int]
+        self, name: str, actor: Any, due: EvaluationDue, part: tuple[int, int], limit: Limit
     ) -> EvaluationDone | None:
         """Return the report of one server on a part of the prompts; None: the server has died."""
         call = actor.evaluate.remote(due.version, beside_training=not due.servers, part=part)
         try:
             report: EvaluationDone = await self._processes.call(
-                name, call, self._limit, f"the evaluation of version {due.version}"
+                name, call, limit, f"the evaluation of version {due.version}"
             )
         except (WaitTimeoutError, asyncio.CancelledError):  # else it goes on beside the next one
             self._processes.cancel(call)

@@ -310,6 +310,7 @@ class RunLog:
         """Keep what a resume has set aside, and log the steps that were trained but not logged before it."""
         self.has_begun = True
         write_config(self._config)
+        self.logger.begin_lineage()
         while self._restored:
             self.logger.log_restored(self._restored.pop(0))
 

@@ -20,6 +20,8 @@ from async_rl.sweeps.settings import Setting
 from async_rl.telemetry.figures import is_warm_up
 
 SIMULATED_STEPS = 150
+MOST_HELD = 0.01
+"""The largest share of a run's time for which its pushes may wait for evaluations, if it is to be simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,8 @@ def rules_of(run: Run) -> Workload:
     """Return a workload with the sizes and rules of the run's config; its durations are the simulator's defaults.
 
     Raises:
-        ConfigError: the config has eval.pin_version or episodes of several turns, which the simulator does not cover.
+        ConfigError: the config has eval.pin_version or episodes of several turns, which the simulator does not cover,
+            or pushes waited for evaluations all the same.
     """
     config = _config(run)
     if any(config["task"].get(key) for key in ("env", "agent", "tools")):
@@ -230,6 +233,13 @@ def rules_of(run: Run) -> Workload:
         )
     if config["eval"]["pin_version"] and not config["placement"].get("eval", {}).get("servers"):
         raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
+    held_s, run_s = sum(step.get("time/held_by_eval_s") or 0.0 for step in _timed(run)), float(run.summary["seconds"])
+    if held_s > MOST_HELD * run_s:
+        raise ConfigError(
+            f"no prediction for {run.folder}: its pushes waited for evaluations for {held_s:.0f} s "
+            f"(time/held_by_eval_s), more than the {MOST_HELD:.0%} of its {run_s:.0f} s that may be left out. Such "
+            "waits are not simulated: make eval.every_steps larger or eval.size smaller"
+        )
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
     return Workload(
         concurrency=_concurrency(config), prompts_per_step=config["learner"]["prompts_per_step"],

@@ -22,7 +22,8 @@ COUNTED_KEYS = ("guard.rollbacks",)
 """The config keys that a run writes down itself."""
 _ENDS = ("startup_s", "work_s", "push_s", "wire_s", "silent_s", "shutdown_s", "pause_s", "interrupt_s")
 """The timeouts of which a run only ends or not; the others also say what an episode is worth."""
-_KEPT = ("keep_last", "keep_best", "best_by")
+_KEPT = ("keep_last", "best_by")
+"""The settings of checkpoints that only say which are kept; with keep_best pushes wait for evaluations, too."""
 RESULTLESS_KEYS = ("logging", *(f"timeouts.{name}" for name in _ENDS), *(f"checkpoint.{name}" for name in _KEPT))
 """The config keys and sections that change no result, so that the cells of one sweep may differ in them."""
 

@@ -124,6 +124,11 @@ class MetricsLogger:
         self._write({"step": version, "eval/written_at_s": self._written_at_s(), **values})
         self.note(format_step(version, self._steps, values))
 
+    def begin_lineage(self) -> None:
+        """Note that a resume is not undone any more: TensorBoard then hides what it discards."""
+        for tracker in self._trackers:
+            tracker.begin_lineage()
+
     def log_restored(self, record: dict[str, float | None]) -> None:
         """Write the record of a step that was trained but not logged before the run was resumed."""
         self._write({key: math.nan if value is None else value for key, value in record.items()})

@@ -30,8 +30,10 @@ def open_tensorboard_run(config: Config, run_dir: Path, note: Callable[[str], No
         note(f"tensorboard: off, it {text}")
         return None
     saved = resumed_training_state(config)
-    first_step = saved.version + 1 if saved else 0
-    return TensorboardRun(partial(_open_writer, run_dir / "tensorboard", first_step), note, first_step)
+    run = TensorboardRun(partial(_open_writer, run_dir / "tensorboard", saved.version + 1 if saved else 0), note)
+    if saved is None:
+        run.begin_lineage()
+    return run
 
 
 def _open_writer(folder: Path, first_step: int) -> Any:
@@ -49,19 +51,20 @@ class TensorboardRun(Tracker):
     """Passes the metrics of a run to a SummaryWriter. A resumed run adds a file to the same folder.
 
     Args:
-        open_writer: returns the SummaryWriter. It is called for the first record of `first_step` or a later one,
-            because a resume that ends before its first step is undone, and must not hide the steps that the run then
-            has again. Records before it, as of an evaluation, wait for it.
-        first_step: the first step that the run makes, or 0.
+        open_writer: returns the SummaryWriter. It is called by `begin_lineage`, because a resume that is undone must
+            not hide the steps that the run then has again. Records before that, as of an evaluation, wait for it.
     """
 
     library = "tensorboard"
 
-    def __init__(self, open_writer: Callable[[], Any], note: Callable[[str], None], first_step: int = 0) -> None:
+    def __init__(self, open_writer: Callable[[], Any], note: Callable[[str], None]) -> None:
         super().__init__(None, note)
         self._open_writer = open_writer
-        self._first_step = first_step
         self._early: list[Mapping[str, float]] = []
+
+    def begin_lineage(self) -> None:
+        if self._run is None:
+            self._attempt(self._begin)
 
     def log(self, record: Mapping[str, float]) -> None:
         """Write a record, whose key `step` is the step; values that are not finite are left out."""
@@ -71,14 +74,15 @@ class TensorboardRun(Tracker):
         if self._run is not None:
             self._attempt(self._run.close)
 
+    def _begin(self) -> None:
+        self._run = self._open_writer()
+        while self._early:
+            self._write(self._early.pop(0))
+
     def _write(self, record: Mapping[str, float]) -> None:
-        self._early.append(record)
         if self._run is None:
-            if record["step"] < self._first_step:
-                return
-            self._run = self._open_writer()
-        for each in self._early:
-            for key, value in each.items():
-                if key != "step" and math.isfinite(value):
-                    self._run.add_scalar(key, value, int(each["step"]))
-        self._early.clear()
+            self._early.append(record)
+            return
+        for key, value in record.items():
+            if key != "step" and math.isfinite(value):
+                self._run.add_scalar(key, value, int(record["step"]))

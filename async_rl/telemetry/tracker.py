@@ -19,6 +19,9 @@ class Tracker:
         self._note = note
         self._failed = False
 
+    def begin_lineage(self) -> None:
+        """Note that a resume has made its first step, or has come to the end of the run, and is not undone any more."""
+
     def close(self) -> None:
         """End the run at the tracking library."""
         self._attempt(self._run.finish)

@@ -40,7 +40,8 @@ ANSWER_WITHIN_S = 6.0
 TORCH_WAITS_LONGER_S = 6 * LOST_WITHIN_S
 """By so much torch's own limits are longer than the learner's, whose error names who was waited for. After its limit
 the learner looks for dead servers, for LOST_WITHIN_S and the probes that are under way then, and aborts the group, also
-its servers' part: NCCL's watchdog, which ends a process at torch's limit, must not come first."""
+its servers' part: NCCL's watchdog, which ends a process at torch's limit, must not come first. The part of a server of
+SGLang, which takes no limit, has torch's own, 30 minutes."""
 
 
 class BroadcastPublisher(BucketPublisher):

@@ -37,11 +37,12 @@ _KEPT_SCORES = 1024
 _MOST_DIGITS = 32
 """The most characters of a score; a longer text would take long to read as a number."""
 _SETUP = """
-import base64, os, pickle, sys
+import base64, os, pickle, sys, sysconfig
 packages, home = {packages!r}, {home!r}
 sys.path += [path for path in packages if path not in sys.path]
-# Programs may read what is below these paths: none may be a folder with runs.
-sys.path[:] = [path for path in sys.path if path in packages or path.startswith((sys.prefix, sys.base_prefix))]
+# Programs may read what is below these paths: none may be a folder with runs, as an editable project's may be.
+libraries = [*packages, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+sys.path[:] = [path for path in sys.path if (path + os.sep).startswith(tuple(each + os.sep for each in libraries))]
 os.environ["HOME"] = home  # where packages have their caches
 import reasoning_gym
 name, settings = pickle.loads(base64.b64decode({dataset!r}))
@@ -97,7 +98,7 @@ class ReasoningGymScorer:
         return not all(self._compares.values())
 
     def start(self) -> None:
-        """Start the server, so that no answer waits for it. AsyncRLError: it can't be started."""
+        """Start the server, before the first answer is scored. AsyncRLError: it can't be started."""
         self._run("pass")
 
     def score(self, question: Question, answer: str) -> RewardResult:

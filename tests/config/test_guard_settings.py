@@ -54,6 +54,27 @@ def test_a_gold_reward_is_refused_where_files_have_no_held_out_prompts(tmp_path:
     assert load(tmp_path, *stops, "eval.every_steps=5", "task={path: x.jsonl}").guard.action == "stop_at_best"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], []),
+        (["checkpoint.keep_best=1", "checkpoint.every_steps=10"], [10, 20]),
+        (["checkpoint.keep_best=1", "checkpoint.every_steps=0"], []),
+        (["guard.action=pause", "guard.tighten=lr"], [5, 10, 15, 20]),
+        (["guard.action=stop_at_best", "checkpoint.every_steps=5"], [5, 10, 15, 20]),
+        (["guard.action=warn"], []),
+        (["eval.gold_reward=", "guard.action=stop_at_best", "checkpoint.every_steps=5"], []),
+        (["eval.gold_reward=", "guard.action=stop_at_best", "checkpoint.every_steps=5", "reward_model.path=x"],
+         [5, 10, 15, 20]),
+    ],
+)  # fmt: skip
+def test_an_evaluation_is_needed_where_it_decides_on_a_checkpoint(
+    tmp_path: Path, overrides: list[str], needed: list[int]
+) -> None:
+    config = load(tmp_path, *GOLD, *overrides)
+    assert [version for version in (5, 10, 15, 20) if config.needs_evaluation_of(version)] == needed
+
+
 def test_a_gold_reward_stands_beside_a_reward_model_and_the_tasks_rewards(tmp_path: Path) -> None:
     assert load(tmp_path, *GOLD, "reward_model.path=x", "reward_model.task_weight=0.5").eval.gold_reward == "task"
     with pytest.raises(ConfigError, match=r"reward_model\.task_weight must be 0 without reward_model\.path, got 0\.5"):

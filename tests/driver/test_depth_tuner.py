@@ -97,6 +97,10 @@ def pause_of_the_guard(driver: Driver) -> None:
     driver.step(3, time__paused_s=20.0)
 
 
+def held_push(driver: Driver) -> None:
+    driver.step(3, time__held_by_eval_s=20.0)
+
+
 def loss_that_the_driver_sees(driver: Driver) -> None:
     driver.add(ServersLost(servers=(("rollout/1", "http://there:1"),)))
     driver.step(3)
@@ -116,7 +120,8 @@ def buffer_started_again(driver: Driver) -> None:
 @pytest.mark.parametrize(
     "disturb",
     [
-        checkpoint, pause_of_the_guard, loss_that_the_driver_sees, server_started_again, buffer_started_again,
+        checkpoint, pause_of_the_guard, held_push, loss_that_the_driver_sees, server_started_again,
+        buffer_started_again,
     ],
 )
 def test_a_step_with_a_checkpoint_or_a_lost_process_is_left_out(

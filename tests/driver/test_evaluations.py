@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.config import Limit
+from async_rl.driver import evaluations
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDone, EvaluationDue
@@ -39,6 +40,7 @@ class Processes:
 
     def __init__(self, **answers: Answer) -> None:
         self.num_ended = self.num_cancelled = 0
+        self.limits: list[Limit] = []
         self.actors: dict[str, Any] = {
             name.replace("_", "/"): self.actor(answer) for name, answer in answers.items()
         }
@@ -58,6 +60,7 @@ class Processes:
         self.num_cancelled += 1
 
     async def call(self, name: str, call: Awaitable[EvaluationDone], limit: Limit, what: str) -> EvaluationDone:
+        self.limits.append(limit)
         return await call
 
 
@@ -123,6 +126,22 @@ def test_the_part_of_a_server_that_dies_goes_to_one_that_still_serves_the_versio
     fixture.evaluate("eval/0", "eval/1")
     assert sorted(asked) == [(False, (0, 2)), (False, (1, 2))]
     assert fixture.lost == ["eval/0"] and len(fixture.log.results) == 1
+
+
+def test_a_part_that_another_server_takes_over_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner holds a push back for timeouts.work_s, which all parts together must not exceed."""
+    now_s = [100.0]
+    monkeypatch.setattr(evaluations, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    async def die_late(version: int, beside_training: bool, part: tuple[int, int]) -> EvaluationDone:
+        now_s[0] += 3000.0
+        raise ProcessDiedError("gone")
+
+    fixture = Fixture(rollout_0=answering([]), eval_0=die_late, eval_1=answering([]))
+    fixture.evaluate("eval/0", "eval/1")
+    assert list(map(str, fixture.processes.limits)) == [
+        *["3600 s (timeouts.work_s)"] * 2, "600 s (what was left of timeouts.work_s)"
+    ]
 
 
 def test_a_version_whose_only_server_dies_is_not_asked_of_its_successor() -> None:

@@ -31,4 +31,4 @@ def test_an_evaluation_is_pinned_to_its_version_or_says_which_ones_answered(
     else:
         assert all(version <= oldest <= newest for version, oldest, newest in versions)
         assert any(newest > version for version, _, newest in versions)  # nothing waited for it
-    assert all(("time/held_by_eval_s" in step) == pin for step in run.steps)
+    assert any("time/held_by_eval_s" in step for step in run.steps) == pin

@@ -54,6 +54,10 @@ def evaluate(learner: learner_module.Learner, ends: Sequence[int]) -> Iterator[L
             learner.evaluations.schedule.ended()
 
 
+def _is_held(step: StepDone) -> bool:
+    return any(metric.key == "time/held_by_eval_s" for metric in step.metrics)
+
+
 def test_the_versions_that_are_due_are_pushed_to_the_evaluation_servers_alone(
     tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
 ) -> None:
@@ -94,6 +98,25 @@ def test_rollout_servers_too_make_one_evaluation_at_a_time(
         *(EvaluationSkipped(version=v, reason="the evaluation before it is still running") for v in (6, 8)),
     ]
     assert [report.version for report in reports if isinstance(report, StepDone)] == list(range(1, 11)), "none waited"
+
+
+def test_only_pushes_of_versions_that_get_a_checkpoint_wait_where_the_best_is_kept(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=7, dir=str(tmp_path)), eval=EvalConfig(every_steps=1),
+        checkpoint=CheckpointConfig(every_steps=3, keep_best=1),
+    )
+    schedule = learner.evaluations.schedule
+    monkeypatch.setattr(schedule, "wait", schedule.ended)
+    reports = list(evaluate(learner, ends=[3]))
+    busy = "the evaluation before it is still running"
+    assert [report for report in reports if not isinstance(report, StepDone)] == [
+        EvaluationDue(version=1), EvaluationSkipped(version=2, reason=busy), EvaluationDue(version=3),
+        EvaluationDue(version=4), EvaluationSkipped(version=5, reason=busy), EvaluationDue(version=6),
+    ]
+    held = [step.version for step in reports if isinstance(step, StepDone) and _is_held(step)]
+    assert held == [3, 6], "a wait for no evaluation is none"
 
 
 @pytest.mark.parametrize("has_servers", [True, False])

@@ -144,11 +144,15 @@ def test_settings_that_change_no_result_may_differ_between_the_cells_of_a_sweep(
     assert len(read_runs(now.folder)) == 4
 
 
-@pytest.mark.parametrize("given", ["timeouts.tool_s=9", "checkpoint.every_steps=5", "learner.optimizer_params.eps=0.1"])
+@pytest.mark.parametrize(
+    "given",
+    ["timeouts.tool_s=9", "checkpoint.every_steps=5", "checkpoint.keep_best=1", "learner.optimizer_params.eps=0.1"],
+)
 def test_settings_that_change_results_or_times_do_not(tmp_path: Path, given: str) -> None:
-    cell, _ = begin(make(tmp_path))
+    evaluated = ("eval.every_steps=5", "checkpoint.every_steps=10")
+    cell, _ = begin(make(tmp_path, overrides=evaluated))
     save(cell, 7)
-    now = make(tmp_path, overrides=(given,))
+    now = make(tmp_path, overrides=(*evaluated, given))
     assert resumed_version(now, cell, cell_config(now.config, now.base_overrides(), cell)) is None
 
 

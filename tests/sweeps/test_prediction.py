@@ -207,6 +207,20 @@ def test_what_can_not_be_simulated_is_not_predicted(tmp_path: Path, overrides: t
     assert table is not None and table.rows[0][2] == "-"
 
 
+@pytest.mark.parametrize(("held_s", "is_predicted"), [(0.001, True), (100.0, False)])
+def test_a_run_whose_pushes_waited_for_evaluations_is_not_predicted(
+    tmp_path: Path, held_s: float, is_predicted: bool
+) -> None:
+    """As with checkpoint.keep_best, or a guard with gold rewards."""
+    runs = read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12))
+    for run in runs:
+        run.steps[-1]["time/held_by_eval_s"] = held_s
+    assert [m.predicted is not None for m in compare(settings_of(runs))] == [is_predicted] * 2
+    if not is_predicted:
+        with pytest.raises(ConfigError, match=r"waited for evaluations for 100 s .* more than the 1% of its \d+ s"):
+            rules_of(runs[0])
+
+
 def test_a_run_whose_groups_were_reported_in_its_first_step_only_is_not_predicted(tmp_path: Path) -> None:
     """As in a run of a second: the spread of the durations, which is taken without that step, is unknown."""
     runs = read_runs(make_sweep(tmp_path, (0, 2), seeds=1, steps=12))

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from async_rl.config import Config
+from async_rl.driver.run_log import RunLog
+from async_rl.messages.reports import EvaluationDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.telemetry.metrics import MetricsLogger
+from async_rl.telemetry.metrics import Metric, MetricsLogger
 from async_rl.telemetry.tensorboard_run import TensorboardRun, open_tensorboard_run
 from tests.kit.configs import changed, make_config
 
@@ -55,6 +57,7 @@ def test_the_event_files_hold_every_finite_metric_of_each_step(tmp_path: Path) -
     logger.close()
     assert not any(event.HasField("session_log") for event in events(tmp_path))
     logger = MetricsLogger(resumed(tmp_path, 2), tmp_path)
+    logger.begin_lineage()
     logger.log(3, {"reward/mean": 1.0})
     logger.close()
     assert scalars(tmp_path) == [("reward/mean", 1, 0.5), ("reward/mean", 2, 0.75), ("reward/mean", 3, 1.0)]
@@ -76,6 +79,7 @@ def test_a_resume_that_makes_a_step_hides_those_that_it_discards(tmp_path: Path)
     assert list(events(tmp_path)) == before, "a resume without a step is undone"
     logger = MetricsLogger(config, tmp_path)
     logger.log(1, {"eval/accuracy": 0.25})
+    logger.begin_lineage()
     logger.log(2, {"reward/mean": 0.75})
     logger.close()
     since = list(events(tmp_path))[len(before) :]
@@ -83,6 +87,15 @@ def test_a_resume_that_makes_a_step_hides_those_that_it_discards(tmp_path: Path)
     assert [(since[n].step, since[n].session_log.status) for n in starts] == [(2, SessionLog.START)]
     assert starts[0] < min(n for n, event in enumerate(since) if event.summary.value)
     assert scalars(tmp_path)[-2:] == [("eval/accuracy", 1, 0.25), ("reward/mean", 2, 0.75)]
+
+
+def test_a_resume_without_a_step_that_comes_to_the_end_of_the_run_is_written(tmp_path: Path) -> None:
+    log = RunLog(changed(resumed(tmp_path / "run", 3), run={"steps": 3, "dir": str(tmp_path)}))
+    log.add("learner/0", TrainingEnded(version=3, reason="", metrics=(Metric("time/push_s", 1.0),)))
+    log.add_eval(EvaluationDone(version=3, metrics=(Metric("eval/accuracy", 0.5), Metric("eval/reward", 0.5))))
+    log.close()
+    wanted = [("late/time/push_s", 3, 1.0), ("eval/accuracy", 3, 0.5), ("eval/reward", 3, 0.5)]
+    assert [each for each in scalars(tmp_path / "run") if each in wanted] == wanted
 
 
 def test_tensorboard_is_neither_imported_nor_written_when_it_is_off(
@@ -122,6 +135,7 @@ def test_a_failure_of_tensorboard_is_noted_once_and_turns_it_off() -> None:
         raise OSError("disk full")
 
     run = TensorboardRun(lambda: SimpleNamespace(add_scalar=fail, close=pytest.fail), notes.append)
+    run.begin_lineage()
     run.log({"step": 1, "reward/mean": 1.0})
     run.log({"step": 2, "reward/mean": 1.0})
     run.close()

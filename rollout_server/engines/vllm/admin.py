@@ -85,9 +85,12 @@ class VLLMAdmin:
     def join_group(
         self, *, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str
     ) -> None:
+        from async_rl.weights.broadcast import TORCH_WAITS_LONGER_S
+
+        push_s = self._timeouts.push_s
         info = {
             "name": name, "host": host, "port": port, "first_rank": first_rank, "world_size": world_size,
-            "backend": backend, "timeout_s": self._timeouts.push_s,
+            "backend": backend, "timeout_s": push_s, "torch_limit_s": push_s + TORCH_WAITS_LONGER_S,
         }
         self.ask("POST", "/init_weight_transfer_engine", {"init_info": info})
 

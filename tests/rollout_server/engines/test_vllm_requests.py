@@ -235,6 +235,15 @@ def test_the_score_of_a_probe_text_waits_behind_no_reply(monkeypatch: pytest.Mon
     assert asked[0]["priority"] < request_body(request_for(0), [OpenReply()], [2], "k", priority=0)["priority"]
 
 
+def test_a_server_gives_its_part_of_a_group_a_minute_more_than_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of the group NCCL ends a process: the learner's word, after a push's limit, must be sooner."""
+    infos = []
+    admin = VLLMAdmin(config(), "http://x")
+    monkeypatch.setattr(admin, "ask", lambda method, path, body: infos.append(body["init_info"]))
+    admin.join_group(name="g", host="127.0.0.1", port=1, first_rank=1, world_size=2, backend="gloo")
+    assert [(info["timeout_s"], info["torch_limit_s"]) for info in infos] == [(300.0, 360.0)]
+
+
 @pytest.mark.parametrize(("given", "passes"), [(b"Bearer right", True), (b"Bearer wrong", False), (None, False)])
 def test_a_request_without_the_key_is_answered_with_401(
     given: bytes | None, passes: bool, monkeypatch: pytest.MonkeyPatch

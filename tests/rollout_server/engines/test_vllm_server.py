@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from async_rl.errors import ProcessDiedError, WeightSyncError
 from rollout_server.engines.vllm.admin import VLLMAdmin
+from rollout_server.engines.vllm.vllm_process import server_environment, server_python
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.pushes import MODELS, VERSIONS, connected, push, pushing
@@ -23,6 +26,22 @@ from tests.kit.engines.vllm import START_S, needs_vllm
 from tests.kit.models import sharp_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
+
+JOINS = """
+import json, sys
+from types import SimpleNamespace
+import weight_receiver
+limits = []
+weight_receiver.dist.TCPStore = lambda *_, timeout, **__: limits.append(timeout.total_seconds())
+weight_receiver.PrefixStore = lambda *_: None
+weight_receiver._new_process_group_helper = lambda *_, timeout, **__: (limits.append(timeout.total_seconds()), None)
+weight_receiver.abort_when_told = lambda *_: None
+receiver = weight_receiver.WeightReceiver.__new__(weight_receiver.WeightReceiver)
+receiver.parallel_config = SimpleNamespace(rank=0)
+receiver.init_transfer_engine(weight_receiver.GroupInfo(**json.loads(sys.argv[1])))
+print(*limits)
+"""
+"""The program of a worker that joins a group whose store and members are not there: it prints the limits it gives."""
 
 
 def without_one(named: dict[str, Tensor]) -> None:
@@ -97,6 +116,17 @@ def test_weights_in_shared_memory_arrive_whole(vllm_server: VLLMServer, tmp_path
         (replies,) = generate(vllm_server, request)
         assert {v for a in replies for v in a.versions.tolist()} == {version}
         assert largest_error(MODELS[version], [request], [replies]) < TOLERANCE
+
+
+def test_a_worker_makes_its_group_with_the_longer_limit(tmp_path: Path) -> None:
+    needs_vllm()
+    config = server_config("vllm", tmp_path)
+    python = server_python(config)
+    place = {"host": "127.0.0.1", "port": 1, "name": "g", "backend": "gloo", "first_rank": 1, "world_size": 2}
+    command = [python, "-c", JOINS, json.dumps(place | {"timeout_s": 20.0, "torch_limit_s": 80.0})]
+    environment = server_environment(config, python, on_gpu=False)
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert output.splitlines()[-1] == "20.0 80.0"
 
 
 def test_a_server_ends_when_its_engine_dies_while_a_push_waits_for_it(vllm_model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import functools
 import gc
 import inspect
 import re
+import sys
+import venv
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,29 @@ def test_an_answer_reads_a_file_of_the_run_only_without_a_sandbox(tmp_path: Path
     reads = f"oracle_answer if open({str(tmp_path / 'key')!r}).read() == 'sesame' else ''"
     assert task.verify(question, reads) == score
     assert task.verify(question, reads.replace("sesame", "another")) == 0
+
+
+@pytest.mark.processes
+@needs_sandbox
+@pytest.mark.parametrize("place", ["python-project", "python/src/app"], ids=["beside its Python", "below its prefix"])
+def test_an_answer_reads_no_file_of_a_project_that_is_installed_editable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    python, project = tmp_path / "python", tmp_path / place
+    venv.create(python, symlinks=True)
+    key = project / "runs" / "key"
+    key.parent.mkdir(parents=True)
+    key.write_text("sesame")
+    key.chmod(0o600)
+    project.chmod(0o700)
+    (site,) = python.glob("lib/python3*/site-packages")
+    (site / "project.pth").write_text(f"{project}\n")
+    (site / "module.py").write_text("")
+    monkeypatch.setattr(sys, "executable", str(python / "bin" / "python"))
+    monkeypatch.syspath_prepend(str(site))
+    task, question = opened("string_insertion")
+    for file, score in ((site / "module.py", 0.1), (key, 0)):
+        assert task.verify(question, f"oracle_answer if open({str(file)!r}) else ''") == score
 
 
 @pytest.mark.processes
@@ -277,7 +302,7 @@ def test_a_server_that_can_not_load_the_dataset_says_why(monkeypatch: pytest.Mon
 
 @pytest.mark.processes
 @needs_sandbox
-def test_the_server_of_a_scorer_starts_before_the_first_answer_if_any_is_run(
+def test_the_server_of_a_scorer_starts_before_an_answer_is_scored_if_any_is_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def after_opening(name: str) -> int:

@@ -46,6 +46,8 @@ class GroupInfo(WeightTransferInitInfo):
     name: str
     backend: str
     timeout_s: float
+    torch_limit_s: float
+    """The limit at which NCCL ends this process; the learner aborts a group that hangs before that."""
 
 
 @dataclass
@@ -87,7 +89,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, PartInfo]):
         # torch.distributed.new_group requires that all members are in one default group, which these are not
         self._group, _ = _new_process_group_helper(
             info.world_size, rank, [], Backend(info.backend), PrefixStore(info.name, store),
-            group_name=GroupName(info.name), timeout=timedelta(seconds=info.timeout_s),
+            group_name=GroupName(info.name), timeout=timedelta(seconds=info.torch_limit_s),
         )
         _world.pg_group_ranks[self._group] = {i: i for i in range(info.world_size)}
         abort_when_told(self._group, info.name, info.host, info.port)

@@ -50,7 +50,7 @@ def test_a_buffer_that_is_killed_while_it_starts_is_replaced_too(kills: int) -> 
     assert len(buffers.notes) == kills + 1
 
 
-def test_a_buffer_that_is_killed_in_every_start_ends_the_run_when_its_clients_give_up() -> None:
+def test_a_buffer_killed_in_every_start_ends_the_run_once_its_clients_give_up() -> None:
     buffers = Buffers(kills=float("inf"))
     with pytest.raises(ProcessKilledError, match="died again"):
         buffers.revive(wire_s=0.2)

@@ -23,15 +23,12 @@ class RunResults:
         """The number of groups that were dropped because a reward failed."""
         self._first_reward: float | None = None
         self._last_reward: float | None = None
-        self._staleness_max: float | None = None
 
     def add(self, version: int, values: Values) -> None:
         """Take the metrics of a step or an evaluation."""
         if self._first_reward is None:
             self._first_reward = values.get("reward/mean")
         self._last_reward = values.get("reward/mean", self._last_reward)
-        if "staleness/max" in values:
-            self._staleness_max = max(self._staleness_max or 0.0, values["staleness/max"])
         if "eval/accuracy" in values:
             self.evals[1:] = [(version, values)]
 
@@ -51,7 +48,7 @@ class RunResults:
         summary: dict[str, Any] = {
             "seconds": seconds,
             "staleness_mean": figures.get("staleness/mean"),
-            "staleness_max": self._staleness_max,
+            "staleness_max": figures.get("staleness/max"),
             "reward_first": self._first_reward,
             "reward_last": self._last_reward,
             "reward_mean": figures.get("reward/mean"),

@@ -33,6 +33,8 @@ START_EPISODES = 64
 """The first steps with so many episodes together are the start, with which later ones are compared."""
 WINDOWS_BACK = 3
 """Without gold rewards the version to go back to is that of so many windows before the trouble."""
+MOST_NEEDED = 2 * (WINDOWS_BACK + 1) + 1
+"""The largest number of versions to which the guard may go back: windows, evaluations, and the best of these."""
 KINDS = 2
 """Without gold rewards, the number of kinds of signals that must be beyond their limits at once."""
 LATELY = 2
@@ -80,8 +82,8 @@ class Guard:
         self._start: list[Values] = []
         self._window: list[Values] = []
         """The steps since the last multiple of guard.every_steps."""
-        self._since_gold: list[Values] = []
-        """The steps since the last evaluation."""
+        self._rule_correlations = (0.0, 0)
+        """Sum and number of guard/rule_correlation in the steps since the last evaluation with gold rewards."""
         self._gold: list[GoldEvaluation] = []
         self._beyond: set[str] = set()
         self._newest = 0
@@ -91,11 +93,11 @@ class Guard:
         measured: dict[str, float] = {}
         if "batch/episodes" in values:
             measured |= self._add_step(version, values)
-        rule = mean_of(self._since_gold).get("guard/rule_correlation", math.nan)
-        if evaluation := gold_evaluation(version, values, rule):
+        total, number = self._rule_correlations
+        if evaluation := gold_evaluation(version, values, total / number if number else math.nan):
             # a resumed run makes the evaluation of its checkpoint's version again
             self._gold = [*(each for each in self._gold if each.version < version), evaluation]
-            self._since_gold.clear()
+            self._rule_correlations = (0.0, 0)
             measured |= gold_signals(self._gold)
         return self._find(version, measured) if measured else None
 
@@ -133,7 +135,9 @@ class Guard:
         if sum(step["batch/episodes"] for step in self._start) < START_EPISODES:
             self._start.append(values)
         self._window.append(values)
-        self._since_gold.append(values)
+        if (correlation := values.get("guard/rule_correlation")) is not None:
+            total, number = self._rule_correlations
+            self._rule_correlations = total + correlation, number + 1
         if version % self._config.every_steps:
             return {}
         window, self._window = self._window, []

@@ -73,7 +73,7 @@ def mean_of(steps: Iterable[Values]) -> dict[str, float]:
     """Return the means over steps of the metrics that signals read, each over the steps that have it."""
     keys = (
         "kl/reference", "response/length_mean", "response/truncated_fraction", "response/distinct_fraction",
-        "reward/mean", "reward/std", "guard/rule_correlation",
+        "reward/mean", "reward/std",
     )  # fmt: skip
     found = {key: [step[key] for step in steps if key in step] for key in keys} if (steps := list(steps)) else {}
     return {key: math.fsum(values) / len(values) for key, values in found.items() if values}
@@ -136,7 +136,8 @@ def smoothed(evaluations: Sequence[GoldEvaluation]) -> list[tuple[int, float, fl
 def gold_signals(evaluations: Sequence[GoldEvaluation]) -> dict[str, float]:
     """Return the value of each signal on gold rewards by name; none before there are EVALUATIONS evaluations.
 
-    The fall is counted in standard errors of the newest mean, not of the difference.
+    The fall is counted in standard errors of the newest mean, not of the difference. If the newest rewards are all
+    equal, which tells nothing of that error, it is that of rewards of which half are the newest and half the best mean.
     """
     means = smoothed(evaluations)
     if not means:
@@ -145,7 +146,8 @@ def gold_signals(evaluations: Sequence[GoldEvaluation]) -> dict[str, float]:
     _, newest, error = means[-1]
     best = max(mean for _, mean, _ in means)
     if error > 0 or best > newest:
-        found["gold_fall"] = (best - newest) / error if error > 0 else math.inf
+        labels = math.fsum(each.labels for each in evaluations[-EVALUATIONS:])
+        found["gold_fall"] = (best - newest) / error if error > 0 else 2 * math.sqrt(labels)
     known = [each.correlation for each in evaluations[-EVALUATIONS:] if not math.isnan(each.correlation)]
     if len(known) == EVALUATIONS:
         found["gold_correlation"] = math.fsum(known) / EVALUATIONS

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.guard.decision import MOST_NEEDED
 from async_rl.seams import TRANSPORTS
 from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
 from async_rl.storage.model_folder import weight_files
@@ -47,7 +48,8 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
             f"too little disk for a run in {resumed or config.run_dir}: {_gib(free_bytes)} free in {parent}, "
             f"{_gib(needed_bytes)} needed, {_gib(count * checkpoint_bytes)} of it for {count} checkpoints (trained "
             "weights in float32, and what the optimizer keeps for them; while one is written, checkpoint.keep_last and "
-            "keep_best others exist). Free some, keep fewer, or "
+            "keep_best others exist, and those to which guard.action or alarms.action may go back). Free some, keep "
+            "fewer, or "
             f"{'copy the run' if resumed else 'set run.dir=...'} to another disk"
         )
 
@@ -126,11 +128,16 @@ def _may_write_model_folders(config: Config) -> bool:
 
 
 def _num_checkpoints(config: Config) -> int:
-    """Return the largest number of checkpoints on the disk at one time, without those that a resume finds there."""
+    """Return the largest number of checkpoints on the disk at one time, without those that a resume finds there and
+    those that a rollback of the guard sets aside.
+    """
     every, best = config.checkpoint.every_steps, config.checkpoint.keep_best
-    keep = config.checkpoint.keep_last + best + bool(best)  # with keep_best one more stays until it is measured
     if every == 0:
         return 0
+    keep = config.checkpoint.keep_last + best + bool(best)  # with keep_best one more stays until it is measured
+    keep += MOST_NEEDED * config.guard.acts
+    if config.alarms.action == "stop":  # the one before the trouble, and those of the newest window
+        keep += 2 + config.alarms.window_steps // every
     if not config.run.resume:
         return min(keep + 1, -(-config.run.steps // every))
     checkpoint = find_checkpoint(config.run.resume)

@@ -19,7 +19,7 @@ from async_rl.sweeps.results import Run, opened_run
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, policy_rewards
 from async_rl.sweeps.tables import Table
 from async_rl.telemetry.figures import is_warm_up, trained_tokens
-from async_rl.telemetry.plot_learning_curve import smooth
+from async_rl.telemetry.plot_learning_curve import plain, smooth
 from async_rl.telemetry.status import saved_state
 
 TOKENS = "tokens trained on"
@@ -138,7 +138,7 @@ def _axes_of(run: Run) -> dict[str, Callable[[float, float], float]]:
 def _draw(runs: Mapping[str, Run], file: Path) -> None:
     figure, grid = make_panels(6, width=5.0, sharey="row")
     for number, (name, run) in enumerate(runs.items()):
-        style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "label": name}
+        style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "label": plain(name)}
         points = run.policy_curve.points
         weights = [point.episodes for point in points]
         values = smooth([point.reward for point in points], weights, max(1, len(points) // 15))

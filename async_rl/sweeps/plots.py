@@ -13,7 +13,7 @@ from async_rl.sweeps.cells import Bound, bounds_title
 from async_rl.sweeps.policy_curve import PolicyPoint
 from async_rl.sweeps.settings import Setting
 from async_rl.sweeps.significance import SPEEDS, speed_key, unit_axes
-from async_rl.telemetry.plot_learning_curve import smooth
+from async_rl.telemetry.plot_learning_curve import plain, smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
 
@@ -74,9 +74,9 @@ def by_series(rows: Sequence[Setting]) -> dict[Series, list[Setting]]:
 
 def series_name(series: Series, others: Sequence[Series] = ()) -> str:
     """Return the labels of a series as text, without the labels that all `others` have too."""
-    return ", ".join(
+    return plain(", ".join(
         f"{key} {label}" for key, label in series if not others or any((key, label) not in other for other in others)
-    )
+    ))
 
 
 def make_panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any) -> tuple[Any, list[Axes]]:

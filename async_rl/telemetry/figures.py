@@ -160,8 +160,9 @@ class Figure:
 class Figures:
     """The figures of all metrics over the steps that `add` was given. Its memory does not grow with the steps.
 
-    The first step that a process logs includes the warm-up. It counts only for metrics that no other step measured.
-    What is measured beside the steps, such as an evaluation, always counts, also where it is merged into that step.
+    The first step that a process logs includes the warm-up. It counts only for largest values, and for metrics that no
+    other step measured. What is measured beside the steps, such as an evaluation, always counts, also where it is merged
+    into that step.
     """
 
     def __init__(self) -> None:
@@ -173,8 +174,9 @@ class Figures:
         warms_up = is_warm_up(record)
         for key, value in record.items():
             if value is not None and key != "step":
-                figures = self._warming_up if warms_up and not key.startswith(OWN_LINES) else self._measured
                 kind = kind_of(key)
+                counts = not warms_up or kind.how == "max" or key.startswith(OWN_LINES)
+                figures = self._measured if counts else self._warming_up
                 figure = figures.get(key) or figures.setdefault(key, Figure(kind))
                 figure.add(value, _weight_in(record, kind) if kind.weight else 1.0)
 

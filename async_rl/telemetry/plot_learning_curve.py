@@ -36,7 +36,7 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     figure = Figure(figsize=(8, 9), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     span = 1 if len(reward[0]) < 20 else len(reward[0]) // 12
-    figure.suptitle(run_dir.name + (f"   (bold: average of about {span} steps)" if span > 1 else ""))
+    figure.suptitle(plain(run_dir.name) + (f"   (bold: average of about {span} steps)" if span > 1 else ""))
     _draw_reward(top, reward, accuracy, span)
     _draw_staleness(middle, records, span)
     _draw_utilisation(bottom, records, span)
@@ -51,6 +51,11 @@ def plot_learning_curve(run_dir: str | Path) -> Path | None:
     path = run_dir / "learning_curve.png"
     figure.savefig(path, dpi=130)
     return path
+
+
+def plain(text: str) -> str:
+    """Return a text of the user for a plot, in which two dollar signs would else be the marks of mathematics."""
+    return text.replace("$", r"\$")
 
 
 def smooth(values: Sequence[float], weights: Sequence[float], span: int) -> list[float]:

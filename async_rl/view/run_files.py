@@ -103,6 +103,16 @@ class RunFiles:
         return default if value is None else value
 
     @property
+    def kept_steps(self) -> int:
+        """`Config.journal_kept_steps` of the run: the steps for which its journal keeps tokens, -1 for ever; 0 if its
+        configuration can't be read.
+        """
+        kept, every = self.setting("buffer.journal_keep_steps"), self.setting("checkpoint.every_steps")
+        if not (isinstance(kept, int) and isinstance(every, int)):
+            return 0
+        return kept if kept == -1 else max(kept, 2 * every)
+
+    @property
     def steps(self) -> int | None:
         """The number of steps that the run is to make; None if its configuration can't be read."""
         steps = self.setting("run.steps")

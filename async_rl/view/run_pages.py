@@ -210,7 +210,7 @@ def group(request: Request) -> Response:
         "prompt": run.texts.decode(payload.prompt_tokens.tolist()) if payload else None,
         "question": question(run.texts, payload.prompt_tokens.tolist()) if payload else None,
         "prompt_ids": payload.prompt_tokens.tolist() if payload else [], "missing": run.texts.missing,
-        "kept_steps": run.files.setting("buffer.journal_keep_steps"),
+        "kept_steps": run.files.kept_steps,
     }  # fmt: skip
     return run_page(request, "group.html", "groups", facts)
 

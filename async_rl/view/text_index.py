@@ -1,6 +1,7 @@
 """Full-text search over prompts and answers: a thread decodes the run's tokens into an index outside the run directory.
 
-The index is an FTS5 table in a temporary file, which ends with the server. It holds the newest groups first.
+The index is an FTS5 table in a temporary file, which ends with the server. It holds the newest groups whose tokens are
+kept, as many as have room.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sqlite3
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,7 +20,7 @@ from async_rl.view.token_texts import TokenTexts
 
 GROUPS_A_ROUND = 64
 MAX_CHARS = 200_000_000
-"""The index takes in no further group once it holds this much text."""
+"""Once the index holds this much text it takes in newer groups alone, for each of which the oldest ones go."""
 IDLE_S = 1.0
 """The time between two looks for new groups, once all are in the index."""
 BEGIN_AFTER_S = 2.0
@@ -54,8 +56,9 @@ class TextIndex:
         self._thread: threading.Thread | None = None
         self._inode: int | None = None
         """That of the journal whose groups are in the index."""
-        self._seen: set[int] = set()
-        self._chars = 0
+        self._chars: dict[int, int] = {}
+        """[group id] the characters of each group that is indexed."""
+        self._total_chars = 0
         self._waiting: int | None = None
         """The number of groups that are not indexed yet; None before the first look."""
         self._folder = tempfile.TemporaryDirectory(prefix="async-rl-view-")
@@ -99,7 +102,7 @@ class TextIndex:
         )
         with self._lock:
             rows = self._db.execute(query, (phrase, MAX_HITS)).fetchall()
-            done, waiting, is_full = len(self._seen), self._waiting, self._chars >= MAX_CHARS
+            done, waiting, is_full = len(self._chars), self._waiting, self._is_full
         note = ""
         if is_full:
             note = f"Searched are the newest {done:,} groups: the index is full."
@@ -119,17 +122,25 @@ class TextIndex:
             if is_idle:
                 self._closing.wait(IDLE_S)
 
+    @property
+    def _is_full(self) -> bool:
+        return self._total_chars >= MAX_CHARS
+
     def _index_some(self) -> bool:
         """Index the newest GROUPS_A_ROUND groups not indexed yet; return False if there is none or no more room."""
         self._begin_again_if_replaced()
-        rows = self._journal.rows("SELECT group_id FROM payloads ORDER BY group_id DESC")
-        missing = [row["group_id"] for row in rows if row["group_id"] not in self._seen]
-        if not missing or self._chars >= MAX_CHARS:
-            self._waiting = 0
-            return False
+        kept = [row["group_id"] for row in self._journal.rows("SELECT group_id FROM payloads ORDER BY group_id DESC")]
+        self._remove(self._chars.keys() - kept)
+        missing = [group_id for group_id in kept if group_id not in self._chars]
+        if self._is_full:
+            missing = [group_id for group_id in missing if group_id > min(self._chars)]
         for group_id in missing[:GROUPS_A_ROUND]:
             if self._closing.is_set():
                 return False
+            while self._is_full and (oldest := min(self._chars)) < group_id:
+                self._remove([oldest])
+            if self._is_full:
+                break
             began_s = time.monotonic()
             text = ""
             with suppress(AsyncRLError):  # one group of another version does not end the search for the others
@@ -137,13 +148,19 @@ class TextIndex:
             with self._lock:
                 if text:
                     self._db.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (group_id, text))
-                self._seen.add(group_id)
-                self._chars += len(text)
+                self._chars[group_id] = len(text)
+                self._total_chars += len(text)
             self._closing.wait((time.monotonic() - began_s) * (1 / SHARE_OF_TIME - 1))
         with self._lock:
             self._db.commit()
-        self._waiting = len(missing) - len(missing[:GROUPS_A_ROUND])
-        return True
+        self._waiting = len(missing[GROUPS_A_ROUND:])
+        return bool(missing)
+
+    def _remove(self, group_ids: Iterable[int]) -> None:
+        with self._lock:
+            for group_id in list(group_ids):
+                self._db.execute("DELETE FROM texts WHERE rowid = ?", (group_id,))
+                self._total_chars -= self._chars.pop(group_id)
 
     def _begin_again_if_replaced(self) -> None:
         """Empty the index if a resume has begun a new journal, in which other groups may have the same ids."""
@@ -152,8 +169,8 @@ class TextIndex:
             return
         with self._lock:
             self._db.execute("DELETE FROM texts")
-            self._seen.clear()
-            self._inode, self._chars, self._waiting = inode, 0, None
+            self._chars.clear()
+            self._inode, self._total_chars, self._waiting = inode, 0, None
 
     def _text(self, group_id: int) -> str:
         group = self._journal.payload(group_id)

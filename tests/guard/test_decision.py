@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from async_rl.config.guard import GuardConfig
-from async_rl.guard.decision import Finding, Guard
+from async_rl.guard.decision import MOST_NEEDED, Finding, Guard
 
 STEP = {
     "batch/episodes": 64.0, "kl/reference": 0.1, "response/length_mean": 10.0, "response/truncated_fraction": 0.0,
@@ -122,6 +124,23 @@ def test_the_correlation_with_a_rule_is_that_of_the_steps_between_evaluations() 
             found = guard.add(version, gold(1.0))
     assert found is not None and found.is_trouble and found.beyond == ("gold_correlation",)
     assert round(found.values["gold_correlation"], 6) == 0.06
+
+
+def test_what_the_guard_keeps_does_not_grow_with_the_steps() -> None:
+    guard = Guard(GuardConfig(every_steps=2))
+    sizes = []
+    for version in range(1, 2001):
+        guard.add(version, STEP | {"guard/rule_correlation": 0.5} | dict.fromkeys(map(str, range(100)), 0.0))
+        sizes.append(len(pickle.dumps(guard)))
+    assert sizes[-1] <= sizes[9] + 16  # the numbers have more digits
+
+
+def test_the_versions_that_the_guard_needs_are_no_more_than_the_disk_is_checked_for() -> None:
+    guard, most = Guard(GuardConfig(every_steps=6)), 0
+    for version in range(1, 400):
+        guard.add(version, STEP | (gold(5.0 if version == 7 else 1.0) if version % 7 == 0 else {}))
+        most = max(most, len(guard.needed()))
+    assert most == MOST_NEEDED
 
 
 def test_an_evaluation_that_a_resumed_run_makes_again_counts_once() -> None:

@@ -59,6 +59,12 @@ def test_a_fall_of_gold_is_counted_in_standard_errors_of_three_evaluations() -> 
     assert rising["gold_fall"] == 0
 
 
+def test_a_fall_to_rewards_that_are_all_equal_is_a_number() -> None:
+    equal = [GoldEvaluation(version, 0.0, 0.0, 16.0, math.nan) for version in (30, 35, 40)]
+    found = gold_signals([*(evaluation(version, 1.0) for version in (5, 10, 15)), *equal])
+    assert found == {"gold_fall": pytest.approx(1.0 / (0.5 / math.sqrt(48)))}  # half of 48 rewards are 1, half 0
+
+
 def test_a_correlation_that_is_not_known_is_no_signal() -> None:
     few = [evaluation(i, 1.0, math.nan) for i in range(3)]
     assert gold_signals(few) == {"gold_fall": 0.0}

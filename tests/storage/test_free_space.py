@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from async_rl.config import (
     Config,
 )
 from async_rl.errors import ConfigError
+from async_rl.guard.decision import MOST_NEEDED
 from async_rl.storage import free_space as disk
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.free_space import full_disk_named
@@ -81,6 +83,20 @@ def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
         for name in ("auto", "disk", "gloo")
     }
     assert needed["auto"] == needed["disk"] == needed["gloo"] + 2 * model_bytes
+
+
+def test_the_checkpoints_to_which_guard_and_alarms_may_go_back_are_counted(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checkpoints(**sections: Any) -> float:
+        run, evaluation = {"dir": tmp_path, "steps": 1000}, {"every_steps": 5}
+        config = make_config(good, run=run, checkpoint={"every_steps": 5}, eval=evaluation, **sections)
+        return needed_bytes(config, monkeypatch) / checkpoint_bytes(config)
+
+    plain = checkpoints()
+    for action in ("pause", "rollback", "stop_at_best"):
+        assert round(checkpoints(guard={"action": action, "tighten": "lr"}) - plain) == MOST_NEEDED
+    assert round(checkpoints(alarms={"action": "stop", "window_steps": 5}) - plain) == 3
 
 
 def test_a_run_of_a_given_time_needs_space_for_one_model_of_a_step(good: Path, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ EPISODES = (8, 2, 6, 4, 4, 6, 2)
 TOKENS = (80, 200, 900, 100, 500, 300, 800)
 STALENESS = (0.0, 2.0, 0.5, 1.0, 1.5, 0.0, 1.0)
 REWARD = (9.0, 1.0, 0.25, 0.5, 0.75, 0.0, 1.0)
+OLDEST = (3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+"""A largest value is that of all steps: no warm-up makes it larger."""
 
 SECONDS = math.fsum(STEPS_S[1:])
 LEARNER = len(STEPS_S[1:]) * BUSY_S / SECONDS
@@ -50,7 +52,7 @@ def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, An
     """Write the directory of a run of short and long steps by the driver's log; returns the content of summary.json."""
     settings = [
         "model.path=none", "task.name=reasoning_gym/none", f"run.dir={folder.parent}", f"run.name={folder.name}",
-        f"logging.wandb={wandb}", "run.steps=7", "staleness.max=2",
+        f"logging.wandb={wandb}", "run.steps=7", "staleness.max=3",
     ]  # fmt: skip
     config = load_config(None, settings)
     log = RunLog(config)
@@ -64,7 +66,7 @@ def run_with_uneven_steps(folder: Path, wandb: str = "disabled") -> dict[str, An
         log.add("rollout/0", WorkerReport(spans=worker))
         metrics = (
             Metric("reward/mean", REWARD[number]), Metric("staleness/mean", STALENESS[number]),
-            Metric("staleness/max", 2.0, "max"), Metric("batch/episodes", EPISODES[number]),
+            Metric("staleness/max", OLDEST[number], "max"), Metric("batch/episodes", EPISODES[number]),
             Metric("batch/response_tokens", TOKENS[number]), Metric("time/train_s", BUSY_S),
         )  # fmt: skip
         busy_s = end_s - BUSY_S
@@ -97,7 +99,7 @@ def test_console_summary_page_and_report_show_the_same_numbers(
     expected = {
         "utilisation/learner": LEARNER, "utilisation/rollout": ROLLOUT, "tokens_per_s": TOKENS_PER_S,
         "staleness_mean": over_episodes(STALENESS), "reward_mean": over_episodes(REWARD), "seconds": SECONDS,
-        "episodes_per_s": sum(EPISODES[1:]) / SECONDS,
+        "episodes_per_s": sum(EPISODES[1:]) / SECONDS, "staleness_max": max(OLDEST),
     }  # fmt: skip
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
     table = format_summary(summary)
@@ -120,12 +122,16 @@ def test_console_summary_page_and_report_show_the_same_numbers(
     )
     assert run.figure("utilisation/learner") == pytest.approx(LEARNER)
     assert values["steps_per_minute"] == pytest.approx(60 * 6 / SECONDS)
+    (folder / "summary.json").write_text(json.dumps(summary | {"steps": 1}))  # of an earlier end: the run goes on
+    (so_far,) = read_runs(folder)
+    assert so_far.summary["staleness_max"] == values["staleness_max"] == max(OLDEST)
+    (folder / "summary.json").write_text(json.dumps(summary))
     printed = write_report(folder)
     assert f"| {LEARNER:.1%} |" in printed and f"| {over_episodes(STALENESS):.2f} |" in printed
 
 
 def test_the_page_of_a_sweep_shows_that_number_too(tmp_path: Path) -> None:
-    (cell,) = all_cells([staleness_axis("2"), seed_axis(1, 0)], tmp_path / "sweep")
+    (cell,) = all_cells([staleness_axis("3"), seed_axis(1, 0)], tmp_path / "sweep")
     run_with_uneven_steps(cell.folder)
     config = load_config(cell.folder / "config.yaml", [])
     write_record(cell, make_record(cell, config, 60.0))
@@ -133,7 +139,7 @@ def test_the_page_of_a_sweep_shows_that_number_too(tmp_path: Path) -> None:
     for metric, expected in {
         "learner": LEARNER, "utilisation/learner": LEARNER, "utilisation/rollout": ROLLOUT,
         "throughput/trained_tokens_per_s": TOKENS_PER_S, "staleness/mean": over_episodes(STALENESS),
-        "reward/mean": over_episodes(REWARD), "batch/episodes": sum(EPISODES[1:]),
+        "reward/mean": over_episodes(REWARD), "batch/episodes": sum(EPISODES[1:]), "staleness/max": max(OLDEST),
     }.items():  # fmt: skip
         (line,) = found.points(metric, "staleness")
         assert line["mean"] == pytest.approx([expected]), metric
@@ -169,8 +175,8 @@ def test_the_summary_in_wandb_shows_that_number_too(tmp_path: Path) -> None:
     assert (summary["utilisation/learner"], summary["throughput/trained_tokens_per_s"]) == pytest.approx(
         (LEARNER, TOKENS_PER_S)
     )
-    assert (summary["staleness/mean"], summary["reward/mean"]) == pytest.approx(
-        (over_episodes(STALENESS), over_episodes(REWARD))
+    assert (summary["staleness/mean"], summary["staleness/max"], summary["reward/mean"]) == pytest.approx(
+        (over_episodes(STALENESS), max(OLDEST), over_episodes(REWARD))
     )
 
 

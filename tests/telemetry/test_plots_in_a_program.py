@@ -27,9 +27,11 @@ def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plots_of_a_run_leave_the_backend_of_the_program(tmp_path: Path) -> None:
     spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
     timeline = plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
+    run_dir = tmp_path / "a$b^$c"  # no mathematics
+    run_dir.mkdir()
     records = [{"step": step, "reward/mean": step / 30} for step in range(1, 31)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for plot in (timeline, plot_learning_curve(tmp_path)):
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for plot in (timeline, plot_learning_curve(run_dir)):
         assert plot is not None and plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -37,6 +39,6 @@ def test_the_plots_of_sweeps_and_of_runs_side_by_side_leave_it_too(tmp_path: Pat
     sweep = make_sweep(tmp_path, (0, 2), seeds=1, steps=12)
     write_report(sweep)
     assert (sweep / "plots" / "trade_off.png").is_file()
-    runs = sorted(map(str, (sweep / "cells").iterdir()))
+    runs = [str(cell.rename(cell.with_name(f"$^$ {cell.name}"))) for cell in sorted((sweep / "cells").iterdir())]
     assert main(["report", *runs, "--out", str(tmp_path / "out")]) == 0
     assert "data:image/png;base64," in (tmp_path / "out" / "report.html").read_text()

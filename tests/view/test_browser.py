@@ -50,6 +50,33 @@ def test_new_steps_are_shown_on_an_open_page(page: Page, shown: tuple[Path, str]
         expect(page.locator(".readout").first).to_contain_text(f"0.{step}")
 
 
+HIDE = """hidden => {
+  Object.defineProperty(document, "hidden", {configurable: true, get: () => hidden});
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+"""A browser without a window shows all of its tabs."""
+
+
+def test_tabs_that_nobody_sees_leave_the_browsers_six_connections_to_those_that_are_seen(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run_dir = make_run(tmp_path / "many-tabs", note="running")
+    server = ViewServer(run_dir)
+    context = browser.new_context(base_url=server.url)
+    for _ in range(8):
+        tab = context.new_page()
+        open_page(tab, "/run/overview")
+        tab.wait_for_selector(".live.on")
+        tab.evaluate(HIDE, True)
+    append_step(run_dir, 15)
+    first = context.pages[0]
+    first.evaluate(HIDE, False)
+    expect(first.locator(".progress")).to_have_text("step 15 of 20")
+    append_step(run_dir, 16)
+    expect(first.locator(".progress")).to_have_text("step 16 of 20")
+    server.close()
+
+
 def test_evaluations_written_after_later_steps_are_shown_on_an_open_page(browser: Browser, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "evaluated", groups=0)
     server = ViewServer(run_dir)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from async_rl.config.changed_settings import changed_settings
+from async_rl.config.loading import dump_config, load_config
 from async_rl.telemetry.status import write_status
 from async_rl.view.journal_reader import JournalError
 from async_rl.view.run_files import RunFiles, read_json
@@ -22,6 +23,20 @@ def test_a_run_that_goes_on_says_how_long_it_takes(tmp_path: Path) -> None:
     assert run.state.name == "running"
     run.metrics.refresh()
     assert run.time_left_s == pytest.approx(8.0)  # 8 of 20 steps are left, at 1 s a step
+
+
+@pytest.mark.parametrize(("keep", "every", "kept"), [(100, 100, 200), (300, 100, 300), (-1, 100, -1)])
+def test_the_steps_for_which_tokens_are_kept_are_those_of_the_journal(
+    tmp_path: Path, keep: int, every: int, kept: int
+) -> None:
+    run_dir = make_run(tmp_path / "run")
+    file = run_dir / "config.yaml"
+    settings = [f"buffer.journal_keep_steps={keep}", f"checkpoint.every_steps={every}"]
+    config = load_config(file, settings)
+    file.write_text(dump_config(config))
+    assert RunFiles(run_dir).kept_steps == config.journal_kept_steps == kept
+    file.unlink()
+    assert RunFiles(run_dir).kept_steps == 0
 
 
 def set_limits(run_dir: Path, **limits: float) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from async_rl.view.run_files import RunFiles
 from async_rl.view.text_index import TextIndex
 from async_rl.view.token_texts import TokenTexts
 from buffer.journal.journal import FILE_NAME
-from tests.kit.view.run_dirs import JournalWriter, text_group
+from tests.kit.view.run_dirs import JournalWriter, make_run, text_group
 
 FOUND_LIMIT_S = 20.0
 
@@ -80,4 +82,34 @@ def test_without_a_tokenizer_there_is_no_search(tmp_path: Path) -> None:
     index = TextIndex(run.journal, TokenTexts(run))
     index.start()
     assert "without text" in index.search("anything").note
+    index.close()
+
+
+def test_a_full_index_gives_up_its_oldest_groups_for_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.view.text_index.MAX_CHARS", 1000)
+    run_dir = make_run(tmp_path / "long", groups=0)
+    run = RunFiles(run_dir)
+    index = TextIndex(run.journal, TokenTexts(run))
+
+    def add(*group_ids: int) -> None:
+        journal = JournalWriter(run_dir)
+        for group_id in group_ids:
+            journal.add(text_group(group_id, ["x" * 300], prompt=f"the one {group_id}"), step=1)
+        journal.close()
+        while index._index_some():
+            pass
+
+    add(1, 2)
+    assert index.search("the one").group_ids == [2, 1] and not index.search("the one").note
+    add(*range(3, 9))
+    add(9)
+    full = index.search("the one")
+    assert full.group_ids == [9, 8, 7, 6]
+    assert full.note == "Searched are the newest 4 groups: the index is full."
+    with closing(sqlite3.connect(run_dir / FILE_NAME)) as database:
+        database.execute("DELETE FROM payloads WHERE group_id < 9")
+        database.commit()
+    while index._index_some():
+        pass
+    assert index.search("the one").group_ids == [9] and not index.search("the one").note
     index.close()

@@ -49,8 +49,8 @@ async function replaceParts(changed) {
 function follow() {
   if (!main.dataset.events) return;
   const sign = document.getElementById("live");
-  const events = new EventSource(main.dataset.events);
-  let isFirst = true;
+  let events = null;
+  let isNews = document.hidden; // the first change names every file: no news to a page that has just been loaded
   let working = Promise.resolve();
   const say = (text, state) => {
     sign.hidden = false;
@@ -58,19 +58,31 @@ function follow() {
     sign.className = `live ${state}`;
   };
   const sayStanding = () => say(document.querySelector(".pill:is(.running, .waiting, .resuming)") ? "live" : "up to date", "on");
-  events.addEventListener("open", sayStanding);
-  events.addEventListener("error", () => say("not connected", "off"));
-  events.addEventListener("change", (event) => {
-    if (isFirst) { // names every file, and the page has just been loaded
-      isFirst = false;
+  const take = (event) => {
+    if (!isNews) {
+      isNews = true;
       return;
     }
     const changed = new Set(JSON.parse(event.data));
     working = working.then(() => Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]))
-      .then(() => events.readyState === EventSource.OPEN && sayStanding()) // the run may have ended, or go on again
+      .then(() => events?.readyState === EventSource.OPEN && sayStanding()) // the run may have ended, or go on again
       .catch((error) => say(`not updated: ${error.message}`, "off"));
-  });
-  addEventListener("pagehide", () => events.close());
+  };
+  const close = () => {
+    events?.close();
+    events = null;
+  };
+  const open = () => {
+    if (events || document.hidden) return;
+    events = new EventSource(main.dataset.events);
+    events.addEventListener("open", sayStanding);
+    events.addEventListener("error", () => say("not connected", "off"));
+    events.addEventListener("change", take);
+  };
+  // A browser has six connections to a server, for all of its tabs: one that nobody sees needs none.
+  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+  addEventListener("pagehide", close);
+  addEventListener("pageshow", open); // also if the browser had kept the page and goes back to it
 }
 
 follow();

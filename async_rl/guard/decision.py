@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from async_rl.config.guard import GuardConfig
+from async_rl.config.guard import WINDOWS_BACK, GuardConfig
 from async_rl.guard.signals import (
     EVALUATIONS,
     GOLD,
@@ -31,10 +31,6 @@ from async_rl.guard.signals import (
 
 START_EPISODES = 64
 """The first steps with so many episodes together are the start, with which later ones are compared."""
-WINDOWS_BACK = 3
-"""Without gold rewards the version to go back to is that of so many windows before the trouble."""
-MOST_NEEDED = 2 * (WINDOWS_BACK + 1) + 1
-"""The largest number of versions to which the guard may go back: windows, evaluations, and the best of these."""
 KINDS = 2
 """Without gold rewards, the number of kinds of signals that must be beyond their limits at once."""
 LATELY = 2

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from async_rl.config import Config
+from async_rl.config.guard import MOST_NEEDED
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.guard.decision import MOST_NEEDED
 from async_rl.seams import TRANSPORTS
 from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
 from async_rl.storage.model_folder import weight_files

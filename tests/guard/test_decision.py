@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from async_rl.config.guard import GuardConfig
-from async_rl.guard.decision import MOST_NEEDED, Finding, Guard
+from async_rl.config.guard import MOST_NEEDED, GuardConfig
+from async_rl.guard.decision import Finding, Guard
 
 STEP = {
     "batch/episodes": 64.0, "kl/reference": 0.1, "response/length_mean": 10.0, "response/truncated_fraction": 0.0,

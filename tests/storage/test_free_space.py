@@ -16,8 +16,8 @@ from async_rl.cli import main
 from async_rl.config import (
     Config,
 )
+from async_rl.config.guard import MOST_NEEDED
 from async_rl.errors import ConfigError
-from async_rl.guard.decision import MOST_NEEDED
 from async_rl.storage import free_space as disk
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.free_space import full_disk_named

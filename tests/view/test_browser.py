@@ -57,7 +57,7 @@ HIDE = """hidden => {
 """A browser without a window shows all of its tabs."""
 
 
-def test_tabs_that_nobody_sees_leave_the_browsers_six_connections_to_those_that_are_seen(
+def test_tabs_that_nobody_sees_leave_the_browsers_connections_to_others(
     browser: Browser, tmp_path: Path
 ) -> None:
     run_dir = make_run(tmp_path / "many-tabs", note="running")

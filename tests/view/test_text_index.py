@@ -85,7 +85,9 @@ def test_without_a_tokenizer_there_is_no_search(tmp_path: Path) -> None:
     index.close()
 
 
-def test_a_full_index_gives_up_its_oldest_groups_for_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_index_gives_up_the_oldest_groups_for_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("async_rl.view.text_index.MAX_CHARS", 1000)
     run_dir = make_run(tmp_path / "long", groups=0)
     run = RunFiles(run_dir)

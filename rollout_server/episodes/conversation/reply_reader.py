@@ -115,10 +115,10 @@ class ReplyReader:
         return ReadMessage(message, parsed.errors)
 
     async def _parsed(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return what the parser reads; if one of the user's raises or returns something else, that is a call's error.
+        """Return what the parser reads; if it raises on the reply or returns something else, that is a call's error.
 
         Raises:
-            AsyncRLError: the parser of a server failed.
+            AsyncRLError: the server that has the parser does not answer, or refuses to read replies.
         """
         assert self._parse is not None
         try:
@@ -236,8 +236,9 @@ class ServerParser:
         """Return the text and calls that the server reads in the reply `text`; an error if it left out all calls.
 
         Raises:
+            ValueError: the parser failed on this text.
             WaitTimeoutError: the server does not answer.
-            AsyncRLError: the server does not know the parser.
+            AsyncRLError: the server refuses the request.
         """
         read = await self._read({"text": text, "tool_call_parser": self.name, "tools": list(tools)})
         if read["calls"]:
@@ -268,9 +269,11 @@ class ServerParser:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s)) as session,
             session.post(f"{self.url}/parse_function_call", json=body, headers=dict(self.headers)) as reply,
         ):
+            if reply.status == 500:  # SGLang's parsers raise on some texts, and SGLang lets that through
+                raise ValueError(f"SGLang's parser {self.name} failed on it (HTTP 500); the server's log says why")
             if reply.status != 200:
                 raise AsyncRLError(
-                    f"the SGLang server can't read tool calls with rollout.tool_parser {self.name!r} (HTTP "
+                    f"the SGLang server refuses to read tool calls with rollout.tool_parser {self.name!r} (HTTP "
                     f"{reply.status}): {(await reply.text())[:300]}"
                 )
             read: dict[str, Any] = await reply.json()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from async_rl.network import authorization
 from learner.models.tiny_model import tool_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
@@ -19,6 +19,7 @@ from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import (
     JsonParser,
     Parsed,
+    ReadMessage,
     ReplyReader,
     ServerParser,
     json_calls,
@@ -275,6 +276,31 @@ def test_a_server_that_is_slow_once_is_asked_again() -> None:
     assert parsed == Parsed("so", (ADD,)) and asked == 2
 
 
+def test_a_reply_on_which_the_parser_of_a_server_fails_is_an_error_that_the_model_reads() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=500, text="Internal Server Error")
+
+    tokenizer = tokenizer_of("qwen2_5")
+
+    async def use(parser: ServerParser) -> tuple[list[ReadMessage], list[str]]:
+        reader = ReplyReader(tokenizer, end_tokens("qwen2_5"), parser)
+        return [await reader.read(tokenizer("[TOOL_CALLS] [1]")["input_ids"], [SCHEMA]) for _ in range(2)], reader.notes
+
+    reads, (note,) = with_parser_server(answer, use)
+    said = "ValueError: SGLang's parser glm45 failed on it (HTTP 500); the server's log says why"
+    message = {"role": "assistant", "content": "[TOOL_CALLS] [1]"}
+    assert reads == [ReadMessage(message, (f"the calls of this reply can't be read: {said}",))] * 2
+    assert note.startswith(f"rollout.tool_parser failed on a reply: {said}, at ")
+
+
+def test_a_server_that_refuses_to_read_replies_ends_the_run() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=401, text="no key")
+
+    with pytest.raises(AsyncRLError, match=r"refuses to read tool calls .* .glm45. .*401.: no key"):
+        with_parser_server(answer, lambda parser: parser("x", [SCHEMA]))
+
+
 def test_a_server_that_never_reads_a_reply_is_lost_and_its_reply_is_no_row() -> None:
     async def answer(request: web.Request) -> web.Response:
         await asyncio.sleep(600)
@@ -314,6 +340,8 @@ def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread)
     assert read("qwen25", "It is 4.") == Parsed("It is 4.")
     lost = read("qwen25", "<tool_call>\n{\n</tool_call>")
     assert not lost.calls and lost.errors
+    with pytest.raises(ValueError, match=r"SGLang's parser mistral failed on it \(HTTP 500\)"):
+        read("mistral", "[TOOL_CALLS] [1]")
 
 
 def loses(text: str, tools: Any) -> Parsed:

@@ -23,6 +23,7 @@ from async_rl.seams import import_object
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.call_formats import FORMATS, format_of, read_call
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
+from rollout_server.episodes.user_code.faults import error_text
 
 NUM_PARSE_ATTEMPTS = 4
 """How often an SGLang server is asked to read a reply, before it counts as lost."""
@@ -127,7 +128,7 @@ class ReplyReader:
         except AsyncRLError:
             raise
         except Exception as error:
-            said, place = f"{type(error).__name__}: {error}", raised_at(error)
+            said, place = f"{type(error).__name__}: {error_text(error)}", raised_at(error)
             if (kind := f"{type(error).__name__} at {place}") not in self._told:
                 self._told.add(kind)
                 self.notes.append(

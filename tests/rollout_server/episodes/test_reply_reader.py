@@ -187,6 +187,11 @@ def test_a_parser_of_the_users_reads_any_format() -> None:
             open_parser(name, template("qwen2_5"), "", {})
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 def parsed(*values: Any) -> Parsed:
     return Parsed(*values)
 
@@ -212,6 +217,7 @@ def reader_of(result: Any, is_async: bool) -> tuple[ReplyReader, list[int]]:
     [
         (KeyError("name"), "can't be read: KeyError: 'name'"),
         (ValueError("bad call"), "can't be read: ValueError: bad call"),
+        (SilentError(), "can't be read: SilentError: an error that can't be shown"),
         ({"calls": []}, "TypeError: a parser must return a Parsed of rollout_server.episodes."),
         (parsed(4), "the content of a Parsed must be text, got 4"),
         (parsed("", (("add", {"a": 1}),)), "the calls of a Parsed must be pairs of texts, the name"),
@@ -221,7 +227,7 @@ def reader_of(result: Any, is_async: bool) -> tuple[ReplyReader, list[int]]:
         (parsed("", (), None), "the errors of a Parsed must be a tuple of texts, got None"),
         (parsed("", (), "bad"), "the errors of a Parsed must be a tuple of texts, got 'bad'"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_parser_of_the_users_that_fails_is_an_error_that_the_model_reads(

@@ -2,6 +2,8 @@
 
 The text that a chat template writes after a reply does not depend on what stood before the reply. So the new messages
 are rendered behind a made-up reply, and what follows it is kept. `TurnRenderer` checks this property for its template.
+It checks it with replies without calls only. DeepSeek's templates mark the begin of results once in a conversation;
+here each round of calls is written as the first one is, when the model samples as when it learns.
 """
 
 from __future__ import annotations

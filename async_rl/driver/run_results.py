@@ -67,11 +67,11 @@ class RunResults:
         return summary | self._held_out(version)
 
     def _held_out(self, version: int) -> dict[str, Any]:
-        """Return the results of the first and of the last evaluation; that of an earlier version is no result."""
+        """Return the results of the evaluations of version 0 and of `version`; that of another version is no result."""
         if not self.evals:
             return {}
-        (_, first), (evaluated, last) = self.evals[0], self.evals[-1]
-        last = last if evaluated == version else {}
+        (begun, first), (evaluated, last) = self.evals[0], self.evals[-1]
+        first, last = first if begun == 0 else {}, last if evaluated == version else {}
         found: dict[str, Any] = {
             f"{name}_{end}": values.get(key)
             for name, key in (("accuracy", "eval/accuracy"), ("eval_reward", "eval/reward"))

@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 from async_rl.sweeps.statistics import estimate
 
 Evaluations = Sequence[tuple[float, float]]
-"""The (version, held-out accuracy) of every evaluation of a run, in ascending order; the first is the start. Or the
+"""The (version, held-out accuracy) of every evaluation of a run, in ascending order; version 0 is the start. Or the
 (version, sampled reward) of spans of its versions."""
 LARGEST = 3.0
 """The largest efficiency that is looked for."""
@@ -50,6 +50,7 @@ class Reasons(NamedTuple):
     """The ends of sentences that say why no efficiency can be told."""
 
     few: str
+    no_start: str
     no_gain: str
     saturated: str
 
@@ -57,12 +58,14 @@ class Reasons(NamedTuple):
 BY_ACCURACY = Reasons(
     "a synchronous run has {count} held-out evaluations, and a curve needs {least}: at the start, on the way and at "
     "the end (eval.every_steps)",
+    "no synchronous run has a held-out evaluation of its start, version 0",
     "synchronous training gained no accuracy that its seeds agree on ({gained})",
     "at its first evaluation, after {version:.0f} steps, synchronous training had made {share:.0%} of its way, so "
     "accuracy does not tell how many steps it took (eval.every_steps)",
 )
 BY_REWARD = Reasons(
     "a run at the lowest staleness has the rewards of {count} spans of versions, and a curve needs {least}",
+    "no run at the lowest staleness has a reward of its start, version 0",
     "runs at the lowest staleness gained no reward that their seeds agree on ({gained})",
     "the first versions of the runs at the lowest staleness, {version:.0f} on, had made {share:.0%} of their way, so "
     "the reward does not tell how many steps it took",
@@ -122,7 +125,9 @@ def why_unknown(synchronous: Sequence[Evaluations], reasons: Reasons = BY_ACCURA
     counts = [len({version for version, _ in run}) for run in synchronous]
     if min(counts) < MIN_EVALUATIONS:
         return reasons.few.format(count=min(counts), least=MIN_EVALUATIONS)
-    gained = estimate([run[-1][1] - run[0][1] for run in synchronous])
+    if not (begun := [run for run in synchronous if run[0][0] == 0]):
+        return reasons.no_start
+    gained = estimate([run[-1][1] - run[0][1] for run in begun])
     if not gained.mean > 2 * (0.0 if math.isnan(gained.error) else gained.error):
         return reasons.no_gain.format(gained=gained.text("{:+.3f}"))
     versions, means, _ = _averaged(synchronous)
@@ -141,7 +146,7 @@ def efficiency(runs: Sequence[Evaluations], curve: SynchronousCurve, until: floa
     Args:
         until: the last version whose evaluations count.
     """
-    points = [(version, accuracy) for run in runs for version, accuracy in run[1:] if 0 < version <= until]
+    points = [(version, accuracy) for run in runs for version, accuracy in run if 0 < version <= until]
     if not points:
         return math.nan
     versions, accuracies = np.array(points).T

@@ -20,11 +20,11 @@ from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency
 from async_rl.sweeps.significance import (
     SPEEDS,
     best_row,
+    best_rows,
     bounds_compared,
     corrections_compared,
     ended_early,
     not_evaluated,
-    ranked,
     went_on,
     which_are_bold,
 )
@@ -225,7 +225,7 @@ def value_table(rows: Sequence[Setting], columns: dict[str, tuple[str, str]], ti
         estimates = [(row.estimate(key), form) for key, (_, form) in columns.items()]
         texts = ["-" if math.isnan(value.mean) else value.text(form) for value, form in estimates]
         lines.append([str(row.staleness), *(label for _, label in row.series), *texts, str(len(row.runs))])
-    best = tuple(rows.index(order[0]) for order in ranked(rows) if order[1:])
+    best = tuple(map(rows.index, best_rows(rows)))
     return Table(header, lines, title, best) if columns else None
 
 

@@ -120,6 +120,11 @@ class Run:
         ]
 
     @property
+    def accuracy_start(self) -> float:
+        """The held-out accuracy of version 0; nan if that was not evaluated."""
+        return self.evals[0][2] if self.evals and self.evals[0][0] == 0 else math.nan
+
+    @property
     def accuracy_end(self) -> float:
         """The held-out accuracy of the version that the last step made; nan if that was not evaluated."""
         accuracy = self.steps[-1].get("eval/accuracy") if self.steps else None
@@ -132,7 +137,7 @@ class Run:
         Without evaluations, it is the mean reward of the last tenth of the steps minus that of the first tenth.
         """
         if self.evals:
-            return self.accuracy_end - self.evals[0][2] if self.evals[1:] else math.nan
+            return self.accuracy_end - self.accuracy_start if self.evals[1:] else math.nan
         rewards = [value for _, _, value in self.points("reward/mean")]
         tenth = max(1, len(rewards) // 10)
         return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if rewards else math.nan
@@ -158,7 +163,7 @@ class Run:
             "staleness_max": float(summary["staleness_max"] or 0.0),
             "train_s": self.figure("time/train_s"),
             "push_s": self.figure("time/push_s"),
-            "accuracy_start": self.evals[0][2] if self.evals else math.nan,
+            "accuracy_start": self.accuracy_start,
             "accuracy_end": self.accuracy_end,
             "reward_mean": self.figure("reward/mean"),
             "reward_over_time": self.mean_over_time("reward/mean"),

@@ -99,7 +99,7 @@ def _add_policy_rewards(rows: Sequence[Setting]) -> None:
 
 
 def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
-    if why_unknown([run.evaluations for run in synchronous]):
+    if why_unknown([run.evaluations for run in synchronous]) or _lacks_error(row, synchronous):
         return [[math.nan] * len(row.runs)] * 2
     if row.staleness.max == 0:
         return _worth_one(row)
@@ -108,11 +108,17 @@ def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
 
 def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float]]:
     other = _lowest(others)
-    if len(others) == 1 or why_unknown([run.policy_curve.evaluations() for run in other.runs], BY_REWARD):
+    curves = [run.policy_curve.evaluations() for run in other.runs]
+    if len(others) == 1 or why_unknown(curves, BY_REWARD) or _lacks_error(row, other.runs):
         return [[math.nan] * len(row.runs)] * 2
     if row is other:
         return _worth_one(row)
     return _compared(row, other.runs, lambda run: run.policy_curve.evaluations(), within=True)
+
+
+def _lacks_error(row: Setting, others: Sequence[Run]) -> bool:
+    """Whether the one run with which those of several seeds are to be compared would hide the error of its curve."""
+    return len(others) == 1 < len(row.runs)
 
 
 def _worth_one(row: Setting) -> list[list[float]]:
@@ -144,7 +150,7 @@ def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
     for row in rows:
         if not row.has("efficiency"):
             reason = why_unknown([run.evaluations for run in synchronous_runs(rows, row)])
-            reason = reason or _why_none(row)
+            reason = reason or _why_none(row, synchronous_runs(rows, row))
             reasons.setdefault(reason, []).append(row)
     sentences = []
     for reason, without in reasons.items():
@@ -156,9 +162,11 @@ def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
     return sentences
 
 
-def _why_none(row: Setting) -> str:
+def _why_none(row: Setting, synchronous: Sequence[Run]) -> str:
     """Return why the efficiency of a row can't be told although the synchronous curve is known."""
-    without = [run.folder.name for run in row.runs if len(run.evaluations) < 2]
+    if _lacks_error(row, synchronous):
+        return f"{synchronous[0].folder.name} is the only synchronous run, so the error of its curve is not known"
+    without = [run.folder.name for run in row.runs if not any(version > 0 for version, _ in run.evaluations)]
     if len(row.runs) - len(without) < min(2, len(row.runs)):  # the jackknife leaves each out once
         return f"{', '.join(without)} had no held-out evaluation after the start"
     return "its held-out accuracy lies above all of synchronous training's"

@@ -42,6 +42,12 @@ def ranked(rows: Sequence[Setting]) -> list[list[Setting]]:
     return [sorted(of_unit, key=speed, reverse=True) for of_unit in by_unit.values()]
 
 
+def best_rows(rows: Sequence[Setting]) -> list[Setting]:
+    """Return the best row of each unit that has other rows, if it has improved beyond its error."""
+    key = speed_key(rows)
+    return [order[0] for order in ranked(rows) if order[1:] and _has_improved(order[0], key)]
+
+
 def unit_axes(rows: Sequence[Setting]) -> list[str]:
     """Return the axes along which the unit of `speed_key` differs, also among rows without a value of it.
 
@@ -73,6 +79,10 @@ def best_row(rows: Sequence[Setting]) -> str:
         return f"No row is the best one: no setting with staleness.mode=bounded has a value of {name}."
     sentences = []
     for best in (order[0] for order in orders if order[1:]):
+        if not _has_improved(best, key):
+            told = best.estimate(key).text(form)
+            sentences.append(f"No setting has improved beyond its error: {best.name} has the most {name}, {told}.")
+            continue
         same = f" of those with {_labels(best, axes)}" if axes else ""
         sentences.append(f"On this hardware {best.name} has the most {name}{same}: {best.estimate(key).text(form)}.")
         if len(best.runs) == 1:
@@ -83,6 +93,13 @@ def best_row(rows: Sequence[Setting]) -> str:
             "reward of the policy or by held-out accuracy."
         )
     return " ".join(sentences)
+
+
+def _has_improved(row: Setting, key: str) -> bool:
+    """Whether a row has learned at all, by `speed_key`; effective steps are told only where synchronous training has.
+    """
+    found = row.estimate(key)
+    return key != "per_minute" or found.mean > 2 * (0.0 if math.isnan(found.error) else found.error)
 
 
 def _labels(row: Setting, axes: Sequence[str]) -> str:
@@ -112,7 +129,7 @@ def _compared(order: Sequence[Setting], base: Setting, key: str) -> Table:
     for row, p, corrected in zip(order, [math.nan, *raw], [math.nan, *holm(raw)], strict=True):
         times = "-" if row is base else ratio_text(row.values[key], base.values[key])
         lines.append([row.name, row.estimate(key).text(form), times, _number(p), _number(corrected)])
-    return Table(header, lines, "Which setting learns fastest", best=(0,))
+    return Table(header, lines, "Which setting learns fastest", best=(0,) if _has_improved(best, key) else ())
 
 
 def _number(value: float, form: str = "{:.2g}") -> str:
@@ -174,15 +191,18 @@ def ended_early(rows: Sequence[Setting]) -> str:
 
 
 def not_evaluated(rows: Sequence[Setting]) -> str:
-    """Return one sentence that names the ended runs of whose held-out accuracy only the end is unknown, or ""."""
-    names = [
-        run.folder.name
-        for row in rows for run, accuracy in zip(row.runs, row.values["accuracy_end"], strict=True)
-        if run.evals and run.has_ended and math.isnan(accuracy)
-    ]
-    if not names:
-        return ""
-    return (
-        "These runs ended without an evaluation of their last version, so that their settings have no held-out "
-        f"accuracy at the end and no improvement, and stand in no comparison by either: {', '.join(names)}."
-    )
+    """Return sentences that name the ended runs that have evaluations, but none of their start or of their end, or "".
+    """
+    sentences = []
+    for end, version in (("start", "version 0"), ("end", "their last version")):
+        names = [
+            run.folder.name
+            for row in rows for run, accuracy in zip(row.runs, row.values[f"accuracy_{end}"], strict=True)
+            if run.evals and run.has_ended and math.isnan(accuracy)
+        ]
+        if names:
+            sentences.append(
+                f"These runs ended without an evaluation of {version}, so that their settings have no held-out "
+                f"accuracy at the {end} and no improvement, and stand in no comparison by either: {', '.join(names)}."
+            )
+    return " ".join(sentences)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from async_rl.config import Config
+from async_rl.config import Config, Limit
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
 from async_rl.network.ports import open_listener
 from async_rl.storage.log_tail import end_of_log, log_tail
@@ -107,7 +107,8 @@ class ServerProcess:
             except BaseException as error:
                 died = isinstance(error, ProcessDiedError)
                 clash = died and "address already in use" in self._log().lower()
-                await self.aclose()
+                with suppress(WaitTimeoutError):  # why the server did not start says more
+                    await self.aclose()
                 if not clash or attempt == _START_ATTEMPTS:
                     raise
 
@@ -119,11 +120,17 @@ class ServerProcess:
             raise ProcessDiedError(f"{self.name} ended by itself ({how}). {self._hint()}\n{tail}")
 
     async def aclose(self) -> None:
-        """Kill the server and its children, and remove their files. An orderly end would only take longer."""
+        """Kill the server and its children, and remove their files. An orderly end would only take longer.
+
+        Raises:
+            WaitTimeoutError: the server has not ended within `timeouts.shutdown_s`.
+        """
         process, self._process = self._process, None
         if process is not None:
-            await asyncio.to_thread(_end_session, process, self._config.timeouts.shutdown_s)
-            remove_folder(self._folder)
+            try:
+                await asyncio.to_thread(_end_session, self.name, process, self._config.timeouts.limit("shutdown_s"))
+            finally:
+                remove_folder(self._folder)
 
     def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -163,13 +170,24 @@ class ServerProcess:
         return (found or ["If nothing is logged, the kernel may have killed it for lack of memory: see `dmesg`."])[0]
 
 
-def _end_session(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Kill the server and all processes that it started, and wait at most `timeout_s` for the end of the server."""
+def _end_session(name: str, process: subprocess.Popen[bytes], limit: Limit) -> None:
+    """Kill the server `name` and all processes that it started, and wait for its end.
+
+    Raises:
+        WaitTimeoutError: it has not ended within `limit`.
+    """
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.wait(timeout_s)
-    psutil.wait_procs(children, timeout=1.0)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(limit.seconds)
+    except subprocess.TimeoutExpired:
+        raise WaitTimeoutError(
+            f"waited {limit} for the end of {name} (process {process.pid}), which has been killed: the kernel holds "
+            "it up, often for a device or a file system. See `dmesg`"
+        ) from None
+    finally:
+        psutil.wait_procs(children, timeout=1.0)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

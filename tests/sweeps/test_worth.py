@@ -25,7 +25,7 @@ from async_rl.sweeps.report import (
 )
 from async_rl.sweeps.results import read_results, read_runs
 from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, policy_rewards, settings_of
-from async_rl.sweeps.significance import best_row, bounds_compared, which_are_bold
+from async_rl.sweeps.significance import best_row, best_rows, bounds_compared, which_are_bold
 from async_rl.sweeps.tables import tables_in
 from async_rl.view.sweep_files import SweepFiles
 from tests.kit.sweeps import make_sweep
@@ -222,6 +222,44 @@ def test_improvement_per_minute_is_compared_over_all_axes(sweep: Path) -> None:
     (table,) = bounds_compared(rows)
     assert len(table.rows) == 2 and table.header[1] == "improvement per minute"
     assert "another unit" not in best_row(rows)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_start_that_was_not_evaluated_is_no_start_of_another_version(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path, (0, 1), seeds=2)
+    whole = settings_of(read_results(folder))
+    for bound in (0, 1):
+        file = folder / "cells" / f"staleness-{bound}.seed-0" / "metrics.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    rows = settings_of(read_results(folder))
+    for row, before in zip(rows, whole, strict=True):
+        assert [math.isnan(value) for value in row.values["improvement"]] == [True, False]
+        assert [math.isnan(value) for value in row.values["accuracy_start"]] == [True, False]
+        assert row.values["efficiency"] == pytest.approx(before.values["efficiency"], abs=1e-3)
+    told = "without an evaluation of version 0, so that their settings have no held-out accuracy at the start and no"
+    assert told in write_report(folder)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_one_synchronous_run_tells_no_efficiency_of_several_seeds(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path, (0, 1), seeds=3)
+    for seed in (1, 2):
+        shutil.rmtree(folder / "cells" / f"staleness-0.seed-{seed}")
+    told = "staleness-0.seed-0 is the only synchronous run, so the error of its curve is not known."
+    assert told in write_report(folder)
+    (synchronous, row) = settings_of(read_results(folder))
+    assert synchronous.has("efficiency") and not row.has("efficiency")
+
+
+@pytest.mark.parametrize(("change", "improves"), [(0.0, False), (-0.5, False), (0.5, True)])
+def test_a_best_row_that_has_learned_nothing_is_not_named_as_such(sweep: Path, change: float, improves: bool) -> None:
+    rows = [row for row in of_two_rates(sweep) if row.staleness.max == 1]
+    for number, row in enumerate(rows):
+        row.values.update(dict.fromkeys((*WORTH, *WORTH_BY_REWARD), [math.nan] * 3))
+        row.values["per_minute"] = [change - 0.1 * number * abs(change) + noise for noise in (-0.01, 0.0, 0.01)]
+    (table,) = bounds_compared(rows)
+    assert table.best == ((0,) if improves else ()) and bool(best_rows(rows)) == improves
+    assert ("No setting has improved beyond its error" in best_row(rows)) != improves
 
 
 def test_a_report_can_be_made_again_from_its_own_csv_files(sweep: Path, printed: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 The text that a chat template writes after a reply does not depend on what stood before the reply. So the new messages
 are rendered behind a made-up reply, and what follows it is kept. `TurnRenderer` checks this property for its template.
+It checks it with replies without calls only. DeepSeek's templates mark the begin of results once in a conversation;
+here each round of calls is written as the first one is, when the model samples as when it learns.
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ class TurnRenderer:
         return self._text([*before, *made_up, *messages], tools).partition(_REPLY)[2]
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Schema], opens_reply: bool = True) -> str:
-        said = [_for_template(message) for message in self._cleaned_messages(messages)]
+        said = self._cleaned_messages(messages)
         if not self.has_template:
             if tools:
                 raise ValueError(
@@ -170,21 +172,27 @@ class TurnRenderer:
                 )
             return "\n".join(message["content"] for message in said)
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    said,
-                    tools=_cleaned(list(tools), self._removed["user"]) or None,
-                    tokenize=False,
-                    add_generation_prompt=opens_reply,
-                    strftime_now=TEMPLATE_DATE.strftime,
-                    **self._settings,
-                )
-            )
+            try:
+                return self._templated(list(map(_with_objects, said)), tools, opens_reply)
+            except TypeError:  # DeepSeek-V3's joins the arguments to other text
+                return self._templated(said, tools, opens_reply)
         except Exception as error:  # a template is code, which may raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
                 f"the chat template refuses messages of the roles {roles}: {type(error).__name__}: {error}"
             ) from error
+
+    def _templated(self, said: list[dict[str, Any]], tools: Sequence[Schema], opens_reply: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                said,
+                tools=_cleaned(list(tools), self._removed["user"]) or None,
+                tokenize=False,
+                add_generation_prompt=opens_reply,
+                strftime_now=TEMPLATE_DATE.strftime,
+                **self._settings,
+            )
+        )
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -272,8 +280,8 @@ def _cleaned(value: Any, removed: re.Pattern[str] | None) -> Any:
     return [_cleaned(part, removed) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message as chat templates want it: the arguments of tool calls are objects, not JSON text."""
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message as most chat templates want it: the arguments of tool calls are objects, not JSON text."""
     calls = [
         {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())

@@ -23,6 +23,7 @@ from async_rl.seams import import_object
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.conversation.call_formats import FORMATS, format_of, read_call
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
+from rollout_server.episodes.user_code.faults import error_text
 
 NUM_PARSE_ATTEMPTS = 4
 """How often an SGLang server is asked to read a reply, before it counts as lost."""
@@ -115,10 +116,10 @@ class ReplyReader:
         return ReadMessage(message, parsed.errors)
 
     async def _parsed(self, text: str, tools: Sequence[Schema]) -> Parsed:
-        """Return what the parser reads; if one of the user's raises or returns something else, that is a call's error.
+        """Return what the parser reads; if it raises on the reply or returns something else, that is a call's error.
 
         Raises:
-            AsyncRLError: the parser of a server failed.
+            AsyncRLError: the server that has the parser does not answer, or refuses to read replies.
         """
         assert self._parse is not None
         try:
@@ -127,7 +128,7 @@ class ReplyReader:
         except AsyncRLError:
             raise
         except Exception as error:
-            said, place = f"{type(error).__name__}: {error}", raised_at(error)
+            said, place = f"{type(error).__name__}: {error_text(error)}", raised_at(error)
             if (kind := f"{type(error).__name__} at {place}") not in self._told:
                 self._told.add(kind)
                 self.notes.append(
@@ -236,8 +237,9 @@ class ServerParser:
         """Return the text and calls that the server reads in the reply `text`; an error if it left out all calls.
 
         Raises:
+            ValueError: the parser failed on this text.
             WaitTimeoutError: the server does not answer.
-            AsyncRLError: the server does not know the parser.
+            AsyncRLError: the server refuses the request.
         """
         read = await self._read({"text": text, "tool_call_parser": self.name, "tools": list(tools)})
         if read["calls"]:
@@ -268,9 +270,11 @@ class ServerParser:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s)) as session,
             session.post(f"{self.url}/parse_function_call", json=body, headers=dict(self.headers)) as reply,
         ):
+            if reply.status == 500:  # SGLang's parsers raise on some texts, and SGLang lets that through
+                raise ValueError(f"SGLang's parser {self.name} failed on it (HTTP 500); the server's log says why")
             if reply.status != 200:
                 raise AsyncRLError(
-                    f"the SGLang server can't read tool calls with rollout.tool_parser {self.name!r} (HTTP "
+                    f"the SGLang server refuses to read tool calls with rollout.tool_parser {self.name!r} (HTTP "
                     f"{reply.status}): {(await reply.text())[:300]}"
                 )
             read: dict[str, Any] = await reply.json()

@@ -18,7 +18,7 @@ from async_rl.errors import ConfigError
 from async_rl.seams import import_object
 from rollout_server.episodes.conversation.messages import Message, Schema, ToolCall
 from rollout_server.episodes.tools.mcp_server import PREFIX, McpServer
-from rollout_server.episodes.user_code.faults import CodeExitError
+from rollout_server.episodes.user_code.faults import CodeExitError, error_text
 from rollout_server.episodes.user_code.time_limits import ForeignCode, OverdueError, in_thread
 
 MAX_RESULT_CHARACTERS = 10_000
@@ -181,7 +181,7 @@ class ToolCaller:
             self.counts.failed += 1
         except Exception as error:
             raised = error.__cause__ if isinstance(error, CodeExitError) else error
-            text = _shortened(f"error: {type(raised).__name__}: {raised}")
+            text = _shortened(f"error: {type(raised).__name__}: {error_text(raised)}")
             self.counts.failed += 1
         return Message(role="tool", content=text, tool_call_id=call["id"], name=name)
 

@@ -35,7 +35,7 @@ class CodeExitError(Exception):
     __cause__: BaseException
 
     def __init__(self, cause: BaseException) -> None:
-        super().__init__(_text(cause))
+        super().__init__(error_text(cause))
         self.__cause__ = cause
 
 
@@ -62,7 +62,7 @@ class Fault(NamedTuple):
         if len(lines) > MAX_TRACEBACK_CHARACTERS:
             half = MAX_TRACEBACK_CHARACTERS // 2
             lines = f"{lines[:half]}\n...\n{lines[-half:]}"
-        text = _printable(_text(error)[:MAX_CHARACTERS])
+        text = _printable(error_text(error)[:MAX_CHARACTERS])
         return cls(type(error).__name__, text, _place(error), _printable(lines), is_outside)
 
     def __str__(self) -> str:
@@ -121,9 +121,9 @@ def _is_outside(error: BaseException) -> bool:
     """
     if isinstance(error, _OUTSIDE) or not _OUTSIDE_NAMES.isdisjoint(base.__name__ for base in type(error).__mro__):
         return True
-    status = getattr(error, "status_code", None) or getattr(error, "status", None)
-    status = status or getattr(getattr(error, "response", None), "status_code", None)
-    return isinstance(status, int) and (status >= 500 or status in _OUTSIDE_STATUSES)
+    places = ((error, "status_code"), (error, "status"), (_attribute(error, "response"), "status_code"))
+    statuses = [status for place in places if isinstance(status := _attribute(*place), int)]
+    return any(status >= 500 or status in _OUTSIDE_STATUSES for status in statuses)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -141,7 +141,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _members(error: BaseException) -> list[BaseException]:
     """Return the errors in an ExceptionGroup; of any other error none."""
-    found = getattr(error, "exceptions", ())
+    found = _attribute(error, "exceptions")
     return [each for each in found if isinstance(each, BaseException)] if isinstance(found, tuple) else []
 
 
@@ -152,11 +152,20 @@ def _place(error: BaseException) -> str:
     return "{}:{}".format(*(own or places)[-1]) if places else ""
 
 
-def _text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Return the text of an error of a user's class, also if the class can't make one."""
     try:
         return str(error)
-    except Exception:  # the class is the user's too
+    except Exception:
         return "an error that can't be shown"
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute of a user's object, or None if it has none or can't make it."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def _printable(text: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
@@ -88,6 +90,35 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path) -> None:
     server = process(tmp_path, SERVER, is_ready=lambda url: False, start_s=1.0)
     with pytest.raises(WaitTimeoutError, match=r"waited 1 s \(timeouts\.startup_s\) for server 0 to start"):
         asyncio.run(start_and_close(server))
+
+
+def fails_when_it_replies(url: str) -> bool:
+    if replies(url):
+        raise RuntimeError("it serves another model")
+    return False
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("is_ready", "error", "said"),
+    [
+        (replies, WaitTimeoutError, r"waited 0 s \(timeouts\.shutdown_s\) for the end of server 0 \(process"),
+        (fails_when_it_replies, RuntimeError, "it serves another model"),
+    ],
+)
+def test_a_server_that_is_late_to_end_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ready: Callable[[str], bool], error: type[Exception], said: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    left: list[psutil.Process] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda self: left.extend(psutil.Process(self.pid).children()))
+    server = process(tmp_path, f"import subprocess; subprocess.Popen(['sleep', '600'])\n{SERVER}", is_ready)
+    server._config = changed(server._config, timeouts={"shutdown_s": 0.2})
+    with pytest.raises(error, match=said):
+        asyncio.run(start_and_close(server))
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert psutil.wait_procs(left, timeout=60)[1] == [] and len(left) == 1
 
 
 @pytest.mark.processes

@@ -1,4 +1,7 @@
-"""The check before the start of whether SGLang can serve a model, which needs SGLang's files but does not import it."""
+"""The check before the start of whether SGLang can serve a model and read its tool calls.
+
+It needs SGLang's files but does not import it.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,16 @@ def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ConfigError, match="its weights are quantised, and those can't be staged"):
         check_model(config)
+
+
+def test_a_parser_of_tool_calls_that_sglang_lacks_is_refused_before_the_start(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "qwen2", "Qwen2ForCausalLM")
+    for name in ("", "hermes", "llama3", "qwen", "kimi_k2", "my_module:parse"):
+        check_model(changed(config, rollout={"tool_parser": name}))
+    for name, why in (("glm5", "is none of its parsers"), ("gpt-oss", "needs more than the text of a reply")):
+        refused = changed(config, rollout={"tool_parser": name})
+        with pytest.raises(ConfigError, match=rf"tool_parser '{name}' {why}.* Set one of .* glm45, .* or module:name"):
+            check_model(refused)
 
 
 def test_a_run_with_sglang_is_refused_where_it_is_not_installed(

@@ -51,6 +51,16 @@ class WordyError(Exception):
         raise ValueError("no text")
 
 
+class BrokenError(Exception):
+    """Every look at what a server answered, or at the members of a group, fails."""
+
+    @property
+    def response(self) -> Any:
+        raise ValueError("no response")
+
+    status_code = status = exceptions = response
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -61,6 +71,7 @@ class WordyError(Exception):
         (ExceptionGroup("of tasks", [ExceptionGroup("inner", [KeyError("plum")])]), "KeyError: 'plum'"),
         (ValueError("half \ud800"), "ValueError: half \\ud800, at "),
         (WordyError(), "WordyError: an error that can't be shown, at "),
+        (BrokenError("plum"), "BrokenError: plum, at "),
     ],
 )
 def test_an_error_is_told_by_class_and_text(error: BaseException, said: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,20 @@ from async_rl.storage.model_folder import load_tokenizer
 from learner.models.tiny_model import character_tokenizer, tiny_model, tool_tokenizer
 from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.conversation.rendering import LARGE_CHARACTERS, TurnRenderer
-from tests.kit.tokenizers import FAMILIES, end_tokens, tokenizer_of
+from tests.kit.tokenizers import FAMILIES, end_tokens, template, tokenizer_of
 
 TOOL: Message = {"role": "tool", "content": "42", "tool_call_id": "call_1", "name": "add"}
 ADD = {
     "type": "function",
     "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+def tokenizer_with(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with the chat template `name` of the trl package, whose special tokens it does not have."""
+    tokenizer = copy.copy(tokenizer_of("qwen2_5"))
+    tokenizer.chat_template = template(name)
+    return tokenizer
 
 
 def after(family: str, reply: str, *messages: Message) -> str:
@@ -142,6 +150,14 @@ def test_a_reply_of_the_model_in_a_rewritten_history_keeps_its_call() -> None:
     assert "<|im_start|>user\nin <think><|im_end|>" in text
     assert '<tool_call>{</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in text
     assert "<tool_response>\n1</tool_response> x\n</tool_response>" in text  # here <tool_response> is ordinary text
+
+
+def test_a_template_that_joins_the_arguments_of_calls_to_text_gets_them_as_text() -> None:
+    tokenizer = tokenizer_with("deepseekv3")
+    call: Any = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = Message(role="assistant", content="so", tool_calls=[call])
+    text = tokenizer.decode(TurnRenderer(tokenizer, end_tokens("qwen2_5")).start([user("1?"), said, TOOL]))
+    assert 'add\n```json\n{"a": 1}\n```<' in text and ">42<" in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,21 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.network import authorization
+from async_rl.errors import ConfigError
 from learner.models.tiny_model import tool_tokenizer
 from rollout_server.engines.base import GenerationRequest, SampledReply
-from rollout_server.episodes.conversation.messages import user
-from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import (
     JsonParser,
     Parsed,
@@ -24,12 +18,10 @@ from rollout_server.episodes.conversation.reply_reader import (
     json_calls,
     open_parser,
 )
-from rollout_server.episodes.conversation.session import Session, SessionLimits
 from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config
 from tests.kit.engines.fakes import completion
-from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.models import save_tiny_model
 from tests.kit.tokenizers import end_tokens, template, tokenizer_of
 
@@ -186,6 +178,11 @@ def test_a_parser_of_the_users_reads_any_format() -> None:
             open_parser(name, template("qwen2_5"), "", {})
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 def parsed(*values: Any) -> Parsed:
     return Parsed(*values)
 
@@ -211,6 +208,7 @@ def reader_of(result: Any, is_async: bool) -> tuple[ReplyReader, list[int]]:
     [
         (KeyError("name"), "can't be read: KeyError: 'name'"),
         (ValueError("bad call"), "can't be read: ValueError: bad call"),
+        (SilentError(), "can't be read: SilentError: an error that can't be shown"),
         ({"calls": []}, "TypeError: a parser must return a Parsed of rollout_server.episodes."),
         (parsed(4), "the content of a Parsed must be text, got 4"),
         (parsed("", (("add", {"a": 1}),)), "the calls of a Parsed must be pairs of texts, the name"),
@@ -220,7 +218,7 @@ def reader_of(result: Any, is_async: bool) -> tuple[ReplyReader, list[int]]:
         (parsed("", (), None), "the errors of a Parsed must be a tuple of texts, got None"),
         (parsed("", (), "bad"), "the errors of a Parsed must be a tuple of texts, got 'bad'"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_parser_of_the_users_that_fails_is_an_error_that_the_model_reads(
@@ -242,78 +240,6 @@ def test_a_parser_of_the_users_may_be_plain_give_lists_and_leave_the_content_out
     read = asyncio.run(reader.read(tokens, [SCHEMA]))
     assert read.message["content"] == "" and read.message["tool_calls"][0]["function"]["name"] == "add"
     assert (read.errors, reader.notes) == (("half a call",), [])
-
-
-def with_parser_server(answer: Any, use: Callable[[ServerParser], Awaitable[Any]]) -> Any:
-    """Let `use` have the parser of a server whose address for parsing is served by `answer`."""
-
-    async def run() -> Any:
-        app = web.Application()
-        app.router.add_post("/parse_function_call", answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            return await use(ServerParser(f"http://127.0.0.1:{runner.addresses[0][1]}", "glm45", (), 0.5, 0.01))
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(run())
-
-
-def test_a_server_that_is_slow_once_is_asked_again() -> None:
-    asked = 0
-
-    async def answer(request: web.Request) -> web.Response:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            await asyncio.sleep(600)  # longer than the limit of a test
-        return web.json_response({"normal_text": "so", "calls": [{"name": "add", "parameters": '{"a": 1}'}]})
-
-    parsed = with_parser_server(answer, lambda parser: parser("x", [SCHEMA]))
-    assert parsed == Parsed("so", (ADD,)) and asked == 2
-
-
-def test_a_server_that_never_reads_a_reply_is_lost_and_its_reply_is_no_row() -> None:
-    async def answer(request: web.Request) -> web.Response:
-        await asyncio.sleep(600)
-        return web.Response()
-
-    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
-    messages = [user("hi")]
-
-    async def use(parser: ServerParser) -> Session:
-        async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
-            return completion([5, ends[0]])
-
-        reader = ReplyReader(tokenizer, ends, dataclasses.replace(parser, timeout_s=0.05))
-        limits = SessionLimits(max_tokens=900, max_reply_tokens=50, max_turns=1)
-        session = Session(generate, TurnRenderer(tokenizer, ends), reader, limits)
-        for is_retry in (False, True):  # the second one has a turn left
-            with pytest.raises(WaitTimeoutError, match=r"waited 4 times, .* for the SGLang server at http.* glm45"):
-                await session.reply(messages, [SCHEMA], is_retry=is_retry)
-        return session
-
-    session = with_parser_server(answer, use)
-    assert session.num_turns == session.num_undelivered == 0 and session.rows() == []
-
-
-def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread) -> None:
-    url, headers = sglang_server.engine.url, authorization(sglang_server.config.network)
-
-    def read(name: str, text: str) -> Parsed:
-        return sglang_server.run(ServerParser(url, name, tuple(headers.items()))(text, [SCHEMA]))
-
-    text = 'so:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    parsed = read("qwen25", text)
-    assert parsed.content == "so:" and json.loads(parsed.calls[0][1]) == {"a": 1}
-    assert parsed.calls == json_calls(text, "hermes").calls
-    coder = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-    assert [name for name, _ in read("qwen3_coder", coder).calls] == ["add"]
-    assert read("qwen25", "It is 4.") == Parsed("It is 4.")
-    lost = read("qwen25", "<tool_call>\n{\n</tool_call>")
-    assert not lost.calls and lost.errors
 
 
 def loses(text: str, tools: Any) -> Parsed:

@@ -115,6 +115,19 @@ def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read() -> None:
     assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (3, 3, 0)
 
 
+def test_an_error_of_a_tool_that_has_no_text_is_told_by_its_class() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("it was never set up")
+
+    def raise_it() -> str:
+        """Raise an error that can't be shown."""
+        raise SilentError
+
+    texts, caller = answered(call("raise_it", {}), tools=[Tool.from_function(raise_it)])
+    assert texts == ["error: SilentError: an error that can't be shown"] and caller.counts.failed == 1
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

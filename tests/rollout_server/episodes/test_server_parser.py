@@ -1,0 +1,133 @@
+"""Tool calls that the parser of an SGLang server reads: replies that it can't, and servers that don't answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from async_rl.errors import AsyncRLError, WaitTimeoutError
+from async_rl.network import authorization
+from rollout_server.engines.base import SampledReply
+from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.rendering import TurnRenderer
+from rollout_server.episodes.conversation.reply_reader import (
+    Parsed,
+    ReadMessage,
+    ReplyReader,
+    ServerParser,
+    json_calls,
+)
+from rollout_server.episodes.conversation.session import Session, SessionLimits
+from tests.kit.engines.fakes import completion
+from tests.kit.engines.in_thread import EngineInThread
+from tests.kit.tokenizers import end_tokens, tokenizer_of
+
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def with_parser_server(answer: Any, use: Callable[[ServerParser], Awaitable[Any]]) -> Any:
+    """Let `use` have the parser of a server whose address for parsing is served by `answer`."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_post("/parse_function_call", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            return await use(ServerParser(f"http://127.0.0.1:{runner.addresses[0][1]}", "glm45", (), 0.5, 0.01))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_a_server_that_is_slow_once_is_asked_again() -> None:
+    asked = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            await asyncio.sleep(600)  # longer than the limit of a test
+        return web.json_response({"normal_text": "so", "calls": [{"name": "add", "parameters": '{"a": 1}'}]})
+
+    parsed = with_parser_server(answer, lambda parser: parser("x", [SCHEMA]))
+    assert parsed == Parsed("so", (("add", '{"a": 1}'),)) and asked == 2
+
+
+def test_a_reply_on_which_a_servers_parser_fails_is_an_error_that_the_model_reads() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=500, text="Internal Server Error")
+
+    tokenizer = tokenizer_of("qwen2_5")
+
+    async def use(parser: ServerParser) -> tuple[list[ReadMessage], list[str]]:
+        reader = ReplyReader(tokenizer, end_tokens("qwen2_5"), parser)
+        return [await reader.read(tokenizer("[TOOL_CALLS] [1]")["input_ids"], [SCHEMA]) for _ in range(2)], reader.notes
+
+    reads, (note,) = with_parser_server(answer, use)
+    said = "ValueError: SGLang's parser glm45 failed on it (HTTP 500); the server's log says why"
+    message = {"role": "assistant", "content": "[TOOL_CALLS] [1]"}
+    assert reads == [ReadMessage(message, (f"the calls of this reply can't be read: {said}",))] * 2
+    assert note.startswith(f"rollout.tool_parser failed on a reply: {said}, at ")
+
+
+def test_a_server_that_refuses_to_read_replies_ends_the_run() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=401, text="no key")
+
+    with pytest.raises(AsyncRLError, match=r"refuses to read tool calls .* .glm45. .*401.: no key"):
+        with_parser_server(answer, lambda parser: parser("x", [SCHEMA]))
+
+
+def test_a_server_that_never_reads_a_reply_is_lost_and_its_reply_is_no_row() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.sleep(600)
+        return web.Response()
+
+    tokenizer, ends = tokenizer_of("qwen2_5"), end_tokens("qwen2_5")
+    messages = [user("hi")]
+
+    async def use(parser: ServerParser) -> Session:
+        async def generate(tokens: list[int], max_tokens: int) -> SampledReply:
+            return completion([5, ends[0]])
+
+        reader = ReplyReader(tokenizer, ends, dataclasses.replace(parser, timeout_s=0.05))
+        limits = SessionLimits(max_tokens=900, max_reply_tokens=50, max_turns=1)
+        session = Session(generate, TurnRenderer(tokenizer, ends), reader, limits)
+        for is_retry in (False, True):  # the second one has a turn left
+            with pytest.raises(WaitTimeoutError, match=r"waited 4 times, .* for the SGLang server at http.* glm45"):
+                await session.reply(messages, [SCHEMA], is_retry=is_retry)
+        return session
+
+    session = with_parser_server(answer, use)
+    assert session.num_turns == session.num_undelivered == 0 and session.rows() == []
+
+
+def test_a_server_reads_calls_with_its_own_parser(sglang_server: EngineInThread) -> None:
+    url, headers = sglang_server.engine.url, authorization(sglang_server.config.network)
+
+    def read(name: str, text: str) -> Parsed:
+        return sglang_server.run(ServerParser(url, name, tuple(headers.items()))(text, [SCHEMA]))
+
+    text = 'so:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    parsed = read("qwen25", text)
+    assert parsed.content == "so:" and json.loads(parsed.calls[0][1]) == {"a": 1}
+    assert parsed.calls == json_calls(text, "hermes").calls
+    coder = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert [name for name, _ in read("qwen3_coder", coder).calls] == ["add"]
+    assert read("qwen25", "It is 4.") == Parsed("It is 4.")
+    lost = read("qwen25", "<tool_call>\n{\n</tool_call>")
+    assert not lost.calls and lost.errors
+    with pytest.raises(ValueError, match=r"SGLang's parser mistral failed on it \(HTTP 500\)"):
+        read("mistral", "[TOOL_CALLS] [1]")

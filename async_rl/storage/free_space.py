@@ -136,8 +136,8 @@ def _num_checkpoints(config: Config) -> int:
         return 0
     keep = config.checkpoint.keep_last + best + bool(best)  # with keep_best one more stays until it is measured
     keep += MOST_NEEDED * config.guard.acts
-    if config.alarms.action == "stop":  # the one before the trouble, and those of the newest window
-        keep += 2 + config.alarms.window_steps // every
+    if config.alarms.action == "stop":  # the one before the trouble, and those that batches to come were sampled by
+        keep += 2 + config.staleness.max // every
     if not config.run.resume:
         return min(keep + 1, -(-config.run.steps // every))
     checkpoint = find_checkpoint(config.run.resume)

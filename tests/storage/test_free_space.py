@@ -96,7 +96,7 @@ def test_the_checkpoints_to_which_guard_and_alarms_may_go_back_are_counted(
     plain = checkpoints()
     for action in ("pause", "rollback", "stop_at_best"):
         assert round(checkpoints(guard={"action": action, "tighten": "lr"}) - plain) == MOST_NEEDED
-    assert round(checkpoints(alarms={"action": "stop", "window_steps": 5}) - plain) == 3
+    assert round(checkpoints(alarms={"action": "stop"}, staleness={"max": 7}) - plain) == 3
 
 
 def test_a_run_of_a_given_time_needs_space_for_one_model_of_a_step(good: Path, tmp_path: Path) -> None:

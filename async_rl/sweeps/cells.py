@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,8 @@ from async_rl.errors import ConfigError
 
 SEED = "seed"
 STALENESS = "staleness"
+LONGEST_NAME_BYTES = 200
+"""A file system allows 255 bytes; a run that is set aside has a number behind its name."""
 MODES: dict[str, tuple[str, ...]] = {
     "bounded": ("staleness.mode=bounded",),
     "exact": ("staleness.mode=exact", "weight_sync.on_update=drain"),
@@ -104,9 +107,12 @@ class Cell:
 
 
 def key_axis(text: str) -> Axis:
-    """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4`. Raises ConfigError for other text."""
+    """Return an axis over any config key, from text like `learner.lr=1e-4,3e-4` or `task.tools=[a:b,c:d],[e:f]`.
+
+    Raises ConfigError for other text.
+    """
     key, equals, values = text.partition("=")
-    levels = [value for value in values.split(",") if value]
+    levels = [value for value in re.split(r",(?![^\[]*\])", values) if value]  # no comma in a list
     if not equals or not key or not levels:
         raise ConfigError(f"--axis must be key=value,value,..., e.g. learner.lr=1e-4,3e-4; got {text!r}")
     return Axis(key, {value: (f"{key}={value}",) for value in levels})
@@ -195,7 +201,7 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
         labels = {axis.name: label for axis, (label, _) in zip(ordered, combination, strict=True)}
         overrides = tuple(override for _, level in combination for override in level)
         name = ".".join(f"{key}-{labels[key]}" for key in [*(key for key in labels if key != SEED), SEED])
-        cells.append(Cell(labels, overrides, folder / "cells" / re.sub(r"[^\w.=+-]", "_", name)))
+        cells.append(Cell(labels, overrides, folder / "cells" / _folder_name(name)))
     by_folder: dict[Path, Cell] = {}
     for cell in cells:
         if (other := by_folder.setdefault(cell.folder, cell)) is not cell:
@@ -204,6 +210,17 @@ def all_cells(axes: Sequence[Axis], folder: Path) -> list[Cell]:
                 f"{cell.labels}. Give one level another text: in a folder's name, characters such as / become _"
             )
     return cells
+
+
+def _folder_name(name: str) -> str:
+    """Return the name of a cell's folder: that of its levels, or the beginning of it if a file's name may not be so
+    long, with a number that stands for the whole.
+    """
+    plain = re.sub(r"[^\w.=+-]", "_", name)
+    if len(plain.encode()) <= LONGEST_NAME_BYTES:
+        return plain
+    number = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{plain.encode()[: LONGEST_NAME_BYTES - 16].decode(errors='ignore')}-{number}"
 
 
 def _check_apart(axes: Sequence[Axis]) -> None:
@@ -230,6 +247,13 @@ def check_used(overrides: Iterable[str], axes: Sequence[Axis], limit: Sequence[s
                 f"a setting must be of a key that --seconds does not set, got {text} and --seconds, which sets {key}. "
                 "Leave the setting out, or leave --seconds out to give every cell the same steps"
             )
+    every = [(axis.name, text) for axis in axes for level in axis.levels.values() for text in level]
+    for (name, text), key in itertools.product(every, (_key_of(text) for text in limit)):
+        if _overlap(_key_of(text), key):
+            raise ConfigError(
+                f"an axis must be of a key that --seconds does not set, got the axis {name}, which sets {text}, and "
+                f"--seconds, which sets {key}. Leave the axis out, or leave --seconds out"
+            )
     for axis in axes:
         keys = set.intersection(*({_key_of(text) for text in level} for level in axis.levels.values()))
         for text, key in itertools.product(overrides, sorted(keys)):
@@ -238,6 +262,16 @@ def check_used(overrides: Iterable[str], axes: Sequence[Axis], limit: Sequence[s
                     f"a setting must be of a key that no axis of the sweep sets, got {text} and the axis {axis.name}, "
                     f"which sets {key}. {_ADVICE}"
                 )
+
+
+def check_times(configs: Iterable[Config], limit: Sequence[str]) -> None:
+    """Check that no run goes back where `limit` gives every cell the same time: its seconds would begin anew."""
+    for config in configs:
+        check(
+            not limit or config.guard.action != "rollback", "guard.action", config.guard.action,
+            "any but rollback with --seconds", "A run that goes back begins its seconds anew: leave --seconds out, or "
+            "set guard.action=warn.",
+        )
 
 
 def _key_of(override: str) -> str:

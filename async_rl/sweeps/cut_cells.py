@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from contextlib import suppress
 from pathlib import Path
+
+from yaml import YAMLError
 
 from async_rl.config import Config
 from async_rl.config.loading import dump_config, load_config
@@ -35,12 +38,11 @@ def changed_setting(cell: Cell, config: Config) -> str:
     has the defaults of keys that it did not know, and the commits that it has written down of the repositories that the
     settings name on the hub.
     """
-    file = cell.folder / "config.yaml"
-    if not file.is_file():
+    if not (text := _recorded(cell)):
         return ""
-    text, is_known = file.read_text(), False
+    is_known = False
     try:
-        of_run = load_config(file)
+        of_run = load_config(cell.folder / "config.yaml")
         for repo in hub_repos(config):
             config = with_name(config, repo.key, repo.name, recorded_name(of_run, repo) or repo.name)
         text, is_known = dump_config(of_run), True
@@ -56,7 +58,7 @@ def changed_setting(cell: Cell, config: Config) -> str:
 
 def has_settings(cell: Cell, config: Config) -> bool:
     """Return whether the run in the folder of a cell says that it has the settings of `config`."""
-    return (cell.folder / "config.yaml").is_file() and not changed_setting(cell, config)
+    return bool(_recorded(cell)) and not changed_setting(cell, config)
 
 
 def make_way(cell: Cell, config: Config) -> None:
@@ -65,8 +67,8 @@ def make_way(cell: Cell, config: Config) -> None:
     """
     if change := changed_setting(cell, config):
         why = f"as it began with other settings: {change}"
-    elif not (cell.folder / "config.yaml").is_file() and _is_trained(cell.folder):
-        why = "as it has no config.yaml, which would say with which settings it began"
+    elif not _recorded(cell) and _is_trained(cell.folder):
+        why = "as it has no whole config.yaml, which would say with which settings it began"
     else:
         shutil.rmtree(cell.folder, ignore_errors=True)
         return
@@ -76,6 +78,15 @@ def make_way(cell: Cell, config: Config) -> None:
     kept = next(aside / name for name in names if not (aside / name).exists())
     cell.folder.rename(kept)
     print(f"{cell.name} starts anew, {why}. Its run is in {kept}", flush=True)
+
+
+def _recorded(cell: Cell) -> str:
+    """Return the text of the config.yaml of the run in a cell's folder; "" if there is none, or no whole one."""
+    file = cell.folder / "config.yaml"
+    text = file.read_text() if file.is_file() else ""
+    with suppress(YAMLError):
+        return text if isinstance(read_yaml(text)[0], dict) else ""
+    return ""
 
 
 def _is_trained(run_dir: Path) -> bool:

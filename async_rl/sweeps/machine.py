@@ -24,7 +24,7 @@ def describe_machine() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "gpus": _gpus() or "none",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "commit": _commit(),
     }
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -35,6 +35,16 @@ def describe_machine() -> dict[str, str]:
 def machine_text() -> str:
     machine = describe_machine()
     return ", ".join(machine[key] for key in ("processor", "system", "commit")) + f", {machine['cores']} cores"
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, or the version of the installed package: a folder above may be of another."""
+    git, file = ("git", "-C", str(Path(__file__).parent)), Path(__file__).name
+    if _output(*git, "ls-files", "--error-unmatch", file):
+        return _output(*git, "describe", "--always", "--dirty")
+    with suppress(PackageNotFoundError):
+        return f"async-rl {version('async-rl')}"
+    return ""
 
 
 def _processor() -> str:

@@ -14,7 +14,7 @@ from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.capacity import describe_capacity
 from async_rl.sweeps.cells import Bound, bounds_of, bounds_title
-from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, workload_of
+from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, stages, timed_steps, workload_of
 from async_rl.sweeps.results import read_runs
 from async_rl.sweeps.settings import settings_of
 from async_rl.sweeps.tables import Table
@@ -91,6 +91,9 @@ def measured_workload(folder: Path) -> Workload:
     runs = [run for row in first_series(settings_of(read_runs(folder))) for run in row.runs]
     if not runs:
         raise ConfigError(f"all runs in {folder} have staleness.mode=exact, which is not simulated")
+    runs = [run for run in runs if timed_steps(run)]
+    if not runs:
+        raise ConfigError(f"{folder} holds first steps of runs alone, which include the warm-up: train some more")
     workload = workload_of([stages(run) for run in runs], rules_of(runs[0]))
     if math.isnan(workload.group_mean_s):
         raise ConfigError(f"{folder} holds no durations of groups (rollout/group_s): was it too short a run?")

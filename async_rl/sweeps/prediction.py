@@ -51,7 +51,7 @@ class Stages:
 
 
 def stages(run: Run) -> Stages:
-    steps = _timed(run)
+    steps = timed_steps(run)
     train = [value for step in steps if (value := step.get("time/train_s")) is not None]
     pushes = [value for step in steps if (value := step.get("time/push_s")) is not None]
     step_s = float(run.summary["seconds"]) / max(1, len(steps))
@@ -66,11 +66,11 @@ def stages(run: Run) -> Stages:
         group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
         together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,
-        failed=dropped / max(1.0, dropped + buffer["buffer/trained"]),
+        failed=dropped / max(1.0, dropped + buffer.get("buffer/trained", 0.0)),
     )
 
 
-def _timed(run: Run) -> list[Step]:
+def timed_steps(run: Run) -> list[Step]:
     """Return the steps of a run without the first of each start, which are not in its seconds either."""
     return [step for step in run.steps if not is_warm_up(step)]
 
@@ -82,7 +82,7 @@ def _in_flight(run: Run) -> float:
     """
     seconds = [
         group_s * sum(step.get(f"rollout/{end}") or 0.0 for end in ("groups", "failed", "aborted"))
-        for step in _timed(run)
+        for step in timed_steps(run)
         if (group_s := step.get("rollout/group_s")) is not None
     ]
     return sum(seconds) / max(float(run.summary["seconds"]), 1e-9) / _concurrency(_config(run)) or math.nan
@@ -91,7 +91,7 @@ def _in_flight(run: Run) -> float:
 def _group_cv(run: Run) -> float:
     """Return the standard deviation of the durations of a step's groups, divided by their mean; nan if not measured."""
     variances, means = [], []
-    for step in _timed(run):
+    for step in timed_steps(run):
         mean, square = step.get("rollout/group_s"), step.get("rollout/group_s_squared")
         if mean is not None and square is not None:
             variances.append(max(0.0, square - mean**2))
@@ -178,7 +178,7 @@ def compare(rows: Sequence[Setting]) -> list[Measured]:
     of_series = first_series(rows)
     if not of_series:
         return []
-    timed = {row.staleness: tuple(run for run in row.runs if _timed(run)) for row in of_series}
+    timed = {row.staleness: tuple(run for run in row.runs if timed_steps(run)) for row in of_series}
     found = {staleness: [stages(run) for run in runs] for staleness, runs in timed.items()}
     everywhere = [stage for stages in found.values() for stage in stages]
     measured = []
@@ -233,7 +233,8 @@ def rules_of(run: Run) -> Workload:
         )
     if config["eval"]["pin_version"] and not config["placement"].get("eval", {}).get("servers"):
         raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
-    held_s, run_s = sum(step.get("time/held_by_eval_s") or 0.0 for step in _timed(run)), float(run.summary["seconds"])
+    held_s = sum(step.get("time/held_by_eval_s") or 0.0 for step in timed_steps(run))
+    run_s = float(run.summary["seconds"])
     if held_s > MOST_HELD * run_s:
         raise ConfigError(
             f"no prediction for {run.folder}: its pushes waited for evaluations for {held_s:.0f} s "

@@ -101,8 +101,12 @@ def leaves(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> Record | None:
+    """Return the record of the finished run in a folder; None: it has none. ConfigError: the file is damaged."""
     file = folder / "cell.json"
-    return Record(**json.loads(file.read_text())) if file.is_file() else None
+    try:
+        return Record(**json.loads(file.read_text())) if file.is_file() else None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged ({error}). Move its folder away: the cell then starts anew") from None
 
 
 def finished_cells(folder: Path, axes: Iterable[str] | None = None) -> dict[Path, Record]:

@@ -266,7 +266,22 @@ def read_run(folder: Path) -> Run:
     """Return the run of a run directory; one that is going on has the steps so far, and a summary of these.
 
     It may go on after an end, so that a summary.json of fewer steps, or of an earlier start, says nothing of it.
+
+    Raises:
+        ConfigError: one of its files is missing or damaged.
     """
+    try:
+        return _read_run(folder)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the run in {folder} can't be read: config.yaml, metrics.jsonl or summary.json is missing or damaged "
+            f"({type(error).__name__}: {error}). Move its folder away, or put the file back"
+        ) from None
+
+
+def _read_run(folder: Path) -> Run:
     record = read_record(folder)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     labels = dict(record.labels) if record else {}

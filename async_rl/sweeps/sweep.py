@@ -29,7 +29,7 @@ from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
 from async_rl.storage.run_dir import is_complete, is_locked
 from async_rl.sweeps.cell_process import CellProcesses, claimed
-from async_rl.sweeps.cells import SEED, Axis, Cell, all_cells, cell_config, check_used
+from async_rl.sweeps.cells import SEED, Axis, Cell, all_cells, cell_config, check_times, check_used
 from async_rl.sweeps.cut_cells import has_settings, make_way, run_seconds
 from async_rl.sweeps.machine import describe_machine
 from async_rl.sweeps.places import CellPlace, places_here
@@ -266,6 +266,7 @@ def checked_cells(sweep: Sweep) -> tuple[list[Cell], dict[str, Config]]:
     cells = all_cells(sweep.axes, sweep.folder)
     check_used(sweep.overrides, sweep.axes, sweep.limit)
     configs = {cell.name: cell_config(sweep.config, sweep.base_overrides(), cell) for cell in cells}
+    check_times(configs.values(), sweep.limit)
     planned = [(cell.folder, make_record(cell, configs[cell.name])) for cell in cells]
     finished = finished_cells(sweep.folder, (axis.name for axis in sweep.axes))
     check_comparable([*finished.items(), *planned])

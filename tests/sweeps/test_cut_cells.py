@@ -191,9 +191,10 @@ def test_a_cell_that_ended_without_its_sweep_is_kept(tmp_path: Path, capsys: pyt
     assert run_seconds(cell.folder) == 33.5
 
 
+@pytest.mark.parametrize("text", [None, "", "run: [", "model"])
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_a_cell_whose_run_does_not_say_its_settings_starts_anew_and_is_set_aside(
-    tmp_path: Path, is_complete: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, is_complete: bool, text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep, trainer = make(tmp_path, overrides=("run.steps=12",)), Trainer()
     cell, config = begin(sweep)
@@ -206,12 +207,14 @@ def test_a_cell_whose_run_does_not_say_its_settings_starts_anew_and_is_set_aside
     assert is_kept(cell, config) == is_complete
     assert resumed_version(sweep, cell, config) == (None if is_complete else 7)
     (cell.folder / "config.yaml").unlink()
+    if text is not None:
+        (cell.folder / "config.yaml").write_text(text)
     assert not is_kept(cell, config) and resumed_version(sweep, cell, config) is None
     run_sweep(sweep, trainer)
     assert "--resume" not in trainer.commands[0] and not folder.exists() and len(trainer.cells) == 4
     kept = tmp_path / "sweep" / "set_aside" / f"{cell.name}-1"
     assert (kept / "metrics.jsonl").is_file()
-    assert f"{cell.name} starts anew, as it has no config.yaml, which would say" in capsys.readouterr().out
+    assert f"{cell.name} starts anew, as it has no whole config.yaml, which would say" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("summary", [{"steps": 12}, {"steps": 7, "ended": "stopped at version 7"}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -189,6 +190,20 @@ def test_a_depth_that_the_runs_had_is_reported_and_planned(tmp_path: Path) -> No
     text = plan("--staleness 2.5/4,2.75/4,4", sweep)
     assert "\n| 2.75/4 |" in text and "| 2.5/4 |" not in text
     assert "Left out: depths below 2.75, where the learner would wait for ever." in text
+
+
+def test_runs_of_one_step_or_with_the_summary_of_an_earlier_end_are_planned_or_refused(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path, (1,), seeds=2)
+    first, second = sorted((folder / "cells").iterdir())
+    lines = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (first / "metrics.jsonl").write_text("".join(lines[:2]))  # it had one step
+    assert "Learner: 0.4 s to train a batch" in plan("", folder)
+    (second / "summary.json").write_text('{"steps": 1}')  # the run went on; its metrics don't say how busy pools were
+    with pytest.raises(ConfigError, match="holds no durations of groups"):
+        plan("", folder)
+    shutil.rmtree(second)
+    with pytest.raises(ConfigError, match="holds first steps of runs alone"):
+        plan("", folder)
 
 
 def test_a_sweep_that_drops_late_groups_is_planned_with_that_rule(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.errors import ConfigError
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import TAIL, read_run, read_runs
 from async_rl.sweeps.tables import tables_in
@@ -95,6 +96,24 @@ def test_a_run_that_goes_on_is_no_row_among_others(sweep: Path, tmp_path: Path) 
     printed = write_report(run_dir)
     assert math.isnan(read_run(run_dir).improvement) and len(read_run(run_dir).evals) == 2
     assert "this is of its first 13 steps" in printed and "No row" not in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", ""), ("config.yaml", "run: ["), ("config.yaml", None), ("cell.json", ""), ("summary.json", "{"),
+        ("metrics.jsonl", None),
+    ],
+)  # fmt: skip
+def test_a_damaged_cell_is_named_with_what_to_do(sweep: Path, tmp_path: Path, name: str, text: str | None) -> None:
+    copy = tmp_path / "sweep"
+    shutil.copytree(sweep, copy)
+    file = copy / "cells" / "staleness-1.seed-0" / name
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"(?s)staleness-1\.seed-0.*damaged.*Move its folder away"):
+        read_runs(copy)
 
 
 def test_a_run_that_goes_on_after_its_end_has_the_summary_of_its_steps_so_far(sweep: Path, tmp_path: Path) -> None:

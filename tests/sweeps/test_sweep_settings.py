@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config.loading import dump_config, load_config
-from async_rl.sweeps.cells import MODES, named_axis, seed_axis, staleness_axis
+from async_rl.sweeps.cells import MODES, Axis, all_cells, key_axis, named_axis, seed_axis, staleness_axis
 from async_rl.sweeps.sweep import checked_cells
 from tests.kit.sweeps import base_yaml, make
 
@@ -43,6 +43,32 @@ def test_a_setting_that_the_given_time_would_replace_is_refused(
     assert main(["sweep", str(base_yaml(tmp_path)), *words, "--dry-run"]) == 2
     told = capsys.readouterr().err
     assert f"that --seconds does not set, got {setting} and --seconds, which sets {key}. Leave the setting out" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--axis", "run.seconds=10,20"], "got the axis run.seconds, which sets run.seconds=10, and --seconds, whi"),
+        (["--axis", "run.steps=10,20"], "got the axis run.steps, which sets run.steps=10, and --seconds, which"),
+        (["guard.action=rollback", "checkpoint.every_steps=5"], "guard.action must be any but rollback with --seconds"),
+    ],
+)
+def test_cells_of_a_given_time_have_that_time(
+    tmp_path: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--staleness", "0", "--seeds", "1", "--seconds", "60", f"run.dir={tmp_path / 'runs'}", *words]
+    given += ["guard.tighten=lr", "eval.every_steps=5", "--dry-run"]
+    assert main(["sweep", str(base_yaml(tmp_path)), *given]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_lists_may_be_levels_and_long_levels_have_short_folders(tmp_path: Path) -> None:
+    lists = key_axis("task.tools=[a:b,c:d],[e:f],[]")
+    assert list(lists.levels) == ["[a:b,c:d]", "[e:f]", "[]"]
+    long = [f"model.path=/{'long' * 60}/{name}" for name in "ab"]
+    axis = Axis("model.path", {text: (text,) for text in long})
+    names = {cell.name for cell in all_cells([axis, seed_axis(1, 0)], tmp_path)}
+    assert len(names) == 2 and all(len(name) <= 200 for name in names)
 
 
 def test_a_setting_that_only_some_levels_replace_goes_for_the_others(tmp_path: Path) -> None:

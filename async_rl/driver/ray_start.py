@@ -37,14 +37,43 @@ def open_ray(config: Config) -> Iterator[None]:
             "a run starts Ray, or joins a cluster, with settings of its own, but this process is connected to Ray "
             "already, by ray.init(). Call ray.shutdown() before, or train in another process"
         )
-    if address := os.environ.get("RAY_ADDRESS") or ("auto" if config.placement.num_nodes > 1 else ""):
-        _join(config, address)
-    else:
-        _start_here(config)
+    with contextlib.ExitStack() as stack:
+        if address := os.environ.get("RAY_ADDRESS") or ("auto" if config.placement.num_nodes > 1 else ""):
+            stack.callback(ray.shutdown)
+            _join(config, address)
+        else:
+            stack.enter_context(_own_token())
+            stack.callback(ray.shutdown)
+            _start_here(config)
+        yield
+
+
+@contextlib.contextmanager
+def _own_token() -> Iterator[None]:
+    """Have a Ray that is started in the body ask for a token of its own, unless the user has one.
+
+    Without it Ray writes one into the home folder, at which a later `ray start --head` would ask for that one. Ray also
+    sets RAY_AUTH_MODE. What the process had of both is there again after the body, and Ray's copies in memory are read
+    anew, so that the process may then use Ray as before.
+    """
+    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import Config as RayConfig
+
+    loader = AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    if not loader.has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        loader.reset_cache()
     try:
         yield
     finally:
-        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        loader.reset_cache()
+        RayConfig.initialize("")
 
 
 def _join(config: Config, address: str) -> None:
@@ -74,8 +103,6 @@ def _join(config: Config, address: str) -> None:
 def _start_here(config: Config) -> None:
     import ray
 
-    # Without it Ray writes a token into the home folder, at which a later `ray start --head` would ask for that one.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if hides_gpus():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ways to hide GPUs the one that Ray knows, too
     placement = config.placement

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +90,39 @@ def test_a_cluster_that_asks_for_another_token_is_told_of(
     monkeypatch.setattr("ray.init", fail)
     with pytest.raises(ConfigError, match=said), open_ray(make_config()):
         pytest.fail("the cluster lets nobody in")
+
+
+USES_RAY_TOO = """
+import os, ray
+from async_rl.driver.ray_start import open_ray
+from tests.kit.configs import make_config
+
+def answers():
+    return ray.get(ray.remote(lambda: 3).remote(), timeout=60) == 3
+
+with open_ray(make_config()):
+    assert answers()
+assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys()
+assert not os.path.exists(os.path.expanduser("~/.ray"))
+for _ in range(2):
+    ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
+    assert answers()
+    ray.shutdown()
+    with open_ray(make_config()):
+        assert answers()
+print("all answered")
+"""
+
+
+@pytest.mark.processes
+def test_a_program_may_use_ray_itself_before_and_after_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    environment = os.environ | {"HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", USES_RAY_TOO], capture_output=True, text=True, timeout=180, env=environment, check=False
+    )
+    assert "all answered" in ran.stdout, ran.stderr[-3000:]
 
 
 @pytest.mark.parametrize(("asked", "shown"), [("-1", ""), ("NoDevFiles", ""), ("", ""), ("1,0", "1,0")])

@@ -223,10 +223,14 @@ class Config:
         checkpoint.keep_best chooses among those of versions that get one. Gold rewards tell a guard which one to go
         back to, by the means of evaluations in a row.
         """
-        has_gold = bool(self.eval.gold_reward) or self.reward_model.leaves_task_out
         every = self.checkpoint.every_steps
         may_be_best = self.checkpoint.keep_best > 0 and every > 0 and version % every == 0
-        return may_be_best or (self.guard.acts and has_gold)
+        return may_be_best or (self.guard.acts and self.has_gold)
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether answers to held-out prompts have gold rewards, which are not trained on."""
+        return bool(self.eval.gold_reward) or self.reward_model.leaves_task_out
 
     @property
     def guard_action(self) -> str:

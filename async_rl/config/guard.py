@@ -17,8 +17,6 @@ Positive = Annotated[Unbounded, Field(gt=0)]
 
 WINDOWS_BACK = 3
 """Without gold rewards the version to go back to is that of so many windows before the trouble."""
-MOST_NEEDED = 2 * (WINDOWS_BACK + 1) + 1
-"""The largest number of versions to which the guard may go back: windows, evaluations, and the best of these."""
 
 
 @section("guard")

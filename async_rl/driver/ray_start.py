@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -56,10 +57,8 @@ def _own_token() -> Iterator[None]:
     sets RAY_AUTH_MODE. What the process had of both is there again after the body, and Ray's copies in memory are read
     anew, so that the process may then use Ray as before.
     """
-    from ray._raylet import AuthenticationTokenLoader
-    from ray._raylet import Config as RayConfig
-
-    loader = AuthenticationTokenLoader.instance()
+    of_ray: Any = importlib.import_module("ray._raylet")
+    loader = of_ray.AuthenticationTokenLoader.instance()
     loader.reset_cache()
     before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
     if not loader.has_token(ignore_auth_mode=True):
@@ -73,7 +72,7 @@ def _own_token() -> Iterator[None]:
             if value is not None:
                 os.environ[name] = value
         loader.reset_cache()
-        RayConfig.initialize("")
+        of_ray.Config.initialize("")
 
 
 def _join(config: Config, address: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from async_rl.config import Config
-from async_rl.config.guard import MOST_NEEDED
+from async_rl.config.guard import WINDOWS_BACK
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams import TRANSPORTS
 from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, read_training_state, run_dir_of
@@ -135,7 +135,8 @@ def _num_checkpoints(config: Config) -> int:
     if every == 0:
         return 0
     keep = config.checkpoint.keep_last + best + bool(best)  # with keep_best one more stays until it is measured
-    keep += MOST_NEEDED * config.guard.acts
+    if config.guard.acts:
+        keep += _most_guarded(config)
     if config.alarms.action == "stop":  # the one before the trouble, and those that batches to come were sampled by
         keep += 2 + config.staleness.max // every
     if not config.run.resume:
@@ -144,6 +145,23 @@ def _num_checkpoints(config: Config) -> int:
     version = read_training_state(checkpoint).version  # a resume renames later checkpoints, which stay on the disk
     there = [earlier for earlier in list_checkpoints(run_dir_of(checkpoint)) if earlier <= version]
     return max(1, keep + 1 - len(there))
+
+
+def _most_guarded(config: Config) -> int:
+    """Return the largest number of checkpoints that the guard needs at one time besides those of keep_last: those of
+    its newest windows and, with gold rewards, of the newest evaluations and of the best ones.
+    """
+    every, newest = config.checkpoint.every_steps, config.checkpoint.keep_last
+    periods = [config.guard.every_steps, *([config.eval.every_steps] if config.has_gold else [])]
+    most = 0
+    for version in range(every, min(config.run.steps, 2 * (WINDOWS_BACK + 1) * max(every, *periods)) + 1, every):
+        needed = {
+            (version // period - back) * period // every * every
+            for period in periods if period for back in range(WINDOWS_BACK + 1)
+        }
+        kept = {version - back * every for back in range(newest)}
+        most = max(most, len({each for each in needed - kept if each > 0}))
+    return most + config.has_gold
 
 
 def _gib(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from async_rl.config.guard import MOST_NEEDED, GuardConfig
+from async_rl.config.guard import GuardConfig
 from async_rl.guard.decision import Finding, Guard
 
 STEP = {
@@ -133,14 +133,6 @@ def test_what_the_guard_keeps_does_not_grow_with_the_steps() -> None:
         guard.add(version, STEP | {"guard/rule_correlation": 0.5} | dict.fromkeys(map(str, range(100)), 0.0))
         sizes.append(len(pickle.dumps(guard)))
     assert sizes[-1] <= sizes[9] + 16  # the numbers have more digits
-
-
-def test_the_versions_that_the_guard_needs_are_no_more_than_the_disk_is_checked_for() -> None:
-    guard, most = Guard(GuardConfig(every_steps=6)), 0
-    for version in range(1, 400):
-        guard.add(version, STEP | (gold(5.0 if version == 7 else 1.0) if version % 7 == 0 else {}))
-        most = max(most, len(guard.needed()))
-    assert most == MOST_NEEDED
 
 
 def test_an_evaluation_that_a_resumed_run_makes_again_counts_once() -> None:

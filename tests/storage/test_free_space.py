@@ -16,10 +16,12 @@ from async_rl.cli import main
 from async_rl.config import (
     Config,
 )
-from async_rl.config.guard import MOST_NEEDED
+from async_rl.config.guard import GuardConfig
+from async_rl.config.outputs import CheckpointConfig
 from async_rl.errors import ConfigError
+from async_rl.guard.decision import Guard
 from async_rl.storage import free_space as disk
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, to_remove, write_training_state
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import new_run_dir
 from learner.memory.optimizer_state import checkpoint_bytes
@@ -85,17 +87,42 @@ def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
     assert needed["auto"] == needed["disk"] == needed["gloo"] + 2 * model_bytes
 
 
+KEPT = 3
+"""keep_last 2, and the one that is being written."""
+
+
+def most_on_disk(windows: int, evaluations: int, has_gold: bool) -> int:
+    """The most checkpoints that a run with a guard has at one time, of one each five steps."""
+    guard, on_disk, most = Guard(GuardConfig(every_steps=windows)), set[int](), 0
+    for version in range(1, 1001):
+        values = {"batch/episodes": 64.0, "reward/mean": 0.0}
+        if has_gold and version % evaluations == 0:
+            gold = 1.0 if version <= 3 * evaluations else 0.0
+            values |= {"eval/gold": gold, "eval/gold_squared": gold + 1.0, "eval/gold_labels": 64.0}
+        guard.add(version, values)
+        if version % 5 == 0:
+            on_disk.add(version)
+            most = max(most, len(on_disk))
+            needed = {max((each for each in on_disk if each <= wanted), default=0) for wanted in guard.needed()}
+            on_disk -= set(to_remove(sorted(on_disk), CheckpointConfig(), {})) - needed
+    return most
+
+
 def test_the_checkpoints_to_which_guard_and_alarms_may_go_back_are_counted(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def checkpoints(**sections: Any) -> float:
-        run, evaluation = {"dir": tmp_path, "steps": 1000}, {"every_steps": 5}
-        config = make_config(good, run=run, checkpoint={"every_steps": 5}, eval=evaluation, **sections)
+        run = {"dir": tmp_path, "steps": 1000}
+        config = make_config(good, run=run, checkpoint={"every_steps": 5}, **sections)
         return needed_bytes(config, monkeypatch) / checkpoint_bytes(config)
 
     plain = checkpoints()
-    for action in ("pause", "rollback", "stop_at_best"):
-        assert round(checkpoints(guard={"action": action, "tighten": "lr"}) - plain) == MOST_NEEDED
+    for windows, evaluations in ((5, 5), (10, 10), (10, 15), (20, 5), (15, 50)):
+        for action, gold in (("pause", ""), ("rollback", "task"), ("stop_at_best", "")):
+            guard = {"action": action, "tighten": "lr", "every_steps": windows}
+            found = checkpoints(guard=guard, eval={"every_steps": evaluations, "gold_reward": gold}) - plain
+            most = most_on_disk(windows, evaluations, has_gold=bool(gold)) - KEPT
+            assert most <= round(found) <= most + 1, (guard, evaluations)
     assert round(checkpoints(alarms={"action": "stop"}, staleness={"max": 7}) - plain) == 3
 
 

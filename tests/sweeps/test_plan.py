@@ -192,7 +192,7 @@ def test_a_depth_that_the_runs_had_is_reported_and_planned(tmp_path: Path) -> No
     assert "Left out: depths below 2.75, where the learner would wait for ever." in text
 
 
-def test_runs_of_one_step_or_with_the_summary_of_an_earlier_end_are_planned_or_refused(tmp_path: Path) -> None:
+def test_runs_of_one_step_are_left_out_of_a_plan_and_refused_alone(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path, (1,), seeds=2)
     first, second = sorted((folder / "cells").iterdir())
     lines = (first / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -77,6 +77,19 @@ def test_tabs_that_nobody_sees_leave_the_browsers_connections_to_others(
     server.close()
 
 
+def test_a_tab_that_was_hidden_before_it_was_connected_catches_up(browser: Browser, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "hidden", note="running")
+    server = ViewServer(run_dir)
+    context = browser.new_context(base_url=server.url)
+    context.add_init_script(f"document.addEventListener('DOMContentLoaded', () => ({HIDE})(true))")
+    tab = context.new_page()
+    tab.goto("/run/overview")
+    append_step(run_dir, 15)
+    tab.evaluate(HIDE, False)
+    expect(tab.locator(".progress")).to_have_text("step 15 of 20")
+    server.close()
+
+
 def test_evaluations_written_after_later_steps_are_shown_on_an_open_page(browser: Browser, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "evaluated", groups=0)
     server = ViewServer(run_dir)

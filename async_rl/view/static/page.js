@@ -71,6 +71,7 @@ function follow() {
   const close = () => {
     events?.close();
     events = null;
+    isNews = true;
   };
   const open = () => {
     if (events || document.hidden) return;

@@ -239,9 +239,14 @@ class ServerParser:
         Raises:
             ValueError: the parser failed on this text.
             WaitTimeoutError: the server does not answer.
-            AsyncRLError: the server refuses the request.
+            AsyncRLError: the server refuses the request, or has no such parser.
         """
-        read = await self._read({"text": text, "tool_call_parser": self.name, "tools": list(tools)})
+        body = {"text": text, "tool_call_parser": self.name, "tools": list(tools)}
+        try:
+            read = await self._read(body)
+        except ValueError:
+            await self._check_known(body)
+            raise
         if read["calls"]:
             calls = tuple((call["name"], call["parameters"]) for call in read["calls"])
             return Parsed(read["normal_text"], calls)
@@ -264,6 +269,16 @@ class ServerParser:
             f"the rollout worker waited {NUM_PARSE_ATTEMPTS} times, at most {self.timeout_s:g} s each, for the SGLang "
             f"server at {self.url} to read the tool calls of a reply with its parser {self.name}: {errors[-1]!r}"
         ) from errors[-1]
+
+    async def _check_known(self, body: dict[str, Any]) -> None:
+        """Check that the parser reads an empty text: SGLang answers a name that it does not know as it does a text."""
+        try:
+            await self._read(body | {"text": ""})
+        except ValueError as error:
+            raise AsyncRLError(
+                f"the SGLang server at {self.url} reads no tool calls with rollout.tool_parser {self.name!r}, not even "
+                "in an empty text: its version of SGLang may not have that parser. Set another, or see its log"
+            ) from error
 
     async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
         async with (

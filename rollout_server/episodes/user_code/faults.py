@@ -122,8 +122,8 @@ def _is_outside(error: BaseException) -> bool:
     if isinstance(error, _OUTSIDE) or not _OUTSIDE_NAMES.isdisjoint(base.__name__ for base in type(error).__mro__):
         return True
     places = ((error, "status_code"), (error, "status"), (_attribute(error, "response"), "status_code"))
-    statuses = [status for place in places if isinstance(status := _attribute(*place), int)]
-    return any(status >= 500 or status in _OUTSIDE_STATUSES for status in statuses)
+    status = next(filter(None, (_attribute(*place) for place in places)), None)
+    return isinstance(status, int) and (status >= 500 or status in _OUTSIDE_STATUSES)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -67,6 +67,8 @@ def test_a_server_that_is_slow_once_is_asked_again() -> None:
 
 def test_a_reply_on_which_a_servers_parser_fails_is_an_error_that_the_model_reads() -> None:
     async def answer(request: web.Request) -> web.Response:
+        if not (await request.json())["text"]:
+            return web.json_response({"normal_text": "", "calls": []})
         return web.Response(status=500, text="Internal Server Error")
 
     tokenizer = tokenizer_of("qwen2_5")
@@ -80,6 +82,14 @@ def test_a_reply_on_which_a_servers_parser_fails_is_an_error_that_the_model_read
     message = {"role": "assistant", "content": "[TOOL_CALLS] [1]"}
     assert reads == [ReadMessage(message, (f"the calls of this reply can't be read: {said}",))] * 2
     assert note.startswith(f"rollout.tool_parser failed on a reply: {said}, at ")
+
+
+def test_a_parser_that_a_server_does_not_have_ends_the_run() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=500, text="Internal Server Error")
+
+    with pytest.raises(AsyncRLError, match=r"reads no tool calls with rollout\.tool_parser 'glm45', not even in"):
+        with_parser_server(answer, lambda parser: parser("x", [SCHEMA]))
 
 
 def test_a_server_that_refuses_to_read_replies_ends_the_run() -> None:

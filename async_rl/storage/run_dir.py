@@ -113,11 +113,23 @@ def new_run_dir(config: Config) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(
-                f"run.dir, run.name: {candidate} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
-            ) from None
+            raise _uncreatable(candidate, error) from None
         return candidate
     raise ConfigError(f"{config.run_dir}, and the same with -2 to -9999, exist already. Set run.name to another name")
+
+
+def create_folder(folder: Path) -> None:
+    """Create the folder that run.dir and run.name give to several runs, if it is missing. ConfigError: it can't be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _uncreatable(folder, error) from None
+
+
+def _uncreatable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir, run.name: {folder} can't be created: {error.strerror}. Set run.dir=... or run.name=..."
+    )
 
 
 def find_run(config: Config) -> Path | None:

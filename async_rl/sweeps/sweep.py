@@ -27,7 +27,7 @@ from async_rl.storage.checkpoints import lineage_of, list_checkpoints
 from async_rl.storage.free_space import existing_parent, run_bytes
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.hub_names import MODEL_KEYS, names_in, with_name
-from async_rl.storage.run_dir import is_complete, is_locked
+from async_rl.storage.run_dir import create_folder, is_complete, is_locked
 from async_rl.sweeps.cell_process import CellProcesses, claimed
 from async_rl.sweeps.cells import SEED, Axis, Cell, all_cells, cell_config, check_times, check_used
 from async_rl.sweeps.cut_cells import has_settings, make_way, run_seconds
@@ -336,7 +336,7 @@ def _time_text(sweep: Sweep, progress: Progress) -> str:
 
 
 def _write_plan(sweep: Sweep, machine: dict[str, str]) -> None:
-    sweep.folder.mkdir(parents=True, exist_ok=True)
+    create_folder(sweep.folder)
     plan = {
         "command": shlex.join(["async-rl", *sys.argv[1:]]), "config": sweep.config,
         "overrides": sweep.overrides, "seconds": sweep.seconds,

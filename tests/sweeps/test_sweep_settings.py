@@ -62,6 +62,13 @@ def test_cells_of_a_given_time_have_that_time(
     assert why in capsys.readouterr().err
 
 
+def test_a_sweep_below_a_file_names_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    words = ["--staleness", "0", "--seeds", "1", f"run.dir={tmp_path / 'file' / 'runs'}"]
+    assert main(["sweep", str(base_yaml(tmp_path)), *words]) == 2
+    assert "run.dir, run.name: " in (told := capsys.readouterr().err) and "can't be created: Not a directory" in told
+
+
 def test_lists_may_be_levels_and_long_levels_have_short_folders(tmp_path: Path) -> None:
     lists = key_axis("task.tools=[a:b,c:d],[e:f],[]")
     assert list(lists.levels) == ["[a:b,c:d]", "[e:f]", "[]"]

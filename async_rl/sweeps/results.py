@@ -274,7 +274,7 @@ def read_run(folder: Path) -> Run:
         return _read_run(folder)
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"the run in {folder} can't be read: config.yaml, metrics.jsonl or summary.json is missing or damaged "
             f"({type(error).__name__}: {error}). Move its folder away, or put the file back"

@@ -101,8 +101,8 @@ def test_a_run_that_goes_on_is_no_row_among_others(sweep: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("config.yaml", ""), ("config.yaml", "run: ["), ("config.yaml", None), ("cell.json", ""), ("summary.json", "{"),
-        ("metrics.jsonl", None),
+        ("config.yaml", ""), ("config.yaml", "run: ["), ("config.yaml", None), ("cell.json", ""),
+        ("summary.json", "{"), ("summary.json", "[]"), ("metrics.jsonl", None),
     ],
 )  # fmt: skip
 def test_a_damaged_cell_is_named_with_what_to_do(sweep: Path, tmp_path: Path, name: str, text: str | None) -> None:

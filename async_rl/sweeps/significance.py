@@ -79,12 +79,12 @@ def best_row(rows: Sequence[Setting]) -> str:
         return f"No row is the best one: no setting with staleness.mode=bounded has a value of {name}."
     sentences = []
     for best in (order[0] for order in orders if order[1:]):
-        if not _has_improved(best, key):
-            told = best.estimate(key).text(form)
-            sentences.append(f"No setting has improved beyond its error: {best.name} has the most {name}, {told}.")
-            continue
         same = f" of those with {_labels(best, axes)}" if axes else ""
-        sentences.append(f"On this hardware {best.name} has the most {name}{same}: {best.estimate(key).text(form)}.")
+        told = best.estimate(key).text(form)
+        if _has_improved(best, key):
+            sentences.append(f"On this hardware {best.name} has the most {name}{same}: {told}.")
+        else:
+            sentences.append(f"No setting has improved beyond its error: {best.name} has the most {name}, {told}.")
         if len(best.runs) == 1:
             sentences.append("Whether others differ from it can't be judged from a single seed.")
     if axes:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from async_rl.config.changed_settings import changed_settings
+from async_rl.config.outputs import kept_steps
 from async_rl.config.yaml_text import read_yaml
 from async_rl.storage.resuming import resuming_since_s
 from async_rl.storage.run_dir import is_of_newest_end
@@ -108,9 +109,7 @@ class RunFiles:
         configuration can't be read.
         """
         kept, every = self.setting("buffer.journal_keep_steps"), self.setting("checkpoint.every_steps")
-        if not (isinstance(kept, int) and isinstance(every, int)):
-            return 0
-        return kept if kept == -1 else max(kept, 2 * every)
+        return kept_steps(kept, every) if isinstance(kept, int) and isinstance(every, int) else 0
 
     @property
     def steps(self) -> int | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,11 +30,6 @@ def run(command: str, folder: Path, timeout_s: float) -> None:
         timeout=timeout_s,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-
-
-def results_of(benchmark: str) -> Any:
-    """The committed numbers of a benchmark."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())
 
 
 def documented_queries() -> list[str]:

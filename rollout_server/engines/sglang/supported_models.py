@@ -58,10 +58,12 @@ def why_refused(config: Config) -> str:
 
 def _why_parser_refused(name: str, srt: Path) -> str:
     """Return why SGLang can't read calls with rollout.tool_parser `name`, as a part of a sentence, or ""."""
+    if not name or ":" in name:
+        return ""
     text = (srt / "function_call" / "parser_names.py").read_text(encoding="utf-8")
     names = re.findall(r'^ +"([^"]+)",$', text.partition("TOOL_CALL_PARSER_NAMES")[2], re.MULTILINE)
     known = [each for each in names if each != _UNREADABLE]
-    if not name or ":" in name or name in known:
+    if name in known:
         return ""
     why = "needs more than the text of a reply" if name == _UNREADABLE else "is none of its parsers of tool calls"
     return f"rollout.tool_parser {name!r} {why}. Set one of {', '.join(known)}, or module:name, a parser of yours"

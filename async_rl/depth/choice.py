@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from async_rl.config import depth_at, slots_at
-from async_rl.depth.simulate import Workload, simulate
+from buffer.simulate import Workload, simulate
 
 EFFICIENCY_PER_ROOT_KL = 2.41
 STEPS, BEGIN = 80, 10

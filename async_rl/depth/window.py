@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.config import Config
-from async_rl.depth.simulate import GroupTime, Workload
 from async_rl.messages.reports import GroupRecord
+from buffer.simulate import GroupTime, Workload
 
 WINDOW_BATCHES = 8
 """The groups of so many batches are those whose durations the next ones will have."""

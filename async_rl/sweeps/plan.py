@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config.check import check
-from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.capacity import describe_capacity
 from async_rl.sweeps.cells import Bound, bounds_of, bounds_title
@@ -18,6 +17,7 @@ from async_rl.sweeps.prediction import SIMULATED_STEPS, first_series, rules_of, 
 from async_rl.sweeps.results import read_runs
 from async_rl.sweeps.settings import settings_of
 from async_rl.sweeps.tables import Table
+from buffer.simulate import Result, Workload, simulate
 
 WORTHWHILE = 0.02
 """A larger bound must shorten the step by more than this share to be recommended."""

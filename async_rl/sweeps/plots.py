@@ -20,7 +20,7 @@ from async_rl.telemetry.timeline import STATES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from async_rl.depth.simulate import Result
+    from buffer.simulate import Result
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from async_rl.depth.simulate import Result, Workload, simulate
 from async_rl.depth.window import receive_s
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound
 from async_rl.sweeps.results import Run, Step
 from async_rl.sweeps.settings import Setting
 from async_rl.telemetry.figures import is_warm_up
+from buffer.simulate import Result, Workload, simulate
 
 SIMULATED_STEPS = 150
 MOST_HELD = 0.01

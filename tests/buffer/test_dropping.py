@@ -13,7 +13,7 @@ import heapq
 import numpy as np
 import pytest
 
-from async_rl.depth.simulate import Workload, simulate
+from buffer.simulate import Workload, simulate
 
 SIZE, TRAIN_S, SYNC_S, MEAN_S = 64, 10.0, 0.5, 8.0
 

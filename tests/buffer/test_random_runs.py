@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from async_rl.depth.simulate import Workload, simulate
+from buffer.simulate import Workload, simulate
 from buffer.staleness import Rules
 from tests.kit.buffer.arrivals import plain_rules
 from tests.kit.buffer.model_checker import EVERYTHING, WORKERS, ModelChecker, random_checker, walk

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from async_rl.config import Config
-from async_rl.depth.simulate import Workload, simulate
 from async_rl.errors import ConfigError
+from buffer.simulate import Workload, simulate
 from buffer.staleness import Rules
 from tests.kit.configs import make_config
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from async_rl.config import StalenessConfig
-from async_rl.depth.simulate import WORKER, GroupTime, Simulation, Workload, simulate
 from async_rl.depth.window import RecentWindow
 from async_rl.messages.reports import GroupRecord
+from buffer.simulate import WORKER, GroupTime, Simulation, Workload, simulate
 from tests.kit.configs import make_config
 from tests.kit.depth.steps import step_values
 

@@ -17,7 +17,7 @@ from async_rl.depth.choice import (
     in_reach,
     near,
 )
-from async_rl.depth.simulate import GroupTime, Workload
+from buffer.simulate import GroupTime, Workload
 
 TOOLS = Workload(
     prompts_per_step=16, concurrency=80, train_s=10.0, sync_s=0.5, group_mean_s=4.0,

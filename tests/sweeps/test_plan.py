@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import add_command
-from async_rl.depth.simulate import Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound, bounds_of
 from async_rl.sweeps.commands import add_sweeps
@@ -26,6 +25,7 @@ from async_rl.sweeps.plan import (
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.results import read_runs
 from async_rl.sweeps.settings import settings_of
+from buffer.simulate import Workload, simulate
 from tests.kit.sweeps import WORKLOAD, make_sweep
 
 OVERLAP = "--rollout-s 60 --train-s 40"

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.depth.simulate import Workload, simulate
 from async_rl.errors import ConfigError
 from async_rl.sweeps.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
 from async_rl.sweeps.report import prediction
 from async_rl.sweeps.results import Run, read_runs
 from async_rl.sweeps.settings import settings_of
+from buffer.simulate import Workload, simulate
 from tests.kit.sweeps import make_sweep
 
 STEADY = Workload(

@@ -14,8 +14,8 @@ import numpy as np
 
 from async_rl.config import StalenessConfig, slots_at
 from async_rl.depth.controller import DepthController
-from async_rl.depth.simulate import GroupTime, Simulation, Workload
 from async_rl.messages.reports import GroupRecord
+from buffer.simulate import GroupTime, Simulation, Workload
 from tests.kit.configs import make_config
 
 CEILING = 8

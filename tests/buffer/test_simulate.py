@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from async_rl.config import StalenessConfig
-from async_rl.depth.simulate import GroupTime, Simulation, Workload, simulate
+from buffer.simulate import GroupTime, Simulation, Workload, simulate
 
 EQUAL = Workload(prompts_per_step=4, concurrency=100, train_s=10.0, sync_s=0.0, group_mean_s=8.0, group_cv=0.0)
 

@@ -31,7 +31,6 @@ from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import write_page
 from async_rl.types import Batch, Group, Row
 from async_rl.weights.bucket import iter_buckets
-from benchmarks.model_loading import status_bytes
 from benchmarks.random_model import save_random_model
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from learner.models.policy import full_parameters
@@ -124,6 +123,12 @@ def full_batch(config: Config, version: int) -> Batch:
             prompt_tokens=rng.integers(3, 8000, PROMPT).astype(np.int32),
         ))  # fmt: skip
     return Batch(version=version, groups=tuple(groups), finished_versions=(version,) * len(groups))
+
+
+def status_bytes(key: str) -> int:
+    """Return a size of this process, such as VmRSS, from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 def measure(case: str, root: Path, rank: int, ranks: int, store: str) -> int:

@@ -17,13 +17,13 @@ from async_rl.driver import memory
 from async_rl.driver.dry_run import dry_run
 from async_rl.driver.memory import GIB, MemoryPlan
 from async_rl.errors import ConfigError
-from benchmarks.model_loading import QWEN2_5, save_headers
 from learner.memory import checkpointing_choice, rank_memory
 from learner.memory.activations import PassMemory, measure_pass
 from learner.memory.checkpointing_choice import with_checkpointing
 from learner.memory.rank_memory import RankMemory
 from learner.memory.room import host_bytes, is_surely_small
 from tests.kit.configs import learner_config, make_config
+from tests.kit.model_headers import QWEN2_5, save_headers
 
 pytestmark = pytest.mark.processes  # each measures passes of models without data, for about a second
 

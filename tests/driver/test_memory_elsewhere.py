@@ -18,10 +18,10 @@ from async_rl.driver.placement import Reservation, resolve_placement
 from async_rl.driver.resources import Host, host_demands
 from async_rl.errors import ConfigError
 from async_rl.pipeline import _check_memory
-from benchmarks.model_loading import QWEN2_5, save_headers
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.documents import ROOT
+from tests.kit.model_headers import QWEN2_5, save_headers
 
 pytestmark = pytest.mark.processes  # each measures passes of models without data
 

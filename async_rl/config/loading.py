@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from async_rl.config import AlgorithmConfig, Config
 from async_rl.config.check import SettingsError
 from async_rl.config.presets import PRESETS
 from async_rl.config.schema import describe, takes_text
-from async_rl.config.yaml_text import read_yaml, write_yaml
+from async_rl.config.yaml_text import YAMLError, read_yaml, write_yaml
 from async_rl.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -67,7 +65,7 @@ def _read_file(path: Path, settings: dict[str, Any], places: dict[str, str]) -> 
         raise ConfigError(f"config file {path} can't be read: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, dict):
         raise ConfigError(f"config file {path} must hold `section: ...` lines, got {describe(content)}")
@@ -87,7 +85,7 @@ def _override(settings: dict[str, Any], places: dict[str, str], override: str) -
         raise ConfigError(f"override {override!r} must have the form key.sub=value, e.g. staleness.max=2")
     try:
         value, lines = read_yaml(text)
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from None
     is_plain = not text.lstrip().startswith(_MARKS_OF_YAML)
     if (is_plain and isinstance(value, str)) or (text.strip()[:1] in ("", "#") and takes_text(Config, key)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -13,10 +13,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from async_rl.config.check import Problem, SettingsError
-from async_rl.config.keys_elsewhere import said_elsewhere
-from async_rl.config.keys_of_verl import is_section_of_verl
+from async_rl.config.other_names import OTHER_NAMES
 from async_rl.errors import ConfigError
-from async_rl.seams.doc_pages import doc_page
 
 _ALLOWED = {
     "bool_type": "true or false",
@@ -27,23 +25,6 @@ _ALLOWED = {
     "dict_type": "a section of names and values",
 }
 """The allowed values in the words of YAML, for each kind of error in which pydantic names types of Python."""
-
-
-RENAMED = {
-    "algorithm.clip.dual": "algorithm.params.dual",
-    "algorithm.clip.tv": "algorithm.params.tv",
-    "algorithm.clip.tv_pull": "algorithm.params.tv_pull",
-    "timeouts.batch_s": "timeouts.work_s",
-    "timeouts.checkpoint_s": "timeouts.work_s",
-    "timeouts.eval_s": "timeouts.work_s",
-    "timeouts.join_s": "timeouts.startup_s",
-    "timeouts.server_start_s": "timeouts.startup_s",
-}
-"""Keys that configurations had once, with the keys that they have now. The error for an old key names the new one."""
-NOT_HERE = (
-    f"there is none of this name here; {doc_page('from-verl.md')} and {doc_page('from-trl.md')} have the names of "
-    "other packages"
-)
 
 
 class _Generator(GenerateJsonSchema):
@@ -97,7 +78,7 @@ def _problems(error: ErrorDetails, kind: type, prefix: str) -> Sequence[Problem]
     if isinstance(cause, SettingsError):
         return cause.problems
     if sort in ("unexpected_keyword_argument", "invalid_key"):
-        return _unknown_keys(path, value, kind, prefix)
+        return [_unknown_key(path, value, kind, prefix)]
     if path[-1:] == ["[key]"]:  # a dict of free names has a name that is not text
         path, sort = path[:-2], "dict_type"
     elif sort in ("missing", "too_long") and isinstance(value, (list, tuple)):
@@ -133,27 +114,9 @@ def _hint(value: Any, sort: str, schema: dict[str, Any], kind: type, prefix: str
     return f". {schema['description']}" if "description" in schema else ""
 
 
-def _unknown_keys(path: Sequence[str | int], value: Any, kind: type, prefix: str) -> Sequence[Problem]:
-    """Return the problem of a name that a section does not have; of a section of another package those of its keys."""
-    key, own = _dotted(path, prefix), {leaf.rpartition(".")[2] for leaf in _leaves(kind)}
-    below = {each: said_elsewhere(each, own) for each in _keys_below(key, value)} if is_section_of_verl(key) else {}
-    if not any(below.values()):
-        return [_unknown_key(path, kind, prefix)]
-    return [Problem(each, f"unknown key {each}", f"; {said or NOT_HERE}") for each, said in below.items()]
-
-
-def _keys_below(key: str, value: Any) -> Iterator[str]:
-    """Yield the dotted keys of the values in a mapping that is the value of `key`; none if it is no mapping."""
-    for name, each in value.items() if isinstance(value, dict) else ():
-        if isinstance(each, dict) and each:
-            yield from _keys_below(f"{key}.{name}", each)
-        else:
-            yield f"{key}.{name}"
-
-
-def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
-    """Return the problem of a name that a section does not have; its hint is what other packages mean by the name, or
-    the most similar name.
+def _unknown_key(path: Sequence[str | int], value: Any, kind: type, prefix: str) -> Problem:
+    """Return the problem of a name that a section does not have, with the key here for a name of another framework,
+    or else the most similar name.
     """
     name, section = str(path[-1]), _dotted(path[:-1], prefix)
     names = list(_find(kind, path[:-1])["properties"])
@@ -161,17 +124,22 @@ def _unknown_key(path: Sequence[str | int], kind: type, prefix: str) -> Problem:
     for leaf in _leaves(kind):
         leaves.setdefault(leaf.rpartition(".")[2], []).append(_dotted([leaf], prefix))
     key = _dotted([name], section)
-    if elsewhere := said_elsewhere(key, leaves):
+    if elsewhere := OTHER_NAMES.get(key) or OTHER_NAMES.get(name):
         hint = elsewhere
     elif near := get_close_matches(name, names, n=1, cutoff=0.7):
         hint = f"did you mean {_dotted(near, section)}?"
+    elif below := [each for each in _names_in(value) if each in OTHER_NAMES]:
+        hint = ", ".join(f"{each}: {OTHER_NAMES[each]}" for each in below)
     elif near := get_close_matches(name, leaves, n=1, cutoff=0.85):
         hint = f"did you mean {' or '.join(leaves[near[0]])}?"
     else:
         hint = f"allowed {'in ' + section if section else 'at the top'}: {', '.join(names)}"
-    if key in RENAMED:
-        hint = f"it is {RENAMED[key]} now"
     return Problem(key, f"unknown key {key}", f"; {hint}")
+
+
+def _names_in(value: Any) -> list[str]:
+    """Return all names in nested mappings."""
+    return [n for name, each in value.items() for n in (name, *_names_in(each))] if isinstance(value, dict) else []
 
 
 def _dotted(path: Iterable[str | int], prefix: str) -> str:

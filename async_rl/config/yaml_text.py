@@ -1,96 +1,70 @@
-"""Reads and writes YAML by the rules of version 1.2: `1e-4` is a number, `010` is ten, and `off`, `12:30` and dates are
-text.
-"""
+"""Reads and writes YAML 1.2: `1e-4` is a number, `010` is ten, and `no`, `on`, `12:30` and dates are text."""
 
 from __future__ import annotations
 
-import re
+import io
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver
 
 
 def read_yaml(text: str) -> tuple[Any, dict[str, int]]:
-    """Return the values in `text`, None if it is empty, and a dict from every dotted key to its line, counted from 1.
+    """Return the values in `text` (None if it is empty), and {dotted key: its line, counted from 1}.
 
     Raises:
-        yaml.YAMLError: `text` is not valid YAML, is nested too deeply, has a tag that stands for a Python object or an
-            alias, or repeats a key.
+        YAMLError: `text` is not valid YAML, repeats a key, or has an alias or the tag of a Python object.
     """
-    loader = _Loader(text)
+    yaml = _yaml()
     try:
-        node = loader.get_single_node()
-        return (loader.construct_document(node), dict(_lines(node))) if node else (None, {})
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-    finally:
-        loader.dispose()
+        node = yaml.compose(text)
+        lines = dict(_lines(node, "", set()))
+        return (yaml.constructor.construct_document(node) if node else None), lines
+    except MarkedYAMLError as error:  # its own text adds advice on the library
+        mark = error.problem_mark
+        raise YAMLError(f"{error.problem}{f' in line {mark.line + 1}' if mark else ''}") from None
 
 
 def write_yaml(value: Any) -> str:
     """Return `value` as YAML that read_yaml reads as an equal value, with lists for tuples."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
+    stream = io.StringIO()
+    _yaml().dump(value, stream)
+    return stream.getvalue()
 
 
-def _lines(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, int]]:
-    if not isinstance(node, yaml.MappingNode):
+def _lines(node: Node | None, prefix: str, seen: set[int]) -> Iterator[tuple[str, int]]:
+    if node is None or isinstance(node, ScalarNode):
         return
-    seen = set()
-    for name, value in node.value:
-        if not isinstance(name, yaml.ScalarNode):
-            continue
-        if name.value in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {name.value!r} stands twice", name.start_mark)
-        seen.add(name.value)
-        yield prefix + name.value, name.start_mark.line + 1
-        yield from _lines(value, f"{prefix}{name.value}.")
+    if id(node) in seen:  # a few lines with aliases can stand for any amount of data
+        raise MarkedYAMLError(problem="an alias is not allowed: write out its value", problem_mark=node.start_mark)
+    seen.add(id(node))
+    is_mapping = isinstance(node, MappingNode)
+    for name, value in node.value if is_mapping else ((node, each) for each in node.value):
+        key = f"{prefix}{name.value}" if is_mapping else ""
+        if key:
+            yield key, name.start_mark.line + 1
+        yield from _lines(value, f"{key}.", seen)
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads YAML by the rules of version 1.2, but without aliases: few lines of them can stand for any amount of data.
-    """
+class _Resolver(VersionedResolver):
+    """The rules of version 1.2, with dates and `=` as text."""
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                None, None, f"the alias *{event.anchor} is not allowed: write out what it stands for", event.start_mark
-            )
-        return super().compose_node(parent, index)
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        return self.DEFAULT_SCALAR_TAG if str(tag).endswith((":timestamp", ":value")) else tag
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes YAML with quotes around text that _Loader would read as another type."""
-
+class _Representer(SafeRepresenter):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Dumper.add_representer(tuple, yaml.SafeDumper.represent_list)
-
-_TAG = "tag:yaml.org,2002:"
-_REPLACED = ("bool", "int", "float", "timestamp")
-_BOOL = re.compile("^(?:true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^(?:[-+]?\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+)$")
-"""Beyond version 1.2 digits may be parted, as in 100_000."""
-_FLOAT = re.compile(
-    r"^[-+]?(?:\.\d+|\d+\.\d*)(?:[eE][-+]?\d+)?$"
-    r"|^[-+]?\d+[eE][-+]?\d+$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
-)
-for _class in (_Loader, _Dumper):
-    _class.yaml_implicit_resolvers = {
-        first: [resolver for resolver in resolvers if resolver[0].removeprefix(_TAG) not in _REPLACED]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _class.add_implicit_resolver(_TAG + "bool", _BOOL, list("tTfF"))
-    _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
-    _class.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
-
-
-def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
-    text = loader.construct_scalar(node).replace("_", "")
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-
-
-_Loader.add_constructor(_TAG + "int", _whole_number)
+def _yaml() -> Any:
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Resolver, yaml.Representer = _Resolver, _Representer
+    yaml.default_flow_style, yaml.width, yaml.sort_base_mapping_type_on_output = False, 110, False
+    return yaml

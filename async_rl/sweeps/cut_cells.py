@@ -7,11 +7,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from yaml import YAMLError
-
 from async_rl.config import Config
 from async_rl.config.loading import dump_config, load_config
-from async_rl.config.yaml_text import read_yaml
+from async_rl.config.yaml_text import YAMLError, read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.hub_names import hub_repos, recorded_name, with_name

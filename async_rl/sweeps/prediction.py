@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 
+from async_rl.config.yaml_text import read_yaml
 from async_rl.depth.window import receive_s
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound
@@ -254,5 +254,5 @@ def _concurrency(config: dict[str, Any]) -> int:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((run.folder / "config.yaml").read_text())
+    config: dict[str, Any] = read_yaml((run.folder / "config.yaml").read_text())[0]
     return config

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from async_rl.config.yaml_text import YAMLError, read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.run_dir import is_of_newest_end
 from async_rl.sweeps.cells import SEED, STALENESS, Bound
@@ -274,7 +274,7 @@ def read_run(folder: Path) -> Run:
         return _read_run(folder)
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:
         raise ConfigError(
             f"the run in {folder} can't be read: config.yaml, metrics.jsonl or summary.json is missing or damaged "
             f"({type(error).__name__}: {error}). Move its folder away, or put the file back"
@@ -283,7 +283,7 @@ def read_run(folder: Path) -> Run:
 
 def _read_run(folder: Path) -> Run:
     record = read_record(folder)
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config = read_yaml((folder / "config.yaml").read_text())[0]
     labels = dict(record.labels) if record else {}
     labels.setdefault(STALENESS, str(Bound.of_config(config["staleness"])))
     labels.setdefault(SEED, str(config["run"]["seed"]))

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.outputs import kept_steps
-from async_rl.config.yaml_text import read_yaml
+from async_rl.config.yaml_text import YAMLError, read_yaml
 from async_rl.storage.resuming import resuming_since_s
 from async_rl.storage.run_dir import is_of_newest_end
 from async_rl.sweeps.cells import Bound
@@ -73,7 +71,7 @@ class RunFiles:
     def _read_config(self) -> dict[str, Any]:
         try:
             found, _ = read_yaml((self.folder / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        except (OSError, UnicodeDecodeError, YAMLError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -99,12 +99,6 @@ def test_a_correction_of_ones_own_has_settings_too() -> None:
     assert algorithm.load_loss().keywords["settings"].dual == 0.0
 
 
-@pytest.mark.parametrize("name", ["dual", "tv", "tv_pull"])
-def test_a_setting_that_was_under_clip_is_refused_with_its_new_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unknown key algorithm\.clip\.{name} .* is algorithm\.params\.{name} now"):
-        load_config(None, [*BASE, f"algorithm.clip.{name}=0.5"])
-
-
 def test_a_preset_gives_settings_to_its_own_loss_only() -> None:
     assert load_config(None, [*BASE, "algorithm.preset=ppo"]).algorithm.params == {"dual": 0.0}
     other = load_config(None, [*BASE, "algorithm.preset=ppo", "algorithm.loss=cispo"])

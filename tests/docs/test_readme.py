@@ -193,7 +193,7 @@ def test_every_config_key_in_the_documents_exists() -> None:
     keys = set()
     for name, text in DOCUMENTS.items():
         if name in ("docs/from-verl.md", "docs/from-trl.md"):  # their first columns have the keys of others
-            continue
+            text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]+)?`", text):
             if key.split(".")[0] in sections:
                 keys.add(key)

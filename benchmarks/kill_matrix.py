@@ -174,12 +174,12 @@ def _outcome(
         ended_s=round(ended_s, 1), error=error.partition("\n")[0],
         names_all=bool(re.match(r"learner/\d+ on \S+ died", error))
         and bool(re.search(r"\nlast lines of \S+learner-\d+\.log:\n +\S", text)),
-        counts_add_up=_add_up(summary.get("buffer", {})),
+        counts_add_up=adds_up(summary.get("buffer", {})),
         staleness_max=max((s["staleness/max"] for s in steps if "staleness/max" in s), default=0.0), orphans=orphans,
     )
 
 
-def _add_up(counters: dict[str, float]) -> bool:
+def adds_up(counters: dict[str, float]) -> bool:
     """Return whether a run's final counts say that each admitted group was trained on or dropped."""
     reasons = [key for key in counters if key.startswith("buffer/dropped_") and key.count("/") == 1]
     dropped = sum(counters[key] for key in reasons)

@@ -58,13 +58,17 @@ class TensorEngine:
 
 
 class ReceiverProcess(AbstractContextManager["ReceiverProcess"]):
-    """Starts a process that receives weight pushes, and waits until it listens at `url`. `close` ends the process."""
+    """Starts a process that receives weight pushes, and waits until it listens at `url`. `close` ends the process.
 
-    def __init__(self, num_tensors: int, config: Config, num_elements: int = 512 * 512) -> None:
+    Args:
+        port: the port of the process; 0: any that is free.
+    """
+
+    def __init__(self, num_tensors: int, config: Config, num_elements: int = 512 * 512, port: int = 0) -> None:
         self.names = tensor_names(num_tensors)
         command = [sys.executable, "-m", "benchmarks.weight_receiver", str(num_tensors), str(num_elements)]
         self.process = subprocess.Popen(
-            [*command, str(config.timeouts.push_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, str(config.timeouts.push_s), str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         if not wait([self.process.stdout.fileno()], START_S):
@@ -99,10 +103,11 @@ def tensor_names(num_tensors: int) -> list[str]:
     return [f"w{number}" for number in range(num_tensors)]
 
 
-async def serve(num_tensors: int, num_elements: int, timeout_s: float) -> None:
+async def serve(num_tensors: int, num_elements: int, timeout_s: float, port: int) -> None:
     """Serve the weight endpoints and print their URL; return when stdin ends, which it does with the parent process."""
     engine: Any = TensorEngine(num_tensors, num_elements)
-    endpoints = WeightEndpoints(engine, TimeoutsConfig(push_s=timeout_s), NetworkConfig(), Path())
+    network = NetworkConfig(ports=f"{port}-{port}") if port else NetworkConfig()
+    endpoints = WeightEndpoints(engine, TimeoutsConfig(push_s=timeout_s), network, Path())
     print(await endpoints.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await endpoints.aclose()
@@ -110,4 +115,4 @@ async def serve(num_tensors: int, num_elements: int, timeout_s: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])))

@@ -6,8 +6,10 @@ second would not show weights that one step has hardly moved, or experts to whic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from learner.models.lora import AdapterParcels
 from learner.models.policy import adapter_parcels, full_parameters
 from learner.server_membership import ServerMembership
 from learner.updater import Updater
+
+_log = logging.getLogger(__name__)
 
 VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
 """The tolerance of the comparison by compute type. In bfloat16 learner and server round logits, near 20 to an eighth: a
@@ -80,7 +84,8 @@ class Pusher:
         """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
 
         If servers die during the push, it is repeated without them, even if none is left: the driver restarts them. If
-        one can't use a sparse push, it is repeated with whole weights; if one was silent for a while, as it is.
+        one can't use a sparse push, it is repeated with whole weights. If one was silent for a while, or the push broke
+        although every server answers, it is repeated as it is.
 
         Args:
             batch: the first push after which a server lives is verified with a row of this; None: no push is. Who joins
@@ -93,6 +98,7 @@ class Pusher:
         # before the push, after which servers in turns have the memory that a forward pass needs
         probe = self._probe(batch) if batch and not self._is_verified else None
         lost: list[ServersLost] = []
+        num_repeats = 0
         erases = self._may_erase and not self._is_verified
         while True:
             report = self._try(lambda: self.publisher.push(self._weights(), version, erases=erases), lost)
@@ -102,9 +108,12 @@ class Pusher:
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
                 break
+            if report.repeats:
+                num_repeats += 1
+                _log.warning("The push of version %d is repeated: %s", version, report.cause)
         if probe:
             self._verify(*probe)
-        return report, lost
+        return replace(report, num_repeats=num_repeats), lost
 
     def _try(self, attempt: Callable[[], PushReport], lost: list[ServersLost]) -> PushReport:
         """Make an attempt with the servers that the driver knows by now; add a report to `lost` if it costs some."""

@@ -24,7 +24,7 @@ FOLDERS = (*PACKAGES, "tests")
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 120
-"""Beyond these `make check` mentions a file or function, and passes: a loop that reads from top to bottom may be long."""
+"""`make check` mentions a longer file or function, and passes: a loop that reads from top to bottom may be long."""
 
 LIGHT_MODULES = (
     "async_rl.config",

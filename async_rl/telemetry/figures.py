@@ -87,7 +87,7 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     (r"episode/.+", BY_ENDED_EPISODES),
     # counts of one step
     (
-        r"(batch|rollout|endpoint)/.+|push/(bytes|lost_servers)|.+/(skipped_steps|skipped_batches|early_stops)",
+        r"(batch|rollout|endpoint)/.+|push/(bytes|lost_servers|repeats)|.+/(skipped_steps|skipped_batches|early_stops)",
         FigureKind("sum"),
     ),
     # states and counts since the start of the run

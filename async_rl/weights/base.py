@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -55,7 +55,18 @@ class WeightPublisher(ABC):
         self._admins: dict[tuple[str, str], ServerAdmin] = {}
         self.is_updating = False
         """Whether a server may be in an update: the push under way, if any, has begun some, and not ended all."""
+        self._starts = Counter[str]()
+        """How often each server was started again since the publisher was made, by name."""
         self._silences = 0
+        self._has_repeated = False
+        """Whether the push that is being made was repeated already because it broke while every server answered."""
+
+    def members(self) -> dict[str, tuple[str, int]]:
+        """Return {name: (URL, starts)} of the servers of the next push.
+
+        A server that was started again is another member than before, also at the same URL.
+        """
+        return {name: (url, self._starts[name]) for name, url in self.servers.items()}
 
     def connect(self) -> None:  # noqa: B027 - a transport may need none
         """Prepare the next push to every server of `servers`; does nothing if they are connected already.
@@ -126,6 +137,7 @@ class WeightPublisher(ABC):
     def forget(self, names: Iterable[str]) -> None:
         """Note that the servers `names` left or were started again since the last push, maybe at the same URL."""
         for name in names:
+            self._starts[name] += 1
             self._admins = {key: admin for key, admin in self._admins.items() if key[0] != name}
             if self._changes is not None:
                 self._changes.forget(name)
@@ -140,16 +152,17 @@ class WeightPublisher(ABC):
         If a server has died, it is removed from `servers`, the others stay paused, and the report names it: push
         again on all ranks. So is one that still hangs in the failed push, as NCCL may let it, after timeouts.push_s.
         The tensors have the names of model folders, and may be gathered from all ranks one by one. With
-        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). If a server can't use a sparse push, or
-        did not answer before the push and answers again, the report `repeats`.
+        weight_sync.lora adapter they are parcels (async_rl/weights/parcels.py). The report `repeats` if a server can't
+        use a sparse push, if one did not answer before the push and answers again, and once if the push failed for
+        another reason although every server answers: a new process may answer at the URL of one that died.
 
         Args:
             erases: fill the servers' weights with NaN before the push, and check after it that none is left. The
                 tensors must be finite.
 
         Raises:
-            WeightSyncError: a live server refused the weights, or did not load some; it stays paused and must not be
-                used.
+            WeightSyncError: a live server refused the weights twice, or did not load some; it stays paused and must
+                not be used.
             WaitTimeoutError: after `push_limit`, with every server alive, unless `loses_slow_servers`.
         """
         tensors = iter(named_tensors)
@@ -191,7 +204,7 @@ class WeightPublisher(ABC):
             end_s = time.monotonic()
         except (WeightSyncError, WaitTimeoutError) as error:
             return self._report_lost(error)
-        self._silences = 0
+        self._silences, self._has_repeated = 0, False
         if self._changes is not None:
             self._changes.delivered(self.servers)
         return PushReport(
@@ -225,7 +238,12 @@ class WeightPublisher(ABC):
         if isinstance(error, ServersSilentError):
             self._silences += 1
             return self._silences <= SILENCES
-        return isinstance(error, WeightSyncError) and self._changes is not None and self._changes.is_sparse
+        if not isinstance(error, WeightSyncError):
+            return False
+        if self._changes is not None and self._changes.is_sparse:
+            return True
+        may, self._has_repeated = not self._has_repeated, True
+        return may
 
     def release_server_memory(self) -> None:
         """Make every server give its GPU memory to the learner until the next push; rank 0 calls this before a step.

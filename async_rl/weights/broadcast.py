@@ -6,7 +6,7 @@ One process group holds learner rank 0 as its rank 0 and all ranks of all server
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -56,11 +56,11 @@ class BroadcastPublisher(BucketPublisher):
         self.group: dist.ProcessGroup | None = None
         self._store: Store | None = None
         """The store of the group, by which its servers hear that it is aborted."""
-        self._members: dict[str, str] = {}
-        """URLs of the servers that joined `group`, by name."""
+        self._joined: dict[str, tuple[str, int]] = {}
+        """The `members` with which `group` was made."""
 
     def connect(self) -> None:
-        if self.rank != 0 or (self.group is not None and self._members == self.servers):
+        if self.rank != 0 or (self.group is not None and self._joined == self.members()):
             return
         self._leave()
         if not self.servers:
@@ -86,7 +86,7 @@ class BroadcastPublisher(BucketPublisher):
             join_group, store, 0, world_size, self.group_name, self.backend, torch_limit_s
         )
         self.group = start_together(calls, limit, "joining the weight group")()["learner rank 0"]
-        self._members = dict(self.servers)
+        self._joined = self.members()
 
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         label = version if bucket.is_last else None
@@ -112,17 +112,11 @@ class BroadcastPublisher(BucketPublisher):
             dist.broadcast(data, group=self.group, group_src=0)
         stream.synchronize()
 
-    def forget(self, names: Iterable[str]) -> None:
-        names = tuple(names)
-        super().forget(names)
-        for name in names:
-            self._members.pop(name, None)
-
     def give_up(self) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast
         if self.is_updating:
             return super().give_up()
-        self._members = {}
+        self._joined = {}
         # A server leaves also while it samples, but not while it hangs in the join.
         return self.tell_servers(lambda admin: admin.leave_group(self.group_name), self.servers)
 
@@ -138,13 +132,14 @@ class BroadcastPublisher(BucketPublisher):
     def _leave(self) -> None:
         """Destroy the weight group here, and have those of its servers that the run still has leave it."""
         self._abort()
-        staying = [name for name, url in self._members.items() if self.servers.get(name) == url]
-        self._members = {}
+        members = self.members()
+        staying = [name for name, member in self._joined.items() if members.get(name) == member]
+        self._joined = {}
         self.tell_servers(lambda admin: admin.leave_group(self.group_name), staying)
 
     def close(self) -> None:
         if not self.config.rollout.server_url:
-            self._members = {}  # these servers end with the run
+            self._joined = {}  # these servers end with the run
         self._leave()
 
 

@@ -23,8 +23,10 @@ class PushReport:
     cause: str = ""
     """The error with which the push failed, if servers were lost or `repeats` is set."""
     repeats: bool = False
-    """Repeat the push on every rank: a server could not use the changes that a sparse push brought, and gets whole
-    weights then, or it did not answer before the push and answers again."""
+    """Repeat the push on every rank. A server could not use a sparse push and gets whole weights now, or it did not
+    answer before the push and answers again, or the push broke although every server answers."""
+    num_repeats: int = 0
+    """How often the push was repeated before it succeeded, with the same servers."""
     changed_share: float = 1.0
     """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.kill_matrix import KillResult, kill_once
+from benchmarks.kill_matrix import AGAIN, KillResult, adds_up, kill_once
+from benchmarks.marked_command import MarkedCommand, wait_until
+from tests.kit.engines.killing_pushes import GLOO
 from tests.kit.runs import logged
 
 pytestmark = pytest.mark.e2e
 
-IN_CI = 0
-"""The seed of the kills that CI makes."""
 FIVE = [(engine, seed) for engine in ("hf", "sglang") for seed in range(1, 6)]
 
 
@@ -24,19 +26,41 @@ def nightly(kind: str, engine: str, seed: int) -> Any:
 
 
 def options(kind: str, engine: str, seed: int) -> list[str]:
-    """Two servers and two ranks; with the seed of CI one of each, and a second worker where one is killed."""
-    servers, ranks = (1 + (kind == "worker"), 1) if seed == IN_CI else (2, 2)
     return [
-        f"placement.rollout.servers={servers}", f"placement.learner.ranks={ranks}", "staleness.max=2", "eval.size=0",
+        "placement.rollout.servers=2", "placement.learner.ranks=2", "staleness.max=2", "eval.size=0",
         f"rollout.engine={engine}",
     ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", ["between", "within"])
+def test_a_server_that_dies_between_two_pushes_or_within_one_is_replaced(
+    smoke_yaml: Path, tmp_path: Path, start: Callable[..., MarkedCommand], moment: str
+) -> None:
+    params = {"moment": moment, "version": 3, "log": str(tmp_path / "command-0.log")}
+    command = start(
+        "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=killed", "run.steps=1000000", "staleness.max=2",
+        "eval.size=0", "rollout.engine=hf", "placement.rollout.servers=2", f"weight_sync.transport={GLOO}",
+        f"weight_sync.params={json.dumps(params)}",
+    )
+    wait_until(lambda: AGAIN in command.text() or command.process.poll() is not None, 300, "the server to come back")
+    steps = len(logged(tmp_path / "killed"))
+    wait_until(lambda: len(logged(tmp_path / "killed")) > steps + 2 or command.process.poll() is not None, 120, "steps")
+    command.interrupt()
+    assert command.wait(120) == 130, command.text()[-3000:]
+    assert command.orphans() == []
+    records = logged(tmp_path / "killed")
+    assert sum(record.get("push/lost_servers", 0.0) for record in records) == (moment == "within")
+    assert sum(record.get("push/repeats", 0.0) for record in records) == 0
+    assert max(record["staleness/max"] for record in records) <= 2
+    assert adds_up(json.loads((tmp_path / "killed" / "summary.json").read_text())["buffer"])
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "engine", "seed"),
     [
-        ("worker", "hf", IN_CI), *(nightly("worker", *each) for each in FIVE),
+        *(nightly("worker", *each) for each in FIVE),
         *(nightly("buffer", *each) for each in FIVE),  # in CI: test_buffer_killed.py
         *(nightly("server", "sglang", seed) for seed in range(6)),
         nightly("silent", "hf", 1),

@@ -1,0 +1,70 @@
+"""A transport that kills a server of the hf engine between two pushes, or within one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from torch import Tensor
+
+from async_rl.config.section import section
+from async_rl.seams import TransportEntry
+from async_rl.weights.broadcast import BroadcastPublisher
+from async_rl.weights.bucket import Bucket
+from async_rl.weights.push_report import PushReport
+
+GLOO = "tests.kit.engines.killing_pushes:KILLING_GLOO"
+VICTIM = "rollout/1"
+NOTICED_S = 60.0
+
+
+@section("weight_sync.params")
+class KillSettings:
+    """When the victim is killed."""
+
+    moment: Literal["between", "within"]
+    """between: after a push, which returns once the driver has told the learner; within: in a push, after its first
+    bucket."""
+    version: int
+    """The version of that push."""
+    log: str
+    """The file with the output of the command."""
+
+
+class KillingPublisher(BroadcastPublisher):
+    """Kills the process that listens at the victim's URL."""
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False) -> PushReport:
+        report = super().push(named_tensors, version, erases=erases)
+        if self.rank == 0 and (self.settings.moment, self.settings.version) == ("between", version):
+            self._kill()
+            deadline = time.monotonic() + NOTICED_S
+            while f"{VICTIM} is lost" not in Path(self.settings.log).read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            time.sleep(2.0)  # the driver's call to the learner follows that line
+        return report
+
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+        sent = super().start_sending(bucket, version)
+        if (self.settings.moment, self.settings.version) == ("within", version) and VICTIM in self.servers:
+            sent()
+            self._kill()
+            return lambda: None
+        return sent
+
+    def _kill(self) -> None:
+        port = int(self.servers[VICTIM].rpartition(":")[2])
+        listening = [
+            each.pid for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr.port == port
+        ]
+        psutil.Process(listening[0]).kill()
+
+
+KILLING_GLOO = TransportEntry(
+    open=partial(KillingPublisher, backend="gloo"), delivers="gloo", devices=("cpu",), settings=KillSettings
+)

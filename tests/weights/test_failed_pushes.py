@@ -233,6 +233,7 @@ def test_a_weight_that_no_push_reaches_fails_the_first_push_only_if_it_is_verifi
     monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
     publisher = OneWayPublisher(CONFIG, ["http://x"], 0, CPU)
     assert publisher.push([("w", torch.zeros(1))], 1).num_bytes == 1
+    assert publisher.push([("w", torch.zeros(1))], 1, erases=True).repeats
     with pytest.raises(WeightSyncError, match=r"did not reach 1 weights of rollout/0, .*: experts\.w13_weight\. Its"):
         publisher.push([("w", torch.zeros(1))], 1, erases=True)
 

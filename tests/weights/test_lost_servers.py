@@ -57,9 +57,10 @@ def test_a_dead_server_is_removed_and_every_tensor_is_still_gathered(urls: dict[
     publisher.close()
 
 
-def test_a_live_server_that_refuses_is_an_error(urls: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_server_that_refuses_twice_is_an_error(urls: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.5)
     publisher = PausingPublisher(CONFIG, [urls["RefusingHandler"]], 0, CPU)
+    assert publisher.push([("w", torch.zeros(1))], 1).repeats
     with pytest.raises(WeightSyncError, match=r"rollout/0 failed.*answered 400"):
         publisher.push([("w", torch.zeros(1))], 1)
     publisher.close()

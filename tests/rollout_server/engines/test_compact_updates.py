@@ -95,9 +95,10 @@ def test_adapters_of_another_base_are_refused(
     monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
     publisher = open_for(engines, tmp_path, lora="adapter")
     other = changed(publisher.config, model={"path": str(save_sharp_model(tmp_path / "other", seed=9))})
-    parcels = AdapterParcels(adapted_model(other, 1), torch.bfloat16).parcels()
+    parcels = AdapterParcels(adapted_model(other, 1), torch.bfloat16)
+    assert publisher.push(parcels.parcels(), 1).repeats
     with pytest.raises(WeightSyncError, match=r"has other values than the learner's; model\.path must hold the same"):
-        publisher.push(parcels, 1)
+        publisher.push(parcels.parcels(), 1)
     publisher.close()
 
 

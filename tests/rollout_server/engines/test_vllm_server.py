@@ -75,8 +75,10 @@ def test_a_wrong_update_is_refused_and_the_old_weights_serve_on(
     named = {name: parameter.detach() for name, parameter in sharp_model("tiny-qwen3", 1).named_parameters()}
     spoil(named)
     publisher = connected(config, url)
+    wrong = next(VERSIONS)
+    assert publisher.push(named.items(), wrong).repeats
     with pytest.raises(WeightSyncError, match=message):
-        publisher.push(named.items(), next(VERSIONS))
+        publisher.push(named.items(), wrong)
     publisher.close()
     assert server.admin.served_version() == str(version)
     server.admin.resume()

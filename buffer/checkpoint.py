@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.config import resumed_slots
 from async_rl.storage.checkpoints import TrainingState
 from buffer.modes import Mode
-from buffer.staleness import Rules
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
 
 
-def buffer_checkpoint(state: StoreState, rules: Rules) -> dict[str, Any]:
-    """Return {"scalars": those of `state`, "live": groups, "streaks": those of prompts}, as plain values, and those of
-    `rules` that say which depth the number of slots is.
+def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
+    """Return {"scalars": those of `state`, "live": groups, "streaks": those of prompts}, as plain values.
 
     The groups are those that are in no trained batch yet, each as [group id, prompt index, start version, number of its
     batch in exact mode or -1]. A streak is there as [position of the question, streak].
@@ -30,7 +27,6 @@ def buffer_checkpoint(state: StoreState, rules: Rules) -> dict[str, Any]:
         "scalars": state.scalars(),
         "live": [[row.group_id, row.prompt_index, row.start_version, row.exact_batch] for row in live],
         "streaks": [[position, streak] for position, streak in state.prompts.streaks.items()],
-        "fresh_per_step": rules.fresh_per_step, "moves_slots": rules.moves_slots,
     }
 
 
@@ -54,8 +50,6 @@ def restore_checkpoint(
     ]
     state.restore(rows, saved.buffer["scalars"], saved.buffer["streaks"])
     state.version, state.served_version = saved.version, None
-    rules = mode.rules  # staleness, the size of a batch and weight_sync.every_steps may have been changed
-    state.slots = resumed_slots(saved.buffer, rules.slot_limits, rules.slots) if rules.moves_slots else rules.slots
     state.unserved.clear()
     state.aborts.clear()  # the workers that ran those groups are gone
     arrived = []

@@ -98,13 +98,9 @@ class LearnerClient:
         """Report that the batch taken last yielded `version`; the buffer accepts tokens of this version from now on."""
         self._call("trained", version=version)
 
-    def served(self, version: int, slots: int | None = None, reason: str = "") -> None:
-        """Report that every live server serves `version`: new groups start with it. `served(0)` opens admission.
-
-        With `slots`, so many groups may hold a slot from now on, for a `reason` that the journal keeps.
-        """
-        moved = -1 if slots is None else slots
-        self._call("served", version=version, slots=moved, reason=cut_text(reason, MAX_CAUSE_CHARS))
+    def served(self, version: int) -> None:
+        """Report that every live server serves `version`: new groups start with it. `served(0)` opens admission."""
+        self._call("served", version=version)
 
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
         """Return the buffer's part of a training checkpoint. `version` must be the number of batches trained so far."""

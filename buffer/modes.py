@@ -43,7 +43,7 @@ class Mode(ABC):
 
     def capacity(self, state: StoreState) -> int:
         """Return the number of groups that may start now; 0 before the first version is served."""
-        return 0 if state.served_version is None else admission_capacity(state.slots_held, state.slots)
+        return 0 if state.served_version is None else admission_capacity(state.slots_held, self.rules.slots)
 
     def batches_of_new(self, state: StoreState, number: int) -> list[int]:
         """Return the batch number of each of the next `number` groups, or -1 where any batch may hold them."""

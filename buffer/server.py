@@ -54,8 +54,7 @@ class BufferServer:
         state = StoreState(*((journal.record, journal.record_streak) if journal else ()))
         draw = PromptDraw(config) if config.task.difficulty.skips else None
         self._store = Store(Rules.from_config(config), state, draw, config.eval.is_right)
-        recorders = (journal.record_group, journal.record_move) if journal else ()
-        self._operations = Operations(config, self._store, *recorders)
+        self._operations = Operations(config, self._store, journal.record_group if journal else None)
         if found := journal.load() if journal else None:
             rows, scalars, streaks = found
             state.restore(rows, scalars, streaks)

@@ -1,22 +1,19 @@
 """Simulates the utilisation of learner and rollout pool for values of `staleness.max`, event by event.
 
-Groups take lognormal times, or those of measured groups, which are longer the more of them are sampled at once. The
-learner takes `train_s` for a batch, then `sync_s` for a push, in which sampling pauses for `pause_s`. Only durations
-are simulated: admission,
-hand-out, release, what happens to late groups and, with `drain`, the wait before a push are done by buffer.store. With
-`late: drop` a group is therefore aborted at the hand-out after which it can only miss its deadline.
+Groups take lognormal times, which are longer the more groups are in flight. The learner takes `train_s` for a batch,
+then `sync_s` for a push, in which sampling pauses for `pause_s`. Only durations are simulated: buffer.store does
+admission, hand-out, release, late groups and, with `drain`, the wait before a push. With `late: drop` a group is
+therefore aborted at the hand-out after which it can only miss its deadline.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from async_rl.config import SlotLimits, StalenessConfig
 from async_rl.config.check import check
@@ -25,15 +22,6 @@ from buffer.store import Store
 from buffer.stored_group import Arrival
 
 WORKER = "rollout/0"
-
-
-class GroupTime(NamedTuple):
-    """How long a group takes: first at the engine, then elsewhere. In seconds."""
-
-    sampling_s: float
-    """The time at the engine if the group runs alone. Pushes pause it, and others at the engine slow it down."""
-    waiting_s: float = 0.0
-    """The time for tools and rewards, which nothing slows down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +42,6 @@ class Workload:
     """The mean duration of a group that runs alone."""
     group_cv: float = 1.0
     """The standard deviation of a group's duration over its mean."""
-    groups: Sequence[GroupTime] = ()
-    """Measured groups, of which each simulated one repeats a random one, in place of lognormal durations. Their mean
-    time of sampling has to be group_mean_s."""
     load_s: float = 0.0
     """The time that each further group in flight adds to a group's duration. 0: the engine has room. group_mean_s: the
     engine is full, and its throughput no longer grows."""
@@ -77,11 +62,12 @@ class Workload:
     def fresh_per_step(self) -> int:
         return math.ceil(self.fresh_fraction * self.prompts_per_step)
 
-    def slot_limits(self, max_staleness: int) -> SlotLimits:
-        """Return the smallest and the largest number of slots of a run with this bound."""
+    @property
+    def slot_limits(self) -> SlotLimits:
+        """How many slots a depth has, and how few the run may have."""
         return SlotLimits(
             prompts_per_step=self.prompts_per_step, fresh_per_step=self.fresh_per_step, every_steps=self.every_steps,
-            max_uses=self.max_uses, max_staleness=max_staleness,
+            max_uses=self.max_uses,
         )
 
     def group_s(self, in_flight: float) -> float:
@@ -107,188 +93,142 @@ class Result:
 
 
 def simulate(
-    workload: Workload, max_staleness: int, steps: int, seed: int = 0, depth: float | None = None, begin: int = 1
+    workload: Workload, max_staleness: int, steps: int, seed: int = 0, depth: float | None = None
 ) -> Result:
-    """Simulate `steps` > `begin` learner steps from an empty buffer, and return the utilisation, staleness and times.
+    """Simulate `steps` > 1 learner steps from an empty buffer, and return the utilisation, staleness and times.
 
-    As in measured runs, times and utilisation are those from the end of the first step. With one seed and one workload
-    the n-th group takes the same time at each depth and bound, so that they differ only by these.
+    As in measured runs, all of them count from the end of the first step. With one seed and one workload the n-th group
+    takes the same time at each depth and bound, so that they differ only by these.
 
     Args:
         depth: as staleness.depth, at most `max_staleness`; None: `max_staleness`.
-        begin: the step from whose end on times, utilisation and staleness count.
 
     Raises:
         ConfigError: the depth has too few slots, so that the learner would wait for ever.
     """
     depth = max_staleness if depth is None else depth
-    limits = workload.slot_limits(max_staleness)
+    limits = workload.slot_limits
     check(
         limits.is_enough(depth), "staleness.depth", depth,
         f"at least {limits.smallest_depth:g} with {workload.prompts_per_step} groups a step, "
         f"{workload.fresh_per_step} of them fresh, and weight_sync.every_steps {workload.every_steps}",
     )
-    return Simulation(workload, StalenessConfig(max=max_staleness, depth=depth), seed).run(steps, begin)
+    return _Simulation(workload, StalenessConfig(max=max_staleness, depth=depth), seed).run(steps)
 
 
-class Simulation:
+class _Simulation:
     """One simulation and its state.
 
-    Groups at the engine have a clock of their own, the work clock: it is the slower the more of them there are, and
-    stands still while a push pauses generation.
+    Groups have a clock of their own, the work clock: it is the slower the more of them are in flight, and stands still
+    while a push pauses generation.
     """
 
     def __init__(self, workload: Workload, staleness: StalenessConfig, seed: int) -> None:
-        self.workload = workload
+        self._workload = workload
         self._max_staleness = staleness.max
-        self.store = Store(
+        self._store = Store(
             Rules(
                 max_staleness=staleness.max, prompts_per_step=workload.prompts_per_step,
                 fresh_per_step=workload.fresh_per_step, every_steps=workload.every_steps,
-                slots=workload.slot_limits(staleness.max).at(staleness.start_depth), max_uses=workload.max_uses,
+                slots=workload.slot_limits.at(staleness.batches_ahead), max_uses=workload.max_uses,
                 late=workload.late, drain=workload.drain,
             )
         )
-        self.store.served(0)
+        self._store.served(0)
         self._served_version = 0
         self._group_rng, self._train_rng, self._failure_rng = map(np.random.default_rng, ((seed, i) for i in range(3)))
         self._ends: list[tuple[float, int]] = []
-        """(end on the work clock, group id) of every group at the engine."""
-        self._waits: list[tuple[float, int]] = []
-        """(end, group id) of every group that waits for tools or rewards."""
-        self._waiting_s: dict[int, float] = {}
-        """[group id] how long a group at the engine will wait after it."""
-        self._ages: list[int] = []
-        self.now_s = self._work_s = self._train_s = self._busy_s = 0.0
-        self.group_seconds = 0.0
+        """(end on the work clock, group id) of every group in flight."""
+        self._now_s = self._work_s = self._train_s = self._busy_s = 0.0
+        self._group_seconds = 0.0
         """The integral of groups in flight over time."""
 
-    def run(self, steps: int, begin: int = 1) -> Result:
-        """Simulate `steps` steps, and return the result from the end of step `begin` on."""
-        workload, store = self.workload, self.store
-        begun, ages_before = np.zeros(4), 0
+    def run(self, steps: int) -> Result:
+        """Simulate `steps` steps, and return the result from the end of the first step on."""
+        workload, store = self._workload, self._store
+        ages: list[int] = []
         self._admit()
         for version in range(steps):
             while (batch := store.take(version)) is None:
                 self._generate(None)
             self._abort()
             self._generate(workload.receive_s)
-            ages = [min(version - row.start_version, self._max_staleness) for row in batch]
-            self._ages += ages
-            train_s = self.train_time_s()
+            ages += (min(version - row.start_version, self._max_staleness) for row in batch)
+            train_s = workload.train_s * _factor(workload.train_cv, self._train_rng)
             self._train_s += train_s
             self._generate(train_s)
             store.trained(version + 1)
-            slots = self.slots_after(version + 1, ages)
             if (version + 1) % workload.every_steps == 0:
-                self._push(version + 1, slots)
-            if version + 1 == begin:
-                begun, ages_before = self._clocks(), len(self._ages)
+                self._push(version + 1)
+            if version == 0:
+                first = self._clocks()
+                ages.clear()
         store.state.check_accounting()
         late = store.state.accounting.dropped["late"]
-        seconds, train_s, busy_s, group_seconds = (self._clocks() - begun).tolist()
-        ages = self._ages[ages_before:]
+        seconds, train_s, busy_s, group_seconds = (self._clocks() - first).tolist()
         return Result(
             train_s / seconds, float(np.mean(ages)), max(ages), busy_s / seconds,
-            group_seconds / seconds / workload.concurrency, seconds / (steps - begin),
+            group_seconds / seconds / workload.concurrency, seconds / (steps - 1),
             late / (late + store.state.accounting.trained),
         )
 
-    def group_time(self) -> GroupTime:
-        """Return the duration of the next group."""
-        if self.workload.groups:
-            return self.workload.groups[int(self._group_rng.integers(len(self.workload.groups)))]
-        return GroupTime(self.workload.group_mean_s * _factor(self.workload.group_cv, self._group_rng))
-
-    def train_time_s(self) -> float:
-        """Return the duration of training on the next batch."""
-        return self.workload.train_s * _factor(self.workload.train_cv, self._train_rng)
-
-    def slots_after(self, version: int, ages: Sequence[int]) -> int | None:
-        """Return the number of slots from the push of `version` on; None leaves it as it is.
-
-        Args:
-            ages: the staleness of each group of the batch that yielded `version`.
-        """
-        return None
-
-    def on_finished(self, group_id: int) -> None:
-        """Do something when a group finishes; nothing here."""
-
-    def _clocks(self) -> npt.NDArray[np.float64]:
+    def _clocks(self) -> np.ndarray:
         """Return the time since the begin, and the totals over it of training, busy rollout pool and group seconds."""
-        return np.array([self.now_s, self._train_s, self._busy_s, self.group_seconds])
+        return np.array([self._now_s, self._train_s, self._busy_s, self._group_seconds])
 
-    @property
-    def in_flight(self) -> int:
-        """The number of groups in flight, at the engine or waiting."""
-        return len(self._ends) + len(self._waits)
-
-    def _push(self, version: int, slots: int | None) -> None:
-        while not self.store.may_push():
+    def _push(self, version: int) -> None:
+        while not self._store.may_push():
             self._generate(None)
-        self._generate(self.workload.sync_s - self.workload.standstill_s)
-        self.now_s += self.workload.standstill_s
-        self.group_seconds += self.in_flight * self.workload.standstill_s
-        self.store.served(version, slots)
+        self._generate(self._workload.sync_s - self._workload.standstill_s)
+        self._now_s += self._workload.standstill_s
+        self._group_seconds += len(self._ends) * self._workload.standstill_s
+        self._store.served(version)
         self._served_version = version
         self._admit()
 
     def _generate(self, seconds: float | None) -> None:
         """Let the groups in flight run for `seconds` of simulated time, or, with None, until the next one finishes."""
         left_s = math.inf if seconds is None else seconds
-        while self._ends or self._waits:
-            pace = self.workload.group_s(len(self._ends)) / self.workload.group_mean_s
-            sampled_s = (self._ends[0][0] - self._work_s) * pace if self._ends else math.inf
-            waited_s = max(0.0, self._waits[0][0] - self.now_s) if self._waits else math.inf
-            passed_s = min(sampled_s, waited_s, left_s)
-            self.now_s += passed_s
+        while self._ends:
+            pace = self._workload.group_s(len(self._ends)) / self._workload.group_mean_s
+            sampled_s = (self._ends[0][0] - self._work_s) * pace
+            passed_s = min(sampled_s, left_s)
+            self._now_s += passed_s
             self._busy_s += passed_s
-            self.group_seconds += passed_s * self.in_flight
+            self._group_seconds += passed_s * len(self._ends)
             left_s -= passed_s
-            if min(sampled_s, waited_s) > passed_s:
+            if sampled_s > passed_s:
                 self._work_s += passed_s / pace
                 return
-            if sampled_s <= waited_s:
-                self._work_s, group_id = heapq.heappop(self._ends)
-                if waiting_s := self._waiting_s.pop(group_id):
-                    heapq.heappush(self._waits, (self.now_s + waiting_s, group_id))
-                    continue
-            else:
-                self._work_s += passed_s / pace
-                _, group_id = heapq.heappop(self._waits)
+            self._work_s, group_id = heapq.heappop(self._ends)
             self._finish(group_id)
             if seconds is None:
                 return
         assert seconds is not None, "no group is in flight"
-        self.now_s += left_s
+        self._now_s += left_s
 
     def _finish(self, group_id: int) -> None:
-        self.on_finished(group_id)
-        if self._failure_rng.random() < self.workload.failed:
-            self.store.fail(group_id, "", requeue=False)
+        if self._failure_rng.random() < self._workload.failed:
+            self._store.fail(group_id, "", requeue=False)
         else:
             newest = self._served_version
             arrival = Arrival(newest, response_tokens=0.0, reward=0.0, equal_rewards=False, duration_s=0.0)
-            self.store.finish(group_id, b"", arrival)
+            self._store.finish(group_id, b"", arrival)
         self._admit()
 
     def _abort(self) -> None:
         """Stop the groups that the store dropped as late at a batch's hand-out, and start others in their slots."""
-        if late := set(self.store.aborts(WORKER)):
-            for heap in (self._ends, self._waits):
-                heap[:] = [(end, group_id) for end, group_id in heap if group_id not in late]
-                heapq.heapify(heap)
-            for group_id in late:
-                self._waiting_s.pop(group_id, None)
-            self.store.acknowledge_aborts(WORKER, late)
+        if late := set(self._store.aborts(WORKER)):
+            self._ends = [(end, group_id) for end, group_id in self._ends if group_id not in late]
+            heapq.heapify(self._ends)
+            self._store.acknowledge_aborts(WORKER, late)
         self._admit()
 
     def _admit(self) -> None:
-        for slot in self.store.admit(WORKER, self.workload.concurrency - self.in_flight, self.now_s):
-            time = self.group_time()
-            self._waiting_s[slot.group_id] = time.waiting_s
-            heapq.heappush(self._ends, (self._work_s + time.sampling_s, slot.group_id))
+        workload = self._workload
+        for slot in self._store.admit(WORKER, workload.concurrency - len(self._ends), self._now_s):
+            group_s = workload.group_mean_s * _factor(workload.group_cv, self._group_rng)
+            heapq.heappush(self._ends, (self._work_s + group_s, slot.group_id))
 
 
 def _factor(cv: float, rng: np.random.Generator) -> float:

@@ -13,7 +13,7 @@ Notation:
     F  ceil(buffer.fresh_fraction * B), the lowest number of fresh groups in a batch. A fresh group was in no batch
        yet; a used group was in one. Without replay F = B
     E  weight_sync.every_steps          v  number of the next batch to choose: v batches were chosen before it
-    S  the number of slots, at most (M + 1) F. It is ceil((staleness.depth + 1) F), and may change in a run
+    S  the number of slots, ceil((staleness.depth + 1) F), at most (M + 1) F
     p  served version; it never falls, and p <= v
     s  start version of a group: p at its admission. Its tokens have versions >= s, because every server serves >= p
     d  deadline of a group: d = s + M, the last batch that may hold it. In batch b <= s + M its tokens are at most
@@ -36,9 +36,8 @@ Proof, by induction over events. At the start nothing is live.
   Finishing a group does not change live(d), and dropping one lowers it. Neither does training or serving a version.
   Admission at served version p: the deadline of the new group is p + M, so only live(d) with d >= p + M grows. The
       batches p..v-1 yield the versions p+1..v, none of which is served yet, so their fresh groups, at least (v - p) F,
-      hold slots. After it slots_held <= S <= (M + 1) F, whatever S was before. Hence live(d) <= slots_held - (v - p) F
+      hold slots. After it slots_held <= S <= (M + 1) F. Hence live(d) <= slots_held - (v - p) F
       <= (M + 1) F - (v - p) F = (p + M - v + 1) F <= (d - v + 1) F.
-  A change of S changes nothing that is live: if more slots are held than the new S, no group starts until fewer are.
   Resuming from a checkpoint of version w: the batches from w on are discarded. Of the groups that were live at the
       checkpoint, those continue that finished with tokens of versions <= w, up to the number that (*) allows
       (`within_capacity`; that is all of them unless M or F was changed). The others are dropped. Nothing else holds a
@@ -86,7 +85,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from async_rl.config import Config, SlotLimits
+from async_rl.config import Config
 from async_rl.types import BoolArray, IntArray
 
 
@@ -99,30 +98,18 @@ class Rules:
     fresh_per_step: int
     every_steps: int
     slots: int
-    """S at the start of the run."""
-    moves_slots: bool = False
-    """Whether S changes in a run (staleness.depth: auto), so that a resume goes on with the checkpoint's."""
     max_uses: int = 1
     late: Literal["wait", "drop", "mask"] = "wait"
     exact: bool = False
     drain: bool = False
     """Whether a push waits until no group runs; meanwhile no group may start."""
 
-    @property
-    def slot_limits(self) -> SlotLimits:
-        """The smallest and the largest S to which a run may move."""
-        return SlotLimits(
-            prompts_per_step=self.prompts_per_step, fresh_per_step=self.fresh_per_step, every_steps=self.every_steps,
-            max_uses=self.max_uses, max_staleness=self.max_staleness,
-        )
-
     @classmethod
     def from_config(cls, config: Config) -> Rules:
         return cls(
             max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
             fresh_per_step=config.fresh_per_step, every_steps=config.weight_sync.every_steps, slots=config.slots,
-            moves_slots=config.staleness.depth == "auto", max_uses=config.buffer.max_uses,
-            late=config.staleness.late, exact=config.staleness.mode == "exact",
+            max_uses=config.buffer.max_uses, late=config.staleness.late, exact=config.staleness.mode == "exact",
             drain=config.weight_sync.on_update == "drain",
         )
 

@@ -44,7 +44,6 @@ class Store:
         self.draw = draw
         self.mode = open_mode(rules)
         self.state = state or StoreState()
-        self.state.slots = rules.slots
         self.end_reason = ""
         """Why there will probably be no further batch; empty while there may be one."""
         self.flat = FlatGroups(rules.prompts_per_step, is_right or EvalConfig().is_right)
@@ -192,23 +191,17 @@ class Store:
         self.state.is_draining = self.mode.holds_admission
         return self.mode.may_push(self.state)
 
-    def served(self, version: int, slots: int | None = None) -> None:
-        """Record that every live server serves `version` or a later one, and that `slots` groups may hold a slot.
+    def served(self, version: int) -> None:
+        """Record that every live server serves `version` or a later one.
 
-        This frees the slots of the groups that were trained on to yield `version` or an earlier one. Without `slots`
-        their number stays. If more are held than `slots`, no group starts until fewer are.
+        This frees the slots of the groups that were trained on to yield `version` or an earlier one.
 
-        Raises WireError if this version was not trained yet, if the served version would fall, or if the bound does not
-        allow so many slots.
+        Raises WireError if this version was not trained yet, or if the served version would fall.
         """
-        limits = self.rules.slot_limits
-        if slots is not None and slots != limits.allowed(slots):
-            raise WireError(f"slots: got {slots}, allowed {limits.fewest}..{limits.most}, for staleness.max")
         lowest = self.state.served_version or 0
         if not lowest <= version <= self.state.version:
             raise WireError(f"version: got {version}, allowed {lowest}..{self.state.version} (served..trained)")
         self.state.served_version = version
-        self.state.slots = self.state.slots if slots is None else slots
         self.state.is_draining = False
         for trained_version in [v for v in self.state.unserved if v <= version]:
             del self.state.unserved[trained_version]

@@ -98,8 +98,6 @@ class StoreState:
         self.served_version: int | None = None
         self.first_version = 0
         """The version from which exact mode counts batches."""
-        self.slots = 0
-        """The number of groups that may hold a slot at once."""
         self.is_draining = False
         """Whether no group may start, because a push waits for those that run (weight_sync.on_update=drain)."""
         self.aborts: dict[str, list[int]] = {}
@@ -186,7 +184,6 @@ class StoreState:
             "buffer/held": float(len(self.held)),
             "buffer/used": float(len(self.used)),
             "buffer/slots_held": float(self.slots_held),
-            "buffer/slots": float(self.slots),
             "buffer/unaccounted": float(self.unaccounted()),
             **self.accounting.metrics(),
             **self.prompts.metrics(),
@@ -198,7 +195,7 @@ class StoreState:
         """
         return {
             "version": self.version, "served_version": self.served_version, "first_version": self.first_version,
-            "slots": self.slots, "is_draining": self.is_draining,
+            "is_draining": self.is_draining,
             "aborts": {worker: list(group_ids) for worker, group_ids in self.aborts.items()},
             "next_group_id": self.next_group_id, "next_prompt": self.next_prompt, "requeued": list(self.requeued),
             "unserved": {str(version): number for version, number in self.unserved.items()},
@@ -212,7 +209,7 @@ class StoreState:
 
         Trained and dropped rows are left out.
         """
-        for name in ("version", "served_version", "first_version", "slots", "next_group_id", "next_prompt"):
+        for name in ("version", "served_version", "first_version", "next_group_id", "next_prompt"):
             setattr(self, name, scalars[name])
         self.is_draining = scalars.get("is_draining", False)
         self.aborts = {worker: list(group_ids) for worker, group_ids in scalars.get("aborts", {}).items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.messages.reports import DepthMoved, LearnerReport, StepDone, TrainingEnded
+from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.storage.unlogged_steps import RecentSteps
 from async_rl.telemetry.examples import choose_examples
@@ -27,7 +27,6 @@ from learner.alarms import Alarms, rules_for
 from learner.batch_checks import check_staleness
 from learner.batch_taking import NoBatch, ask_buffer, await_push, share_taken
 from learner.checkpointing import Checkpointer
-from learner.depth_moves import DepthMoves
 from learner.driver_requests import DriverRequests
 from learner.evaluations import Evaluations
 from learner.gpu_turns import GpuTurns, start_limit
@@ -71,7 +70,6 @@ class Learner:
         self.servers = {pool: pusher.membership for pool, pusher in pushers.items()}
         """[pool] The servers to push to. From another thread the driver reports here to rank 0 which died or came back.
         """
-        self.depth_moves = DepthMoves()
         self.gpu_turns = GpuTurns()
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = pushers["rollout"]
@@ -155,7 +153,8 @@ class Learner:
             return
         yield from [*self._weights.connect(), *self.evaluations.connect()]
         yield from self._push() if self.version > 0 else []  # the servers have loaded version 0
-        yield from [*self._release(), *self.evaluations.make_due(self.version, None)]
+        self._release()
+        yield from self.evaluations.make_due(self.version, None)
 
     def _take(self) -> Batch | NoBatch:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
@@ -217,8 +216,11 @@ class Learner:
             if self._no_push:
                 return []
         yield from self._push(batch, is_last=is_last)
-        events = self._release() if is_new and not is_last else []  # after the last step no group may start
-        return events if is_last else [*events, *self.evaluations.make_due(self.version, batch)]
+        if is_last:  # no group may start any more
+            return []
+        if is_new:
+            self._release()
+        return [*self.evaluations.make_due(self.version, batch)]
 
     def _push(self, batch: Batch | None = None, *, is_last: bool = False) -> list[LearnerReport]:
         """Push the weights to every live server; the first time compare logprobs on a prompt of `batch`.
@@ -240,16 +242,11 @@ class Learner:
         ]
         return [*lost]
 
-    def _release(self) -> list[LearnerReport]:
-        """Tell the buffer that every server serves the current version, which frees the slots of trained groups.
-
-        A move of the number of slots goes with it. Returns a report of the move once the buffer has it.
-        """
+    def _release(self) -> None:
+        """Tell the buffer that every server serves the current version, which frees the slots of trained groups."""
         self._served_version = self.version
-        move = self.depth_moves.take() if self._client else None
         if self._client:
-            self._client.served(self.version, *(move or ()))
-        return [DepthMoved(version=self.version, slots=move.slots, reason=move.reason)] if move else []
+            self._client.served(self.version)
 
     def _step_report(self, metrics: list[Metric], step_s: float) -> StepDone:
         measured, spans = self._measured()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -164,15 +163,13 @@ class ScoredPlayer:
         Raises:
             WaitTimeoutError: the engine has not answered within timeouts.generate_s.
         """
-        timeout_s, start_s = self._config.timeouts.generate_s, time.monotonic()
+        timeout_s = self._config.timeouts.generate_s
         try:
             with self.stats.waiting("generates", "its engine", timeout_s):
                 async with asyncio.timeout(timeout_s) as limit:
                     replies = await self.engine.generate(request)
             if self._stop:
                 replies = [self._stop.cut(reply) for reply in replies]
-            if request.purpose is not Purpose.EVALUATION:
-                self.stats.sampled(request.group_id, time.monotonic() - start_s)
             return replies
         except TimeoutError:
             if not limit.expired():

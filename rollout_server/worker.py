@@ -142,7 +142,6 @@ class Worker(EvalWorker):
             for group_id in dropped:
                 if (group := self._groups.get(group_id)) and group.cancel():
                     self._counts["aborted"] += 1
-                    self._stats.aborted(group_id)
                 elif group_id >= self._next_id:
                     self._dropped_early.add(group_id)
 
@@ -170,7 +169,6 @@ class Worker(EvalWorker):
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.put(group)
         self._failures_in_a_row = 0
-        self._stats.arrived(group)
         self._counts.update(groups=1, rows=len(group.rows), tokens=group.num_tokens)
         if warning := self._flat.add(prompt, episodes, self._client.flat_groups):
             if self._flat.has_only_errors:
@@ -223,7 +221,7 @@ class Worker(EvalWorker):
             await self._client.fail(slot.group_id, str(error), requeue=False, data_row=prompt.data_row)
 
     async def _report(self) -> WorkerReport:
-        """Return a report of the time since the last one, also of the groups. An error of `_admit` is raised here."""
+        """Return a report of the time since the last one. An error of `_admit` is raised here."""
         if self._admitting and self._admitting.done() and not self._admitting.cancelled():
             self._admitting.result()
         report = await super()._report()
@@ -237,4 +235,4 @@ class Worker(EvalWorker):
             *self._stats.drain_groups(),
             *report.metrics,
         ]
-        return replace(report, metrics=tuple(metrics), groups=self._stats.drain_records())
+        return replace(report, metrics=tuple(metrics))

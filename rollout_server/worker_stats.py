@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from async_rl.messages.reports import GroupRecord
 from async_rl.telemetry.metrics import Metric
 from async_rl.telemetry.status import Status
 from async_rl.telemetry.timeline import Span, State, Timeline
-from async_rl.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +21,6 @@ class _Wait:
     """Time of the monotonic clock."""
     limit_s: float
     noun: str
-
-
-@dataclass(slots=True)
-class _GroupClock:
-    start_s: float
-    group_seconds: float
-    """The integral of groups in flight over time when the group began."""
-    sampling_s: float = 0.0
-    """The time that the engine took for its longest request, or for all of its longest episode."""
-    steps: int = 0
-    """The tokens of its longest episode; 0 until the group has reached the buffer."""
-    is_aborted: bool = False
 
 
 class WorkerStats:
@@ -67,42 +52,18 @@ class WorkerStats:
         self._counted_s = time.monotonic()
         self._finished: list[tuple[float, float]] = []
         """(seconds in flight, mean number of groups in flight meanwhile) of each group since the last drain."""
-        self._groups: dict[int, _GroupClock] = {}
-        self._records: list[GroupRecord] = []
-        """The groups that have reached the buffer, or were aborted, since the last drain."""
+        self._began: dict[int, tuple[float, float]] = {}
+        """[group id] the time at which a group in flight began, and _group_seconds then."""
 
     def begin_group(self, group_id: int) -> None:
         self._change_in_flight(+1)
-        self._groups[group_id] = _GroupClock(self._counted_s, self._group_seconds)
-
-    def sampled(self, group_id: int, seconds: float) -> None:
-        """Note how long the engine took for a request of a group; of one that is not in flight, nothing."""
-        if clock := self._groups.get(group_id):
-            clock.sampling_s = max(clock.sampling_s, seconds)
-
-    def arrived(self, group: Group) -> None:
-        """Note that the buffer has got a group, whose end is near, and how many tokens its longest episode has."""
-        clock, rows = self._groups[group.group_id], iter(group.rows)
-        clock.steps = max(
-            sum(int(row.mask.sum()) for row in itertools.islice(rows, number)) for number in group.episode_rows
-        )
-        if group.episodes:
-            clock.sampling_s = max(group.episodes, key=lambda episode: episode.duration_s).generate_s
-
-    def aborted(self, group_id: int) -> None:
-        """Note that a group is cancelled because the buffer has dropped it as late."""
-        self._groups[group_id].is_aborted = True
+        self._began[group_id] = self._counted_s, self._group_seconds
 
     def end_group(self, group_id: int) -> None:
-        clock = self._groups.pop(group_id)
+        start_s, group_seconds = self._began.pop(group_id)
         self._change_in_flight(-1)
-        seconds = max(self._counted_s - clock.start_s, 1e-9)
-        together = (self._group_seconds - clock.group_seconds) / seconds
-        self._finished.append((seconds, together))
-        if clock.steps or clock.is_aborted:
-            sampling_s = min(clock.sampling_s, seconds)
-            record = GroupRecord(sampling_s, seconds - sampling_s, clock.steps, together, clock.is_aborted)
-            self._records.append(record)
+        seconds = max(self._counted_s - start_s, 1e-9)
+        self._finished.append((seconds, (self._group_seconds - group_seconds) / seconds))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -149,11 +110,6 @@ class WorkerStats:
     def drain_spans(self) -> tuple[Span, ...]:
         self._close_span()
         return self._timeline.drain()
-
-    def drain_records(self) -> tuple[GroupRecord, ...]:
-        """Return the groups that have reached the buffer, or were aborted, since the last call."""
-        records, self._records = tuple(self._records), []
-        return records
 
     def drain_groups(self) -> list[Metric]:
         """Return metrics of the groups that have ended since the last call, or [] if none has.

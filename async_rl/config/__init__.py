@@ -21,7 +21,7 @@ from async_rl.config.data import (
     StalenessConfig,
     TaskConfig,
 )
-from async_rl.config.depths import SlotLimits, depth_at, resumed_slots, slots_at
+from async_rl.config.depths import SlotLimits
 from async_rl.config.guard import GuardConfig
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (
@@ -133,27 +133,15 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """The number of groups that may hold a slot at once: (staleness.depth + 1) * fresh_per_step, rounded up.
-
-        With depth auto it is the number at the start, from which the run moves it.
-        """
-        limits = self.slot_limits
-        slots = limits.at(self.staleness.start_depth)
-        return limits.allowed(slots) if self.staleness.depth == "auto" else slots
-
-    @property
-    def most_slots(self) -> int:
-        """The largest number of groups that may ever hold a slot at once: `slots`, but with depth auto what the bound
-        allows.
-        """
-        return self.slot_limits.most if self.staleness.depth == "auto" else self.slots
+        """The number of groups that may hold a slot at once: (staleness.depth + 1) * fresh_per_step, rounded up."""
+        return self.slot_limits.at(self.staleness.batches_ahead)
 
     @property
     def slot_limits(self) -> SlotLimits:
-        """The smallest and the largest number of slots that the run may have."""
+        """How many slots a depth has, and how few the run may have."""
         return SlotLimits(
             prompts_per_step=self.learner.prompts_per_step, fresh_per_step=self.fresh_per_step,
-            every_steps=self.weight_sync.every_steps, max_uses=self.buffer.max_uses, max_staleness=self.staleness.max,
+            every_steps=self.weight_sync.every_steps, max_uses=self.buffer.max_uses,
         )
 
     @property

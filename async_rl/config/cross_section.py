@@ -124,11 +124,11 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_interpolated(config: Config) -> None:
-    by_ess, depth = config.learner.lr_by_ess, config.staleness.depth
-    is_interpolated, given = config.algorithm.proximal == "interpolate", "with algorithm.proximal interpolate"
-    why = "Interpolated logprobs don't show how far the policy is. Or set algorithm.proximal: recompute."
-    check(by_ess == "off" or not is_interpolated, "learner.lr_by_ess", by_ess, f"off {given}", why)
-    check(depth != "auto" or not is_interpolated, "staleness.depth", depth, f"max or a number {given}", why)
+    by_ess, is_interpolated = config.learner.lr_by_ess, config.algorithm.proximal == "interpolate"
+    check(
+        by_ess == "off" or not is_interpolated, "learner.lr_by_ess", by_ess, "off with algorithm.proximal interpolate",
+        "Interpolated logprobs don't show how far the policy is. Or set algorithm.proximal: recompute.",
+    )
 
 
 def _check_episodes(config: Config) -> None:

@@ -235,10 +235,6 @@ class RolloutConfig(OnePart):
         return find_entry(ENGINES, self.engine, "rollout.engine")
 
 
-AUTO_START = 1.25
-"""The depth with which a run with staleness.depth auto begins: tests/results/simulated_depths.md says why."""
-
-
 @section("staleness")
 class StalenessConfig:
     """The bound on staleness: how old the weights may be that sampled the tokens the learner trains on."""
@@ -246,11 +242,10 @@ class StalenessConfig:
     max: NonNegativeInt = 0
     """No token that is older than this many versions is trained on. 0: generating and training take turns; 1 and more:
     they overlap."""
-    depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max", "auto"] = "max"
+    depth: Annotated[float, Field(ge=0, multiple_of=0.25)] | Literal["max"] = "max"
     """How many batches of groups are begun ahead of the one that is trained, in quarters, at most `max`. The mean
     staleness is about `depth`, whereas a group that takes long has until `max`. 0: as `max` 0, nothing is begun ahead.
-    max: as many as `max` allows. auto: the run begins with 1.25 and moves it to where it expects to learn most in a
-    minute, by what it measures; each move has a line on the console."""
+    max: as many as `max` allows."""
     mode: Literal["bounded", "exact"] = "bounded"
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
@@ -261,12 +256,8 @@ class StalenessConfig:
     def __post_init__(self) -> None:
         check(
             isinstance(self.depth, str) or self.depth <= self.max, "staleness.depth", self.depth,
-            f"max, auto, or 0..{self.max}, which is staleness.max, in quarters",
+            f"max, or 0..{self.max}, which is staleness.max, in quarters",
             "Deadlines are those of staleness.max, so a larger depth would start groups that come too late.",
-        )
-        check(
-            self.depth != "auto" or self.max >= 1, "staleness.depth", self.depth, "max or 0 with staleness.max 0",
-            "There is nothing to choose. Set staleness.max to the largest staleness that a token may have, e.g. 8.",
         )
         check(
             self.depth in ("max", self.max) or self.mode != "exact", "staleness.depth", self.depth,
@@ -274,10 +265,9 @@ class StalenessConfig:
         )
 
     @property
-    def start_depth(self) -> float:
-        """The depth at the start of the run; it changes only with depth auto."""
-        auto = min(AUTO_START, self.max)
-        return self.max if self.depth == "max" else auto if self.depth == "auto" else self.depth
+    def batches_ahead(self) -> float:
+        """`depth` as a number."""
+        return self.max if self.depth == "max" else self.depth
 
 
 @section("buffer")

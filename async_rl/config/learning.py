@@ -194,8 +194,7 @@ class LearnerConfig:
     """Optimizer steps over which the learning rate rises linearly."""
     lr_by_ess: Literal["off", "token", "sequence"] = "off"
     """Multiply the policy's learning rate on a batch by sqrt(ESS/N) of its importance weights, of tokens or of whole
-    rows: a batch that few samples carry takes a smaller step (VCPO). Measured on one workload only (docs/depth.md):
-    there the largest KL was lower in the mean, and no gain in accuracy is shown."""
+    rows: a batch that few samples carry takes a smaller step (VCPO). No gain of it is shown yet."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Over this last share of run.steps all learning rates fall, so that a run does not end on a large step. 0: no
     decay."""

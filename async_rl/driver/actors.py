@@ -295,11 +295,6 @@ class LearnerActor:
         """Tell the learner that the evaluation which was due has ended, so that whoever waits for it may go on."""
         self._learner.evaluations.schedule.ended()
 
-    @ray.method(concurrency_group="control")
-    def move_depth(self, slots: int, reason: str) -> None:
-        """Have the buffer get this number of slots with the next version that is served. Called on rank 0 only."""
-        self._learner.depth_moves.put(slots, reason)
-
     @ray.method(concurrency_group="join")
     def begin_start(self, name: str) -> None:
         """Wait, for timeouts.work_s, until a lost server may start again on a GPU that it shares with the learner."""

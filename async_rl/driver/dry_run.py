@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from async_rl.config import Config, depth_at
+from async_rl.config import Config
 from async_rl.config.changed_settings import changed_settings
 from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
@@ -13,7 +13,6 @@ from async_rl.driver.placement import explain, find_hosts, runs_here
 from async_rl.driver.preflight import check_inputs, task_of
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import policy_lr
-from async_rl.telemetry.status import depth_text
 
 NO_SIZE = "the run spans other hosts; say how large their GPUs are: --gpu-gb 80"
 
@@ -36,15 +35,13 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     plan = plan_dry_run(config, gpu_gb, sum(host.gpus for host in hosts))
     cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
     placement, prompts = config.placement, task().num_prompts
-    begun = depth_text(depth_at(config.slots, config.fresh_per_step), config.staleness.max)
-    begins = f", {config.slots} at the start: {begun}" * (config.staleness.depth == "auto" and not config.run.resume)
     derived = {
         "epochs of the training prompts, at least":
             f"{config.run.steps * config.learner.prompts_per_step / prompts:.3g} of {prompts} prompts",
         "episodes per step": config.episodes_per_step,
-        "groups in flight or waiting, at most": f"{config.most_slots}{begins}",
+        "groups in flight or waiting, at most": config.slots,
         "episodes at the engines, at most": min(
-            config.most_slots, config.rollout.concurrency * placement.rollout.servers
+            config.slots, config.rollout.concurrency * placement.rollout.servers
         ) * config.rollout.group_size,
         "optimizer steps per batch": config.algorithm.steps_per_batch,
         "learning rate of the policy": f"{policy_lr(config):g}",

@@ -36,11 +36,6 @@ class RunningEvaluations:
         self._tasks: dict[asyncio.Task[None], EvaluationDue] = {}
         self._is_cancelled = False
 
-    @property
-    def take_from_training(self) -> bool:
-        """Whether a rollout server makes an evaluation now."""
-        return any(not due.servers for due in self._tasks.values())
-
     def begin(self, due: EvaluationDue, tasks: asyncio.TaskGroup) -> None:
         """Have `due` evaluated by a task of `tasks`, unless `cancel` was called."""
         if self._is_cancelled:

@@ -24,7 +24,6 @@ from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import server_class
 from async_rl.driver.change import Change
-from async_rl.driver.depth_tuner import DepthTuner
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.judges import Judges
 from async_rl.driver.restart_limit import RestartLimit
@@ -73,7 +72,6 @@ class Supervisor:
         self.watchdog = Watchdog(config, processes)
         self.guard = RunGuard(config, processes, log, log.guard, self.watchdog) if log.guard else None
         self.alarms = RunAlarms(config, processes, log, self.watchdog)
-        self._tuner = DepthTuner(config, processes, log, self.watchdog) if config.staleness.depth == "auto" else None
 
     def train(
         self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]
@@ -113,8 +111,6 @@ class Supervisor:
                 endless = [self._keep_buffer(), *servers_kept, watch, self._end_on(stop)]
                 background = [self._tasks.create_task(each) for each in endless]
                 await asyncio.wait(learners)  # no time limit: `_watch` ends the run if a rank hangs
-                if self._tuner:
-                    await self._tuner.tell_outlook()
                 limit, what = self._config.timeouts.limit("startup_s"), "the rollout servers' last reports"
                 await self._changed.wait_until(lambda: not self._log.has_open_steps, limit, what)
                 await self._evaluations.wait()
@@ -305,10 +301,6 @@ class Supervisor:
             self.alarms.act()
             if name == "learner/0":
                 self._on_learner_report(report)
-            if self._tuner:
-                disturbs = self._evaluations.take_from_training
-                if decision := self._tuner.add(report, len(self._rollouts), disturbs):
-                    self._tasks.create_task(decision)
             await self._changed.notify()
 
     def _on_learner_report(self, report: LearnerReport) -> None:

@@ -13,7 +13,7 @@ from ray import ObjectRef
 from async_rl.config import Config
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.errors import AsyncRLError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.telemetry.status import RUNNING, Status, depth_text, write_status
+from async_rl.telemetry.status import RUNNING, Status, write_status
 
 WATCH_INTERVAL_S = 5.0
 ANSWER_S = 0.3
@@ -35,18 +35,12 @@ class Watchdog:
         """The state of the whole run: that it runs, or why it is paused."""
         self.alarms = ""
         """The alarms of the run in words; empty: there was none."""
-        staleness = config.staleness
-        self.depth = "" if staleness.depth == "max" else depth_text(staleness.start_depth, staleness.max)
-        """The depth of the run in words; empty: it is the bound."""
-        self.starts = 0
-        """How often a process was started: a restart in a step is told by it."""
 
     def begin(self, name: str, is_up: bool = True) -> None:
         """Watch process `name`, which has just been started; count its silence from now on, or from its first answer if
         it is not `is_up`.
         """
         self.forget(name)
-        self.starts += 1
         self._heard_s[name] = time.monotonic()
         if not is_up:
             self._starting.add(name)
@@ -91,7 +85,7 @@ class Watchdog:
             self._processes.place(name, self._statuses[name])
             for name in self._processes.actors if name in self._statuses
         ]
-        write_status(self._config.run_dir, known, note, self.alarms, self.depth)
+        write_status(self._config.run_dir, known, note, self.alarms)
 
     def _silent(self, unanswered: Set[str]) -> list[tuple[str, AsyncRLError]]:
         """Return (name, error) of each process in `unanswered` that has been silent for too long.

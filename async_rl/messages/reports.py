@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from async_rl.telemetry.clock import clock_id
 from async_rl.telemetry.examples import Example
@@ -72,15 +71,6 @@ class EvaluationSkipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DepthMoved:
-    """The buffer has `slots` slots since `version` is served, because of a move that the driver wanted."""
-
-    version: int
-    slots: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnded(TimedReport):
     """Training has ended before run.steps: there is nothing left to learn, or the user or a program has ended it."""
 
@@ -93,22 +83,6 @@ class TrainingEnded(TimedReport):
     """The metrics measured after the last step."""
 
 
-class GroupRecord(NamedTuple):
-    """How long one group took, from its slot to the buffer. In seconds."""
-
-    sampling_s: float
-    """The time of its longest request at the engine, or of all requests of its longest episode. Pauses count too."""
-    waiting_s: float
-    """The rest: the time for tools, rewards and the way to the buffer."""
-    steps: int
-    """The tokens of its longest episode, which the engine samples one after the other."""
-    together: float
-    """The mean number of this worker's groups in flight meanwhile, itself included."""
-    is_aborted: bool = False
-    """Whether the buffer dropped it as late while it ran. Then it took at least this long, and the split of the time
-    and `steps` are not known."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport(TimedReport):
     """The measurements of a rollout worker since its last report."""
@@ -116,8 +90,6 @@ class WorkerReport(TimedReport):
     metrics: tuple[Metric, ...] = ()
     notes: tuple[str, ...] = ()
     """Lines for the console, such as the first error of a reward."""
-    groups: tuple[GroupRecord, ...] = ()
-    """The groups that have reached the buffer, or were aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,5 +101,5 @@ class EvaluationDone(TimedReport):
     metrics: tuple[Metric, ...] = ()
 
 
-LearnerReport = StepDone | ServersLost | EvaluationDue | EvaluationSkipped | DepthMoved | TrainingEnded
+LearnerReport = StepDone | ServersLost | EvaluationDue | EvaluationSkipped | TrainingEnded
 Report = LearnerReport | WorkerReport

@@ -49,13 +49,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bound:
-    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, 1.25/8 or auto/8.
-    """
+    """A value of staleness.max with a depth below it. As text 8, where the depth is the bound itself, or 1.25/8."""
 
     depth: float
-    """With depth auto, the one at which runs begin."""
     max: int
-    is_auto: bool = False
 
     def __str__(self) -> str:
         return str(self.max) if self.is_full else f"{self.depth_text}/{self.max}"
@@ -63,19 +60,19 @@ class Bound:
     @property
     def depth_text(self) -> str:
         """The value of staleness.depth."""
-        return "max" if self.is_full else "auto" if self.is_auto else f"{self.depth:g}"
+        return "max" if self.is_full else f"{self.depth:g}"
 
     @classmethod
     def parse(cls, text: str) -> Bound:
-        """Return the bound of a text like 8, 1.25/8 or auto/8. Raises ValueError for other text."""
+        """Return the bound of a text like 8 or 1.25/8. Raises ValueError for other text."""
         depth, _, bound = text.rpartition("/")
-        return cls.of_config({"max": int(bound), "depth": depth if depth == "auto" else float(depth or bound)})
+        return cls.of_config({"max": int(bound), "depth": float(depth or bound)})
 
     @classmethod
     def of_config(cls, staleness: Mapping[str, Any]) -> Bound:
         """Return the bound of a run by the section `staleness` of its config file."""
         config = StalenessConfig(max=staleness["max"], depth=staleness.get("depth", "max"))
-        return cls(float(config.start_depth), config.max, config.depth == "auto")
+        return cls(float(config.batches_ahead), config.max)
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -85,7 +82,7 @@ class Bound:
     @property
     def is_full(self) -> bool:
         """Whether the depth is the bound itself."""
-        return self.depth == self.max and not self.is_auto
+        return self.depth == self.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +172,14 @@ def bounds_of(text: str) -> list[Bound]:
     """
     found = set()
     for part in text.split(","):
-        if not re.fullmatch(r"((\d+(\.\d+)?|auto)/)?\d+", part):
+        if not re.fullmatch(r"(\d+(\.\d+)?/)?\d+", part):
             raise ConfigError(
                 f"--staleness must be values of staleness.max, each with a depth before it if you like, e.g. "
-                f"0,1,8,1.25/8,auto/8; got {text!r}"
+                f"0,1,8,1.25/8; got {text!r}"
             )
         depth, _, most = part.rpartition("/")
-        is_number = depth != "auto" and float(depth or most) <= int(most) and float(depth or 0) % 0.25 == 0
-        may_be = is_number or (depth == "auto" and int(most) >= 1)
-        check(may_be, "--staleness", part, f"a depth of 0..{most} in quarters, or auto with 1 or more, before /{most}")
+        may_be = float(depth or most) <= int(most) and float(depth or 0) % 0.25 == 0
+        check(may_be, "--staleness", part, f"a depth of 0..{most} in quarters before /{most}")
         found.add(Bound.parse(part))
     return sorted(found)
 

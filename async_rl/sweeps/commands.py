@@ -11,7 +11,6 @@ AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str, str], argp
 
 BOUNDS = "0,1,2,3,5,8,10"
 BELOW = "1.25/8 is staleness.depth 1.25 below staleness.max 8"
-AUTO = "auto/8 lets the run move the depth"
 
 
 def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -34,7 +33,7 @@ def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], 
 
 
 def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
-    of_bounds = f"values of staleness.max; {BELOW}, {AUTO} (default: %(default)s)"
+    of_bounds = f"values of staleness.max; {BELOW} (default: %(default)s)"
     sweep.add_argument("--staleness", default=BOUNDS, help=of_bounds)
     sweep.add_argument("--seeds", type=int, default=3, help="runs of every combination (default: %(default)s)")
     sweep.add_argument("--first-seed", type=int, default=0, help="run.seed of the first run (default: %(default)s)")

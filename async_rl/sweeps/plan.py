@@ -73,10 +73,10 @@ def make_plan(workload: Workload, bounds: Sequence[Bound]) -> Plan:
     Raises:
         ConfigError: the learner would wait for ever at each of the bounds.
     """
-    possible = tuple(bound for bound in bounds if workload.slot_limits(bound.max).is_enough(bound.depth))
+    possible = tuple(bound for bound in bounds if workload.slot_limits.is_enough(bound.depth))
     check(
         bool(possible), "--staleness", ",".join(map(str, bounds)),
-        f"{workload.slot_limits(bounds[0].max).smallest_depth:g} or more with {rules_text(workload)}",
+        f"{workload.slot_limits.smallest_depth:g} or more with {rules_text(workload)}",
     )
     results = (simulate(workload, bound.max, SIMULATED_STEPS, depth=bound.depth) for bound in possible)
     return Plan(workload, possible, tuple(results))
@@ -106,13 +106,7 @@ def answer(args: argparse.Namespace) -> str:
     workload = planned_workload(args)
     parts = []
     if workload is not None:
-        bounds = bounds_of(args.staleness)
-        if any(bound.is_auto for bound in bounds):
-            raise ConfigError(
-                f"--staleness {args.staleness}: plan simulates numbers only. Leave auto out: with staleness.depth auto "
-                "the run itself simulates the depths, with the durations that it measures"
-            )
-        plan = make_plan(workload, bounds)
+        plan = make_plan(workload, bounds_of(args.staleness))
         parts.append(describe_plan(plan))
         if args.devices is not None:
             now = devices_now(args.now)
@@ -195,7 +189,7 @@ def describe_plan(plan: Plan) -> str:
         for bound, r in zip(plan.bounds, plan.results, strict=True)
     ]
     lines += ["", Table(header, rows).markdown()]
-    if smallest := w.slot_limits(plan.bounds[0].max).smallest_depth:
+    if smallest := w.slot_limits.smallest_depth:
         lines.append(f"Left out: depths below {smallest:g}, where the learner would wait for ever.")
     larger = (
         "larger ones were not tried" if plan.best == plan.bounds[-1]

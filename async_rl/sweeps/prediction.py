@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from async_rl.config.yaml_text import read_yaml
-from async_rl.depth.window import receive_s
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import Bound
 from async_rl.sweeps.results import Run, Step
@@ -62,12 +61,19 @@ def stages(run: Run) -> Stages:
     return Stages(
         train_s=float(np.mean(train)), train_cv=float(np.std(train) / np.mean(train)), sync_s=run.figure("time/push_s"),
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
-        receive_s=receive_s(steps),
+        receive_s=_receive_s(steps),
         group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
         together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
         rollout_busy_s=busy * step_s,
         failed=dropped / max(1.0, dropped + buffer.get("buffer/trained", 0.0)),
     )
+
+
+def _receive_s(steps: Sequence[Step]) -> float:
+    """Return the median of the learner's waits for a batch without the time in which the buffer had none; 0 if none."""
+    pairs = [(step.get("time/wait_data_s"), step.get("buffer/waited_s")) for step in steps]
+    found = [max(0.0, waits - without) for waits, without in pairs if waits is not None and without is not None]
+    return float(np.median(found)) if found else 0.0
 
 
 def timed_steps(run: Run) -> list[Step]:
@@ -213,8 +219,6 @@ def _predict(row: Setting, own: Sequence[Stages], everywhere: Sequence[Stages]) 
         return None
     steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
     bound = Bound.of_config(_config(row.runs[0])["staleness"])  # the depth may be an axis of its own
-    if bound.is_auto:  # what its controller would do is not simulated
-        return None
     return simulate(with_learner_of(workload, own), bound.max, steps, depth=bound.depth)
 
 

@@ -74,7 +74,6 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     # values of tokens and of episodes
     (r"offpolicy/is_weight_var", FigureKind("median")),  # a few steps with very large weights would dominate a mean
     (r"offpolicy/(ess|chi2)_sequence", BY_EPISODES),
-    (r"staleness/depth", BY_STEPS),
     (r"offpolicy/.+|policy/entropy|mismatch/.+|kl/reference|vtrace/.+|staleness/masked_fraction", BY_TOKENS),
     (r"(reward|response|staleness)/.+|episode/rows", BY_EPISODES),
     # groups and episodes that ended meanwhile, in the batch or not
@@ -92,7 +91,7 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     ),
     # states and counts since the start of the run
     (r"buffer/(depth|running|held|used|slots_held)", BY_STEPS),
-    (r"(buffer|difficulty|eval|late|version)/.+|.+/lr|kl/coef|auto/.+", FigureKind("last")),
+    (r"(buffer|difficulty|eval|late|version)/.+|.+/lr|kl/coef", FigureKind("last")),
 )
 """The kind of each metric by a regular expression of its key; the first one that fits counts, and else BY_STEPS."""
 

@@ -48,23 +48,16 @@ class Status:
         return self.told_s - self.since_s
 
 
-def write_status(
-    run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "", depth: str = ""
-) -> None:
+def write_status(run_dir: Path, statuses: Sequence[Status], note: str, alarms: str = "") -> None:
     """Replace `run_dir/status.json` by the given statuses.
 
     Args:
         note: the state of the whole run: `running`, `paused` and why, or how it ended.
         alarms: the alarms of the run in words; empty: there was none.
-        depth: how far ahead the run begins groups, in words; empty: as far as its bound allows.
     """
-    told = {"note": note, "alarms": alarms, "depth": depth, "time_s": time.time()}
+    told = {"note": note, "alarms": alarms, "time_s": time.time()}
     saved = told | {"processes": [asdict(status) for status in statuses]}
     write_whole(run_dir / "status.json", json.dumps(saved))
-
-
-def depth_text(depth: float, bound: int) -> str:
-    return f"depth {depth:g} of at most {bound}"
 
 
 def goes_on(note: str) -> bool:
@@ -112,8 +105,7 @@ def format_status(run_dir: Path) -> str:
             f"{run_dir}/status.json can't be read ({type(error).__name__}: {error}): it is empty, half copied, or of "
             "another version of this program. Copy it again"
         ) from None
-    # A status of an earlier version has neither.
-    text += "".join(f"{saved[key]}\n" for key in ("depth", "alarms") if saved.get(key))
+    text += f"{saved['alarms']}\n" if saved.get("alarms") else ""
     if saved["note"] == NORMAL_END:
         return text
     before = ""

@@ -32,8 +32,7 @@ OVERVIEW_CHARTS = (
         note="Reward of the answers in the batch; accuracy on held-out prompts.",
     ),
     Chart(
-        "Staleness", (("staleness/mean", "mean"), ("staleness/max", "max"), ("staleness/in_queue", "in queue"),
-                      ("staleness/depth", "depth")),
+        "Staleness", (("staleness/mean", "mean"), ("staleness/max", "max"), ("staleness/in_queue", "in queue")),
         "versions", "Versions between the oldest token of an episode and the learner that trains on it.",
     ),
     Chart(

@@ -113,10 +113,6 @@ class JournalReader:
         rows = self.rows(query, values)
         return GroupPage(rows[:PAGE_ROWS], len(rows) > PAGE_ROWS)
 
-    def moves(self) -> list[dict[str, Any]]:
-        """Return the moves of the number of slots (staleness.depth: auto), the newest first: version, slots, reason."""
-        return self.rows("SELECT version, slots, reason FROM moves ORDER BY version DESC", ()) if self.exists else []
-
     def group(self, group_id: int) -> dict[str, Any] | None:
         """Return what the journal has of a group; or None.
 

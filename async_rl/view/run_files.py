@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +86,6 @@ class RunFiles:
         """The staleness bound and the depth below it; None: the run's config names none."""
         bound, depth = self.setting("staleness.max"), self.setting("staleness.depth", "max")
         return Bound.of_config({"max": bound, "depth": depth}) if isinstance(bound, int) else None
-
-    @property
-    def fresh_per_step(self) -> int:
-        """The least number of a batch's groups that were in no earlier batch; 1 if the configuration does not say."""
-        share = float(self.setting("buffer.fresh_fraction", 1.0))
-        return math.ceil(share * int(self.setting("learner.prompts_per_step", 1)))
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key of the configuration, or `default` where it is missing."""

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from async_rl.config import depth_at
 from async_rl.errors import ConfigError
 from async_rl.guard.signals import SIGNALS
 from async_rl.telemetry.plot_timeline import STATE_COLORS
@@ -119,15 +118,8 @@ def staleness(request: Request) -> Response:
         means = {key: metrics.last(f"buffer/{name}/{key}") for key in ("response_tokens", "reward", "duration_s")}
         if number:
             rows.append({"title": title, "number": number, **means})
-    facts = {"charts": staleness_charts(metrics.keys), "outcomes": rows, "moves": [], "problem": ""}
-    if run.bound and run.bound.is_auto:
-        try:
-            facts["moves"] = [
-                {**move, "depth": depth_at(move["slots"], run.fresh_per_step)} for move in run.journal.moves()
-            ]
-        except JournalError as error:
-            facts["problem"] = str(error)
-    return run_page(request, "staleness.html", "staleness", facts | {"bound": run.bound})
+    facts = {"charts": staleness_charts(metrics.keys), "outcomes": rows}
+    return run_page(request, "staleness.html", "staleness", facts)
 
 
 def groups(request: Request) -> Response:

@@ -55,7 +55,6 @@ _IMPORT_PAST = (
         f"REPLACE INTO {table} SELECT * FROM past.{table} WHERE group_id IN (SELECT group_id FROM groups)"
         for table in ARRIVED_TABLES
     ),
-    "REPLACE INTO moves SELECT * FROM past.moves WHERE version <= :version",
     "REPLACE INTO uses SELECT * FROM past.uses "
     "WHERE version < :version AND group_id IN (SELECT group_id FROM groups)",
     "REPLACE INTO payloads SELECT * FROM past.payloads "
@@ -76,7 +75,6 @@ class Journal:
         self._rows: dict[int, StoredGroup] = {}
         self._arrived = ArrivedRows()
         self._facts: dict[int, GroupFacts] = {}  # [group_id] of groups that arrived since the last commit
-        self._moves: list[tuple[int, int, str]] = []
         self._streaks: dict[int, int | None] = {}
         self._scalars: dict[str, Any] = {}
         with self._reporting_errors():
@@ -147,17 +145,13 @@ class Journal:
         self._arrived.add(group)
         self._facts[group.facts.group_id] = group.facts
 
-    def record_move(self, version: int, slots: int, reason: str) -> None:
-        """Add that `slots` groups may hold a slot since `version` is served, and why."""
-        self._moves.append((version, slots, reason))
-
     def record_streak(self, position: int, streak: int | None) -> None:
         """Add that the question at this position has this streak now (task.difficulty); None: it is forgotten."""
         self._streaks[position] = streak
 
     def commit(self, scalars: dict[str, Any]) -> None:
         """Write all rows recorded since the last commit, and the store's scalars; delete payloads past `keep_steps`."""
-        if not self._rows and not self._moves and scalars == self._scalars:
+        if not self._rows and scalars == self._scalars:
             return
         version = scalars["version"]
         rows = self._rows.values()
@@ -186,7 +180,6 @@ class Journal:
                 [(row.group_id, used_in) for row in rows for used_in in row.trained_versions],
             )
             execute("DELETE FROM payloads WHERE group_id = ?", pruned)
-            execute("REPLACE INTO moves VALUES (?, ?, ?)", self._moves)
             execute("REPLACE INTO streaks VALUES (?, ?)", list(self._streaks.items()))
             self._db.execute("REPLACE INTO state VALUES (0, ?)", (json.dumps(scalars),))
             self._db.execute("COMMIT")
@@ -194,7 +187,6 @@ class Journal:
         self._rows.clear()
         self._arrived.clear()
         self._facts.clear()
-        self._moves.clear()
         self._streaks.clear()
         self._scalars = scalars
 

@@ -10,7 +10,6 @@
                Config.journal_kept_steps versions
     streaks    one line for each prompt of which a group arrived, with task.difficulty: its position in the task, and
                the number of its last groups in a row that were all right (> 0) or all not right (< 0)
-    moves      one line for each move of the number of slots (staleness.depth: auto): from which version on, and why
     state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
 
 Users may read the tables too, also while the run goes on: see "Trajectories in SQL" in the documentation.
@@ -83,7 +82,6 @@ _DEFINITIONS = "".join(map(_create, TABLES)) + """
 CREATE TABLE IF NOT EXISTS uses (group_id INTEGER, version INTEGER, PRIMARY KEY (group_id, version)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, bytes INTEGER);
 CREATE TABLE IF NOT EXISTS streaks (position INTEGER PRIMARY KEY, streak INTEGER);
-CREATE TABLE IF NOT EXISTS moves (version INTEGER PRIMARY KEY, slots INTEGER, reason TEXT);
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, scalars TEXT);
 CREATE VIEW IF NOT EXISTS trained AS
     SELECT uses.version + 1 AS step, uses.version - rows.oldest_version AS staleness, rows.*

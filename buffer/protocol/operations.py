@@ -73,13 +73,11 @@ class Operations:
     """Applies the requests of one run's clients to its store.
 
     Admission opens when the learner has called `served(0)` and each of placement.rollout.servers workers has asked for
-    slots once, so that the first worker does not get all. `record_group` is called with every group that is stored,
-    `record_move` with (version, slots, reason) whenever the learner moves the number of slots, also if it asks twice.
+    slots once, so that the first worker does not get all. `record_group` is called with every group that is stored.
     """
 
     def __init__(
-        self, config: Config, store: Store, record_group: Callable[[GroupColumns], None] | None = None,
-        record_move: Callable[[int, int, str], None] | None = None,
+        self, config: Config, store: Store, record_group: Callable[[GroupColumns], None] | None = None
     ) -> None:
         self.store = store
         self.limits = Limits.from_config(config)
@@ -88,7 +86,6 @@ class Operations:
         self._workers = [f"rollout/{i}" for i in range(config.placement.rollout.servers)]
         self._drop_equal = config.drops_zero_variance
         self._record_group = record_group
-        self._record_move = record_move
         self._last_grant: dict[str, tuple[int, dict[str, Any]]] = {}  # [worker] request id, result: for a repetition
         self._seen_workers: set[str] = set()
         self._parked: dict[tuple[str, str], Parked] = {}  # [operation, worker], or [LEARNER, ""]
@@ -205,7 +202,7 @@ class Operations:
                 self._served(fields)
             case "checkpoint":
                 self.store.check_version(fields.integer("version", 0))
-                return buffer_checkpoint(self.store.state, self.store.rules)
+                return buffer_checkpoint(self.store.state)
         return {}
 
     def _park(self, kind: str, worker: str, identity: bytes, request: Request, **asked: Any) -> None:
@@ -240,11 +237,7 @@ class Operations:
         return worker
 
     def _served(self, fields: Fields) -> None:
-        version, slots = fields.integer("version", 0), fields.integer("slots", -1)
-        reason = fields.text("reason", MAX_CAUSE_CHARS)
-        self.store.served(version, None if slots < 0 else slots)
-        if slots >= 0 and self._record_move:
-            self._record_move(version, slots, reason)
+        self.store.served(fields.integer("version", 0))
 
     def _put(self, request: Request) -> bool:
         """Store the group that a `put` delivers and return True, or False if it had been stored before or was dropped.

@@ -58,7 +58,7 @@ _OPERATIONS = {
     "take": ("version", "wait_s"),
     "may_push": ("version", "wait_s"),
     "trained": ("version",),
-    "served": ("version", "slots", "reason"),
+    "served": ("version",),
     "checkpoint": ("version",),
 }
 _REQUEST_FIELDS = {op: frozenset(("schema", "op", "id", *names)) for op, names in _OPERATIONS.items()}

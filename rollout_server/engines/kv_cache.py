@@ -25,7 +25,7 @@ def kv_tokens(config: Config, token_bytes: int, row_tokens: int, free_memory_byt
 
 def max_running_replies(config: Config) -> int:
     """Return the largest number of replies that one server can be asked for at once, evaluations included."""
-    groups = min(config.rollout.concurrency, config.most_slots)
+    groups = min(config.rollout.concurrency, config.slots)
     return groups * config.rollout.group_size + config.eval.size * config.eval.samples
 
 

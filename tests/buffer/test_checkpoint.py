@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -24,7 +23,7 @@ RULES = plain_rules(max_staleness=2, prompts_per_step=3)
 def checkpoint(store: Store) -> TrainingState:
     return TrainingState(
         version=store.state.version, lineage=0, ranks=1, networks={}, kl_coef=0.0,
-        buffer=buffer_checkpoint(store.state, store.rules),
+        buffer=buffer_checkpoint(store.state),
     )
 
 
@@ -173,33 +172,3 @@ def exact_ages(store: Store, number: int) -> list[int]:
         store.trained(store.state.version + 1)
         store.served(store.state.version)
     return ages
-
-
-def test_a_resume_goes_on_with_the_slots_of_the_checkpoint_if_the_run_moves_them() -> None:
-    """Unless the bound was lowered meanwhile: 9 slots are those of bound 2, 6 those of bound 1."""
-    store = Store(replace(RULES, moves_slots=True))
-    train_batches(store, 2)
-    store.served(2, 7)
-    saved = checkpoint(store)
-    assert resumed_state(saved, rules=replace(RULES, moves_slots=True)).slots == 7
-    assert resumed_state(saved, rules=replace(RULES, moves_slots=True, max_staleness=1, slots=6)).slots == 6
-    # with more batches between two pushes, fewer slots would never fill them
-    assert resumed_state(saved, rules=replace(RULES, moves_slots=True, every_steps=3)).slots == 9
-    assert resumed_state(saved, rules=replace(RULES, slots=4)).slots == 4
-
-
-@pytest.mark.parametrize(("size", "slots"), [(4, 9), (16, 36), (20, 45)])
-def test_a_resume_with_other_batches_goes_on_at_the_depth_of_the_checkpoint(size: int, slots: int) -> None:
-    """18 slots are depth 1.25 with 8 groups a batch."""
-    saved = checkpoint(Store(plain_rules(8, 8, slots=18, moves_slots=True)))
-    resumed = plain_rules(8, size, moves_slots=True)
-    assert resumed_state(saved, rules=resumed).slots == slots
-    del saved.buffer["fresh_per_step"], saved.buffer["moves_slots"]  # as in checkpoints of other versions
-    assert resumed_state(saved, rules=resumed).slots == max(18, size)
-
-
-def test_a_resume_that_begins_to_move_the_slots_begins_as_a_new_run_does() -> None:
-    """A run at the bound has 72 slots: depth 8, with 8 groups a batch."""
-    saved = checkpoint(Store(plain_rules(8, 8)))
-    assert saved.buffer["scalars"]["slots"] == 72
-    assert resumed_state(saved, rules=plain_rules(8, 8, slots=18, moves_slots=True)).slots == 18

@@ -54,7 +54,7 @@ def valid_messages(put: Callable[[Slot], list[bytes]]) -> list[list[bytes]]:
         [pack_request("fail", 5, worker=worker, group_id=2, cause="no cause", requeue=True)],
         [pack_request("admit", 5, worker=worker, max_groups=3, wait_s=0.0)],
         [pack_request("take", 5, version=0, wait_s=0.0)],
-        [pack_request("served", 5, version=0, slots=-1, reason="")],
+        [pack_request("served", 5, version=0)],
         [pack_request("trained", 5, version=1)],
     ]
 
@@ -74,7 +74,7 @@ def test_mutated_messages_of_a_worker_are_refused_or_valid(
     for seed in range(10):
         store = Store(Rules.from_config(config))
         operations = Operations(config, store)
-        for frames in [[pack_request("served", 1, version=0, slots=-1, reason="")], originals[5]]:
+        for frames in [[pack_request("served", 1, version=0)], originals[5]]:
             operations.handle(b"worker", frames)
         operations.replies(0.0)  # grants the slots
         rng.seed(seed)
@@ -98,7 +98,7 @@ def test_mutated_messages_do_not_disturb_a_run() -> None:
         [pack_request("fail", 5, worker="rubbish", group_id=FAR, cause="no cause", requeue=True)],
         [pack_request("admit", 5, worker="rubbish", max_groups=5, wait_s=0.0)],
         [pack_request("take", 5, version=FAR, wait_s=0.0)],
-        [pack_request("served", 5, version=FAR, slots=-1, reason="")],
+        [pack_request("served", 5, version=FAR)],
         [pack_request("trained", 5, version=FAR)],
     ]
     steps = 20

@@ -121,7 +121,7 @@ def test_a_client_that_reads_nothing_loses_only_replies_of_its_own(
             deaf.recv()
             received += 1
         assert 0 < received < number
-        repetition = pack_request("served", number + 1, version=0, slots=-1, reason="")
+        repetition = pack_request("served", number + 1, version=0)
         deaf.send(repetition)  # it is answered
         assert deaf.poll(10_000)
         assert read_reply([zmq.Frame(deaf.recv())]).ids == [number + 1]

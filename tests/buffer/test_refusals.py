@@ -22,7 +22,6 @@ from tests.kit.groups import make_group, make_row
 PUT = pack_request("put", 77, worker="rollout/0")
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
-STAYS = {"slots": -1, "reason": ""}
 FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int32)))}
 
 
@@ -36,10 +35,7 @@ FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int3
         ([pack_request("trained", 77)], "version: missing"),
         ([pack_request("trained", 77, version="1")], "version: got '1', allowed an integer"),
         ([pack_request("trained", 77, version=1)], "version: got 1, allowed the next after 0"),
-        ([pack_request("served", 77, version=5, **STAYS)], "version: got 5, allowed 0..0 (served..trained)"),
-        ([pack_request("served", 77, version=0, slots=99, reason="")], "slots: got 99, allowed 4..4, for"),
-        ([pack_request("served", 77, version=0, slots=-2, reason="")], "slots: got -2, allowed an integer in -1.."),
-        ([pack_request("served", 77, version=0, slots=8, reason=8)], "reason: got 8, allowed a string"),
+        ([pack_request("served", 77, version=5)], "version: got 5, allowed 0..0 (served..trained)"),
         ([pack_request("take", 77, version=3, wait_s=0)], "version: got 3, allowed 0"),
         ([pack_request("take", 77, version=0, wait_s=-1)], "wait_s: got -1, allowed a finite number >= 0"),
         ([pack_request("admit", 77, worker="rollout/0", max_groups=0, wait_s=0)], "max_groups: got 0"),

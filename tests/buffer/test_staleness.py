@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from async_rl.config import StalenessConfig, slots_at
 from buffer.modes import Drop, Mask, Wait
 from buffer.staleness import (
     Rules,
@@ -21,6 +20,7 @@ from buffer.staleness import (
 )
 from buffer.stored_group import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival
+from tests.kit.configs import make_config
 
 
 def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: object) -> Rules:
@@ -35,7 +35,7 @@ def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: ob
 def test_capacity_is_the_slots_less_those_held() -> None:
     assert admission_capacity(40, 48) == 8
     assert admission_capacity(48, 48) == 0
-    assert admission_capacity(48, 36) == 0  # the slots have become fewer
+    assert admission_capacity(48, 36) == 0  # after a resume with a smaller depth
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_capacity_is_the_slots_less_those_held() -> None:
     [
         (0, "max", 16, 16), (2, "max", 16, 48), (2, "max", 6, 18), (2, 2, 16, 48), (8, 1.25, 16, 36), (8, 0, 16, 16),
         (8, 0.25, 2, 3), (8, 0.75, 3, 6),  # rounded up: 2.5 and 5.25
-        (8, "auto", 16, 36), (1, "auto", 16, 32),  # a run of auto begins with 1.25, or its bound if that is less
     ],
 )
 def test_slots_are_depth_plus_one_batches_rounded_up(bound: int, depth: Any, fresh: int, slots: int) -> None:
-    assert slots_at(StalenessConfig(max=bound, depth=depth).start_depth, fresh) == slots
+    config = make_config(staleness={"max": bound, "depth": depth}, learner={"prompts_per_step": fresh})
+    assert config.slots == slots
 
 
 def test_a_batch_waits_for_a_running_group_that_expires_with_it() -> None:
@@ -102,7 +102,6 @@ class State:
     held: int  # fresh groups of the batch that the learner holds; 0: it holds none
     running: tuple[int, ...]
     finished: tuple[int, ...]
-    slots: int
 
 
 def ages(counts: Iterable[int]) -> list[int]:
@@ -119,15 +118,13 @@ def step(counts: tuple[int, ...], age: int, by: int) -> tuple[int, ...]:
     return (*counts[:age], counts[age] + by, *counts[age + 1 :])
 
 
-def capacity(state: State) -> int:
+def capacity(state: State, rules: Rules) -> int:
     held = sum(state.running) + sum(state.finished) + state.unserved + state.held
-    return admission_capacity(held, state.slots)
+    return admission_capacity(held, rules.slots)
 
 
-def successors(
-    state: State, rules: Rules, every_steps: int, allowed_slots: Sequence[int]
-) -> Iterator[State]:
-    if capacity(state):
+def successors(state: State, rules: Rules, every_steps: int) -> Iterator[State]:
+    if capacity(state, rules):
         yield replace(state, running=step(state.running, state.behind, 1))
     for age, n in enumerate(state.running):
         if n:
@@ -138,10 +135,9 @@ def successors(
         # Trained: everything left is a version older. A group past its deadline would have age bound + 1.
         assert state.running[-1] == state.finished[-1] == 0, "missed its deadline"
         older = ((0, *state.running[:-1]), (0, *state.finished[:-1]))
-        yield State(state.behind + 1, state.unserved + state.held, 0, *older, state.slots)
+        yield State(state.behind + 1, state.unserved + state.held, 0, *older)
     elif state.behind == every_steps:
-        for slots in allowed_slots:
-            yield replace(state, behind=0, unserved=0, slots=slots)
+        yield replace(state, behind=0, unserved=0)
     else:
         for reusable in range(rules.prompts_per_step - rules.fresh_per_step + 1):
             if (fresh := fresh_of(state, reusable, rules)) is not None:
@@ -155,23 +151,20 @@ def assert_no_deadlock(state: State, rules: Rules, every_steps: int) -> None:
     """Once every group that may run has finished, the learner gets its batch, even without used groups."""
     if not state.held and state.behind < every_steps:
         done = tuple(r + f for r, f in zip(state.running, state.finished, strict=True))
-        done = step(done, state.behind, capacity(state))
+        done = step(done, state.behind, capacity(state, rules))
         nobody = (0,) * (rules.max_staleness + 1)
         assert fresh_of(replace(state, running=nobody, finished=done), 0, rules) is not None, state
 
 
-def every_state(rules: Rules, every_steps: int, allowed_slots: Sequence[int]) -> set[State]:
-    """Every reachable state of a small buffer, all orders of admit, finish, drop, take, train and serve.
-
-    When a version is served, the slots change to any number of `allowed_slots`.
-    """
+def every_state(rules: Rules, every_steps: int) -> set[State]:
+    """Every reachable state of a small buffer, all orders of admit, finish, drop, take, train and serve."""
     nobody = (0,) * (rules.max_staleness + 1)
-    frontier = [State(0, 0, 0, nobody, nobody, slots) for slots in allowed_slots]
+    frontier = [State(0, 0, 0, nobody, nobody)]
     seen = set(frontier)
     while frontier:
         state = frontier.pop()
         assert_no_deadlock(state, rules, every_steps)
-        for following in successors(state, rules, every_steps, allowed_slots):
+        for following in successors(state, rules, every_steps):
             if following not in seen:
                 seen.add(following)
                 frontier.append(following)
@@ -189,27 +182,24 @@ SMALL = pytest.mark.parametrize(
 def test_no_order_of_events_breaks_the_bound_or_stops_the_learner(
     bound: int, size: int, fresh: int, every_steps: int
 ) -> None:
-    checked = rules(bound, size, fresh)
-    seen = every_state(checked, every_steps, [checked.slots])
+    seen = every_state(rules(bound, size, fresh), every_steps)
     assert max(sum(state.running) + sum(state.finished) for state in seen) == (bound + 1) * fresh
 
 
 @SMALL
-def test_slots_may_change_with_every_version_to_any_that_the_bound_allows(
+def test_nor_with_any_number_of_slots_that_the_bound_allows(
     bound: int, size: int, fresh: int, every_steps: int
 ) -> None:
-    """Also to fewer than are held."""
-    checked = rules(bound, size, fresh)
-    seen = every_state(checked, every_steps, range(every_steps * size, checked.slot_limits.most + 1))
-    assert max(sum(state.running) + sum(state.finished) for state in seen) == (bound + 1) * fresh
+    for slots in range(every_steps * size, (bound + 1) * fresh):
+        seen = every_state(rules(bound, size, fresh, slots=slots), every_steps)
+        assert max(sum(state.running) + sum(state.finished) for state in seen) == slots
 
 
 @pytest.mark.parametrize(("bound", "depth"), [(2, 0), (3, 0.5), (3, 1), (2, 1.5)])
 def test_a_depth_holds_fewer_groups_and_leaves_them_the_time_of_the_bound(
     bound: int, depth: float
 ) -> None:
-    checked = rules(bound, 2, slots=slots_at(depth, 2))
-    seen = every_state(checked, 1, [checked.slots])
+    seen = every_state(rules(bound, 2, slots=int((depth + 1) * 2)), 1)
     live = [(state.running, state.finished) for state in seen]
     assert max(sum(running) + sum(finished) for running, finished in live) == (depth + 1) * 2
     oldest = max(age for running, finished in live for age, n in enumerate(finished) if n)
@@ -224,10 +214,10 @@ def test_that_search_finds_the_flaw_of_a_rule_without_look_ahead(monkeypatch: py
     monkeypatch.setitem(globals(), "fresh_to_take", today_only)
     # Two groups that expire together, of which one batch could hold only one, are noticed too late.
     with pytest.raises(AssertionError, match="missed its deadline"):
-        every_state(rules(2, 1), 1, [3])
+        every_state(rules(2, 1), 1)
 
 
 def test_that_search_finds_a_deadlock_where_slots_are_too_few() -> None:
     """S >= E B is needed: one slot fewer for two batches between pushes, and the learner waits for ever."""
     with pytest.raises(AssertionError, match="State"):
-        every_state(rules(2, 3), 2, [5])
+        every_state(rules(2, 3, slots=5), 2)

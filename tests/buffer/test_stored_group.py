@@ -80,7 +80,7 @@ def test_a_group_whose_episodes_have_equal_rewards_is_dropped() -> None:
         assert await worker.put(with_rewards(random_episodes(different, rng), (0.5, 1.0)))
 
     with serving(config) as server:
-        ask(server.address, [pack_request("served", 1, version=0, slots=-1, reason="")])
+        ask(server.address, [pack_request("served", 1, version=0)])
         with_worker(server.address, put_both)
         counters = server.counters()
     assert (counters["buffer/dropped_zero_variance"], counters["buffer/depth"]) == (1, 1)

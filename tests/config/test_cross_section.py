@@ -174,19 +174,16 @@ def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
     config = load(tmp_path, "staleness.max=2", "buffer.max_uses=3", "buffer.fresh_fraction=0.35")
     assert (config.fresh_per_step, config.slots) == (6, 18)  # ceil(0.35 * 16) of 16
     assert load(tmp_path, "staleness.max=8", "staleness.depth=1.25").slots == 36
-    assert load(tmp_path, "staleness.max=8", "staleness.depth=auto").slots == 36  # the run begins with depth 1.25
-    at_pushes = load(tmp_path, "staleness.max=8", "staleness.depth=auto", "weight_sync.every_steps=3")
-    assert (at_pushes.slots, at_pushes.slot_limits.fewest, at_pushes.most_slots) == (48, 48, 144)
-    assert load(tmp_path, "staleness.max=8", "staleness.depth=1.25").most_slots == 36
+    at_pushes = load(tmp_path, "staleness.max=8", "staleness.depth=2", "weight_sync.every_steps=3")
+    assert (at_pushes.slots, at_pushes.slot_limits.fewest) == (48, 48)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["staleness.depth=1.25"], "staleness.depth must be max, auto, or 0..0, which is staleness.max"),
-        (["staleness.depth=auto"], "staleness.depth must be max or 0 with staleness.max 0, got 'auto'"),
-        (["staleness.max=8", "staleness.depth=9"], "staleness.depth must be max, auto, or 0..8"),
-        (["staleness={max: 8, depth: auto, mode: exact}"], "staleness.depth must be max with staleness.mode: exact"),
+        (["staleness.depth=1.25"], "staleness.depth must be max, or 0..0, which is staleness.max"),
+        (["staleness.max=8", "staleness.depth=auto"], "staleness.depth"),
+        (["staleness.max=8", "staleness.depth=9"], "staleness.depth must be max, or 0..8"),
         (["staleness.max=8", "staleness.depth=1.3"], "staleness.depth"),
         (["staleness.max=8", "staleness.depth=deep"], "staleness.depth"),
         (["staleness={max: 8, depth: 1, mode: exact}"], "staleness.depth must be max with staleness.mode: exact"),

@@ -1,4 +1,4 @@
-"""How many slots a run may have is one rule for the configuration, the buffer and the simulator."""
+"""How many slots a depth has is one rule for the configuration and the simulator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from buffer.simulate import Workload, simulate
-from buffer.staleness import Rules
 from tests.kit.configs import make_config
 
 USES = [(1, 1.0), (2, 0.5), (2, 0.75), (3, 0.4)]
@@ -37,21 +36,13 @@ def workload_of(size: int, every_steps: int, uses: tuple[int, float]) -> Workloa
 @pytest.mark.parametrize("uses", USES)
 def test_a_depth_is_configured_exactly_if_it_is_simulated(uses: tuple[int, float]) -> None:
     for size, every_steps, bound in itertools.product((1, 2, 3, 4, 7), (1, 2, 3), (1, 2, 3)):
-        limits = workload_of(size, every_steps, uses).slot_limits(bound)
+        limits = workload_of(size, every_steps, uses).slot_limits
         for depth in (quarters / 4 for quarters in range(4 * bound + 1)):
             config = configured(size, every_steps, uses, max=bound, depth=depth)
             told = f"{size} groups, {every_steps} steps between pushes, depth {depth} of {bound}"
             assert bool(config) == limits.is_enough(depth) == (depth >= limits.smallest_depth), told
             if config:
-                assert Rules.from_config(config).slot_limits == config.slot_limits == limits, told
-                assert limits.allowed(config.slots) == config.slots, told
-
-
-@pytest.mark.parametrize("uses", USES)
-def test_auto_begins_with_slots_that_the_run_may_have(uses: tuple[int, float]) -> None:
-    for size, every_steps, bound in itertools.product((1, 2, 3, 4, 7), (1, 2, 3), (1, 2, 8)):
-        if config := configured(size, every_steps, uses, max=bound, depth="auto"):
-            assert config.slot_limits.fewest <= config.slots <= config.slot_limits.most
+                assert config.slot_limits == limits and config.slots == limits.at(depth), told
 
 
 def test_a_depth_is_simulated_whose_slots_are_those_of_a_larger_one() -> None:

@@ -326,16 +326,6 @@ def test_a_dry_run_prints_the_table(model_folder: Path, monkeypatch: pytest.Monk
     assert {line.split()[1] for line in changed.splitlines()} == {"model.path", "task.name", "rollout.engine"}
 
 
-@pytest.mark.parametrize(("resume", "begins"), [("", r", \d+ at the start: depth 1\.25 .*"), ("runs/r", "")])
-def test_a_dry_run_tells_the_depth_at_the_start_of_a_new_run_only(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, resume: str, begins: str
-) -> None:
-    monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [])
-    depth, run = {"max": 8, "depth": "auto"}, {"resume": resume}
-    text = dry_run(make_config(model_folder, rollout={"engine": "hf"}, staleness=depth, run=run))
-    assert re.search(rf"\n# groups in flight or waiting, at most +\d+{begins}\n", text)
-
-
 @pytest.mark.nightly
 def test_seven_billion_parameters_fit_eight_gpus_with_checkpoints_and_not_one(tmp_path: Path) -> None:
     save_headers(Qwen2Config(**QWEN2_5["7B"]), tmp_path)

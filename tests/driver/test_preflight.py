@@ -263,14 +263,11 @@ def test_a_dry_run_prints_the_sizes_that_follow_from_the_config(model: ModelConf
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_says_with_which_depth_a_run_begins_that_moves_it(model: ModelConfig, tmp_path: Path) -> None:
+def test_a_dry_run_says_how_many_groups_a_depth_has(model: ModelConfig, tmp_path: Path) -> None:
     config = config_of(model, TaskConfig(name="reasoning_gym/chain_sum", max_prompt_tokens=100), tmp_path)
-    auto = dataclasses.replace(config, staleness=StalenessConfig(max=8, depth="auto"))
-    lines = " ".join(dry_run(auto).split())
-    assert "groups in flight or waiting, at most 144, 36 at the start: depth 1.25 of at most 8 " in lines
-    assert "episodes at the engines, at most 1152 " in lines  # 144 groups of 8, once the run has moved to depth 8
-    fixed = " ".join(dry_run(dataclasses.replace(config, staleness=StalenessConfig(max=8, depth=1.5))).split())
-    assert "groups in flight or waiting, at most 40 #" in fixed
+    lines = " ".join(dry_run(dataclasses.replace(config, staleness=StalenessConfig(max=8, depth=1.5))).split())
+    assert "groups in flight or waiting, at most 40 #" in lines
+    assert "episodes at the engines, at most 320 " in lines  # 40 groups of 8
 
 
 def test_a_narrowed_sampling_distribution_is_a_caution_of_train_and_dry_run(

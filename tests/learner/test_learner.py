@@ -26,7 +26,7 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
-from async_rl.messages.reports import DepthMoved, EvaluationDue, StepDone, TrainingEnded
+from async_rl.messages.reports import EvaluationDue, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
 from buffer.client import WorkerClient
 from buffer.server import BufferServer
@@ -49,25 +49,6 @@ METRICS = {
     "response/distinct_fraction", "response/repeated_fraction", "time/wait_data_s", "time/train_s", "time/sync_s",
     "buffer/depth",
 }  # fmt: skip
-
-
-def test_a_move_of_the_depth_goes_with_the_next_served_version_once(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=5, dir=str(tmp_path)), weight_sync=WeightSyncConfig(every_steps=2)
-    )
-    assert isinstance(learner._client, FakeClient)
-    reports = []
-    for report in learner.run():
-        reports.append(report)
-        if report.version == 1:  # what is put last before a push goes with it
-            learner.depth_moves.put(9, "too late")
-            learner.depth_moves.put(7, "6 % more steps than 1.25")
-    moved = [report for report in reports if isinstance(report, DepthMoved)]
-    assert moved == [DepthMoved(version=2, slots=7, reason="6 % more steps than 1.25")]
-    served = [call for call in learner._client.calls if call[0] == "served"]
-    assert served == [("served", 0), ("served", 2, 7, "6 % more steps than 1.25"), ("served", 4)]
 
 
 def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folder(

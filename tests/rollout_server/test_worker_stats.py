@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from async_rl.messages.reports import GroupRecord
 from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.timeline import Usage
 from rollout_server.worker_stats import WorkerStats
@@ -74,16 +73,6 @@ def test_the_stats_tell_how_long_groups_took_and_how_many_were_in_flight(clock: 
     assert values["rollout/group_s_squared"] == pytest.approx((16 + 9) / 2)
     assert values["rollout/concurrency"] == pytest.approx((1.5 + 5 / 3) / 2)
     assert stats.drain_groups() == []
-
-
-def test_the_driver_is_told_of_aborted_groups_and_not_of_failed_ones(clock: Clock) -> None:
-    stats = WorkerStats("rollout/0")
-    for group_id in (1, 2):
-        at(clock, 100, stats.begin_group, group_id)
-    stats.aborted(1)
-    at(clock, 104, stats.end_group, 1)
-    at(clock, 104, stats.end_group, 2)
-    assert stats.drain_records() == (GroupRecord(0.0, 4.0, 0, 2.0, is_aborted=True),)
 
 
 def test_the_status_counts_the_requests_and_shows_the_wait_closest_to_its_limit(clock: Clock) -> None:

@@ -134,7 +134,7 @@ def test_a_bound_that_would_stop_the_learner_for_ever_is_refused() -> None:
         (every_other, 1), (dataclasses.replace(every_other, **used_again), 3),
         (dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9), 1), (STEADY, 0),
     ):
-        assert workload.slot_limits(max_staleness=8).smallest_depth == depth
+        assert workload.slot_limits.smallest_depth == depth
     with pytest.raises(ConfigError, match=r"staleness\.depth must be at least 1 with .*every_steps 2, got 0"):
         simulate(every_other, 0, 10)
 

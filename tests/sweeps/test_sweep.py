@@ -21,7 +21,6 @@ from async_rl.sweeps.cells import (
     CORRECTIONS,
     MODES,
     Axis,
-    Bound,
     Cell,
     all_cells,
     bounds_of,
@@ -88,24 +87,17 @@ def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> 
     assert found["none", "0"].staleness.max == 0
 
 
-@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", "", "1/", "/8"])
+@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", "", "1/", "/8", "auto/8"])
 def test_bounds_that_are_not_understood_are_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--staleness must be values of .* e\.g\. 0,1,8,1\.25/8,auto/8; got"):
+    with pytest.raises(ConfigError, match=r"--staleness must be values of .* e\.g\. 0,1,8,1\.25/8; got"):
         bounds_of(text)
 
 
-@pytest.mark.parametrize("text", ["9/8", "1.3/8", "auto/0"])
+@pytest.mark.parametrize("text", ["9/8", "1.3/8"])
 def test_a_depth_above_its_bound_or_between_quarters_is_refused(text: str) -> None:
-    expected = rf"must be a depth of 0\.\.\d in quarters, or auto with 1 or more, before /\d, got '{text}'"
+    expected = rf"must be a depth of 0\.\.\d in quarters before /\d, got '{text}'"
     with pytest.raises(ConfigError, match=expected):
         bounds_of(text)
-
-
-def test_a_depth_that_the_run_moves_is_a_bound_of_its_own() -> None:
-    one, auto = bounds_of("auto/8,1/8")
-    assert (str(one), str(auto)) == ("1/8", "auto/8")
-    assert auto.overrides == ("staleness.max=8", "staleness.depth=auto")
-    assert Bound.of_config({"max": 8, "depth": "auto"}) == Bound.parse("auto/8") == auto != one
 
 
 def test_a_depth_below_a_bound_is_a_level_of_the_staleness_axis(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import main
-from async_rl.errors import ConfigError
 from async_rl.telemetry.status import STALE_S, Status, format_status, write_status
 
 
@@ -66,31 +65,3 @@ def test_the_alarms_of_a_run_stand_below_its_state(tmp_path: Path, note: str) ->
     del told["alarms"]  # a run of an earlier version has written it
     (tmp_path / "status.json").write_text(json.dumps(told))
     assert "Alarms" not in format_status(tmp_path)
-
-
-def test_the_depth_of_a_run_stands_below_its_state(tmp_path: Path) -> None:
-    write_status(tmp_path, [], "running", "Alarms: reward since step 57", "depth 1.5 of at most 8 since step 23")
-    lines = format_status(tmp_path).splitlines()
-    assert lines[1:3] == ["depth 1.5 of at most 8 since step 23", "Alarms: reward since step 57"]
-    write_status(tmp_path, [], "running")
-    assert len(format_status(tmp_path).splitlines()) == 1
-
-
-def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"status\.json"):
-        format_status(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", '{"note": "run', "[]", '{"note": "running", "time_s": 0, "processes": [7]}'])
-def test_a_status_that_is_half_copied_is_refused_with_a_sentence(tmp_path: Path, text: str) -> None:
-    (tmp_path / "status.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"status\.json can't be read .*Copy it again"):
-        format_status(tmp_path)
-
-
-def test_what_only_a_newer_version_tells_of_a_process_is_left_out(tmp_path: Path) -> None:
-    write_status(tmp_path, [Status(process="learner/0", doing="trains", since_s=time.monotonic())], "running")
-    told = json.loads((tmp_path / "status.json").read_text())
-    told["processes"][0]["mood"] = "fine"
-    (tmp_path / "status.json").write_text(json.dumps(told))
-    assert format_status(tmp_path).splitlines()[2].startswith("learner/0")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import re
 import shutil
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from async_rl.view.pages import MISSING, duration
-from async_rl.view.run_files import RunFiles
 from buffer.journal.journal import FILE_NAME
 from tests.kit.view.client import Client
 from tests.kit.view.run_dirs import (
@@ -104,22 +101,6 @@ def test_a_depth_below_the_bound_is_told_beside_the_staleness(run_dir: Path) -> 
     config = run_dir / "config.yaml"
     config.write_text(config.read_text().replace("depth: max", "depth: 1.25"))
     assert "at most 2, depth 1.25 of 2" in Client(run_dir).get("/run/overview").text
-
-
-def test_the_moves_of_a_depth_are_told_with_their_reasons(run_dir: Path) -> None:
-    assert "How the depth moved" not in Client(run_dir).get("/run/staleness").text
-    config = run_dir / "config.yaml"
-    config.write_text(config.read_text().replace("depth: max", "depth: auto"))
-    assert "It has not moved yet" in Client(run_dir).get("/run/staleness").text
-    with contextlib.closing(sqlite3.connect(run_dir / FILE_NAME)) as journal, journal:
-        size = RunFiles(run_dir).fresh_per_step
-        journal.execute("INSERT INTO moves VALUES (9, ?, '6 % more steps than 1 <b>')", (round(2.5 * size),))
-    text = Client(run_dir).get("/run/staleness").text
-    assert '<td class="num" data-label="since version">9</td><td class="num" data-label="depth">1.5</td>' in text
-    assert "6 % more steps than 1 &lt;b&gt;" in text
-    assert "at most 2, depth auto of 2" in Client(run_dir).get("/run/overview").text
-    (run_dir / FILE_NAME).write_bytes(b"no journal")
-    assert "trajectories.sqlite" in Client(run_dir).get("/run/staleness").text
 
 
 def test_series_can_be_asked_for_from_a_line_on(run_dir: Path) -> None:

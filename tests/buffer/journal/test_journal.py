@@ -9,7 +9,6 @@ import re
 import sqlite3
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -75,7 +74,7 @@ def test_slots_whose_answer_was_lost_in_a_crash_are_granted_once(tmp_path: Path)
     config = journalled(tmp_path)
     request = [pack_request("admit", 77, worker="rollout/0", max_groups=3, wait_s=1.0)]
     with serving_until_a_crash(config) as server:
-        ask(server.address, [pack_request("served", 1, version=0, slots=-1, reason="")])
+        ask(server.address, [pack_request("served", 1, version=0)])
         lost = ask(server.address, request)
     with serving(config) as server:
         assert ask(server.address, request) == lost
@@ -94,67 +93,10 @@ def test_a_request_is_answered_after_its_effect_is_committed(tmp_path: Path) -> 
         seen.append(select(config, arrived))
 
     with serving(config) as server:
-        ask(server.address, [pack_request("served", 1, version=0, slots=-1, reason="")])
+        ask(server.address, [pack_request("served", 1, version=0)])
         with_worker(server.address, put_one)
     assert seen == [[(0, "running")], [(0, "finished", 1)]]
     assert select(config, "SELECT state, drop_reason FROM groups") == [("dropped", "shutdown")]
-
-
-def test_a_move_of_the_slots_is_in_the_journal_once_and_holds_after_a_crash(tmp_path: Path) -> None:
-    config = journalled(tmp_path)
-    with serving_until_a_crash(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
-        start = server.counters()["buffer/slots"]
-        for _ in range(2):  # the second is a repetition
-            learner.served(0, int(start) - 1, "the KL is high \ud83d")
-        learner.close()
-    with serving(same_port(config, server)) as server:
-        assert server.counters()["buffer/slots"] == start - 1
-        assert len(with_worker(server.address, lambda worker: worker.admit(99))) == start - 1
-    moves = select(config, "SELECT version, slots, reason FROM moves")
-    assert [(version, slots) for version, slots, _ in moves] == [(0, start - 1)]
-    assert moves[0][2].startswith("the KL is high")
-
-
-class _DiesAtCommit:
-    """A database whose process dies when it commits a transaction that has a move in it."""
-
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
-        self._has_move = False
-
-    def executemany(self, query: str, rows: Any) -> Any:
-        self._has_move |= "moves" in query and bool(rows)
-        return self._database.executemany(query, rows)
-
-    def execute(self, query: str, *values: Any) -> Any:
-        if query == "COMMIT" and self._has_move:
-            raise AsyncRLError("killed before the commit")
-        return self._database.execute(query, *values)
-
-    def close(self) -> None:
-        self._database.close()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_move_that_a_crash_kept_from_its_commit_is_made_when_it_is_repeated(tmp_path: Path) -> None:
-    config = journalled(tmp_path)
-    with serving_until_a_crash(config) as server:
-        ask(server.address, [pack_request("served", 1, version=0, slots=-1, reason="")])
-        start = int(server.counters()["buffer/slots"])
-        moved = pack_request("served", 2, version=0, slots=start - 1, reason="the KL is high")
-        assert server._journal
-        server._journal._db = cast(Any, _DiesAtCommit(server._journal._db))
-        with pytest.raises(AssertionError, match="no answer"):
-            ask(server.address, [moved], wait_s=0.5)
-    assert select(config, "SELECT * FROM moves") == []
-    with serving(same_port(config, server)) as server:
-        assert server.counters()["buffer/slots"] == start
-        ask(server.address, [moved])
-        assert server.counters()["buffer/slots"] == start - 1
-        assert len(with_worker(server.address, lambda worker: worker.admit(99))) == start - 1
-    assert select(config, "SELECT version, slots, reason FROM moves") == [(0, start - 1, "the KL is high")]
 
 
 def trained(config: Config, steps: int = 12) -> list[Batch]:

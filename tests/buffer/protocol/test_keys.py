@@ -53,7 +53,7 @@ def is_answered(address: str, server_key: Path | None, client_key: Path | None) 
             socket.curve_serverkey = zmq.auth.load_certificate(server_key)[0]
             socket.curve_publickey, socket.curve_secretkey = zmq.auth.load_certificate(client_key)
         socket.connect(address)
-        socket.send(pack_request("served", 7, version=0, slots=-1, reason=""))
+        socket.send(pack_request("served", 7, version=0))
         return bool(socket.poll(1000))
 
 

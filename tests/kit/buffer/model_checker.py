@@ -6,15 +6,13 @@ crashes and resumes restore from it. Without, a crash restores from rows in memo
 
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from async_rl.storage.checkpoints import TrainingState
@@ -36,13 +34,8 @@ FOLDERS = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class ModelChecker:
-    def __init__(
-        self, rules: Rules, files: Path | None = None, keep_steps: int = -1, slots: Sequence[int] = ()
-    ) -> None:
-        """If `slots` are given, they change with every served version, to one of these numbers after the other."""
+    def __init__(self, rules: Rules, files: Path | None = None, keep_steps: int = -1) -> None:
         self.rules = rules
-        self.slots = itertools.cycle(slots or [rules.slots])
-        self.now_slots = rules.slots
         self.files, self.keep_steps = files, keep_steps
         self.rows: dict[int, StoredGroup] = {}  # [group id] the newest row
         self.version = self.served_version = self.first_version = self.oldest_trained = self.num_events = 0
@@ -100,7 +93,7 @@ class ModelChecker:
     def admit(self, count: int, worker: str) -> None:
         for slot in self.store.admit(worker, count, now_s=0.0):
             assert not self.is_draining, "started while a push waits for the groups that run"
-            assert self.store.state.slots_held <= self.now_slots
+            assert self.store.state.slots_held <= self.rules.slots
             assert slot.group_id not in self.starts and slot.start_version == self.served_version
             self.starts[slot.group_id], self.workers[slot.group_id] = slot.start_version, worker
             self.running.append(slot.group_id)
@@ -146,10 +139,9 @@ class ModelChecker:
                 assert not (self.rules.drain and self.running), "pushed under a group that runs"
                 self.served_version = self.version
                 self.is_draining = False
-                self.now_slots = next(self.slots)
-                self.store.served(self.version, self.now_slots)
-                self.store.served(self.version, self.now_slots)  # the answer was lost
-                assert self.store.capacity() <= max(0, self.now_slots - self.store.state.slots_held)
+                self.store.served(self.version)
+                self.store.served(self.version)  # the answer was lost
+                assert self.store.capacity() <= self.rules.slots - self.store.state.slots_held
         elif batch := self.store.take(self.version):
             self.batch = batch
             self.check_batch(batch)
@@ -170,7 +162,7 @@ class ModelChecker:
 
     def save(self) -> None:
         """Make a checkpoint: the buffer's part, and what the checker itself has to remember with it."""
-        plain = json.loads(json.dumps(buffer_checkpoint(self.store.state, self.rules)))
+        plain = json.loads(json.dumps(buffer_checkpoint(self.store.state)))
         saved = TrainingState(
             version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain
         )
@@ -185,7 +177,6 @@ class ModelChecker:
         self.crashes += 1
         self.is_draining = False
         before = self.store.state.counters()
-        assert before["buffer/slots"] == self.now_slots
         live = [row for row in self.rows.values() if row.state not in ("trained", "dropped")]
         scalars = json.loads(json.dumps(self.store.state.scalars()))
         if self.journal:
@@ -224,9 +215,6 @@ class ModelChecker:
         self.kept += len(finished)
         if self.rules.exact and not finished:
             self.first_version = saved.version
-        saved_slots = saved.buffer["scalars"]["slots"]
-        self.now_slots = saved_slots if self.rules.moves_slots else self.rules.slots
-        assert self.store.state.slots == self.now_slots
         self.store.served(self.version)
         self.commit()
         self.check_journal()
@@ -271,7 +259,7 @@ class ModelChecker:
             assert state.starts[of] == Counter(row.start_version for row in rows.values()), of
         assert state.newest == Counter(row.newest_version for row in state.finished.values())
         assert state.num_held_fresh == sum(row.is_fresh for row in state.held.values())
-        assert counters["buffer/slots_held"] <= (self.rules.max_staleness + 1) * self.rules.fresh_per_step
+        assert counters["buffer/slots_held"] <= self.rules.slots
 
 
 @contextmanager
@@ -280,10 +268,7 @@ def random_checker(rng: random.Random) -> Iterator[ModelChecker]:
     rules = random_rules(rng)
     with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         files = Path(folder) if rng.random() < 2 / 3 else None
-        allowed = range(rules.slot_limits.fewest, rules.slot_limits.most + 1)
-        changing = rng.choices(allowed, k=20) if not rules.exact and rng.random() < 0.5 else ()
-        rules = replace(rules, moves_slots=bool(changing))
-        checker = ModelChecker(rules, files, keep_steps=rng.choice((-1, 0, 2)), slots=changing)
+        checker = ModelChecker(rules, files, keep_steps=rng.choice((-1, 0, 2)))
         try:
             yield checker
         finally:

@@ -40,8 +40,8 @@ class FakeClient:
     def await_push(self, version: int, interrupted: Callable[[], bool]) -> None:
         self.calls.append(("await_push", version))
 
-    def served(self, version: int, *move: object) -> None:
-        self.calls.append(("served", version, *move))
+    def served(self, version: int) -> None:
+        self.calls.append(("served", version))
 
     def buffer_checkpoint(self, version: int) -> dict[str, Any]:
         self.calls.append(("buffer_checkpoint", version))

@@ -20,7 +20,6 @@ from async_rl.config import (
     PlacementConfig,
     RolloutConfig,
     RolloutPlacement,
-    StalenessConfig,
     WeightSyncConfig,
 )
 from async_rl.errors import ConfigError
@@ -65,13 +64,6 @@ def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluatio
     chosen = flags(config())
     assert chosen["max-num-seqs"] == 8 * 4 + 20
     assert chosen["kv-cache-memory-bytes"] == (8 * 4 + 20) * 6 * 32 * 1024
-
-
-def test_a_server_has_room_for_the_largest_depth_to_which_a_run_may_move() -> None:
-    """The run begins with 18 groups of 4, at depth 1.25, and has 72 at depth 8."""
-    moving = dataclasses.replace(config(), staleness=StalenessConfig(max=8, depth="auto"))
-    assert flags(moving)["max-num-seqs"] == 72 * 4 + 20
-    assert flags(moving, on_gpu=True)["max-cudagraph-capture-size"] == 72 * 4 + 20
 
 
 def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -> None:

@@ -61,8 +61,7 @@ NIGHTLY = [
     "eval.every_steps=25",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25",
     "async-rl sft configs/sweep_agent_cpu.yaml",
-    "async-rl train configs/sweep_agent_cpu.yaml staleness.max=8 staleness.depth=auto run.steps=60 run.name=auto",
-    "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 1,8,2/8,auto/8 --seeds 3 --seconds 60 --name depths",
+    "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 1,8,2/8 --seeds 3 --seconds 60 --name depths",
     "async-rl report runs/quickstart-sweep",
     "async-rl sweep configs/quickstart.yaml --staleness 0,1,2,4 --seeds 3 run.steps=100 eval.every_steps=25 "
     "--parallel auto --dry-run",

@@ -23,7 +23,7 @@ from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from rollout_server.engines.base import GenerationRequest, Purpose, SampledReply, check_prompt
 from rollout_server.engines.open_reply import OpenReply
-from rollout_server.engines.server_process import ServerProcess
+from rollout_server.engines.server_process import ServerProcess, server_seed
 
 LOAD_TIMEOUT_S = 2.0
 
@@ -38,6 +38,7 @@ class HttpEngine(ABC):
         name = config.server_names[index]
         self._name = f"{program} server {name}"
         self._log_file = log_dir / f"{program.lower()}-{name.replace('/', '-')}.log"
+        self._seed = server_seed(config.run.seed, index, self._log_file)
         self._server: ServerProcess | None = None
         """The server process; None if the run uses the server at rollout.server_url."""
         self._resubmits = config.weight_sync.on_update == "abort"

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from async_rl.config import Config, Limit
@@ -39,6 +40,16 @@ def free_port(host: str, ports: Sequence[int] = ()) -> int:
     with open_listener(host, ports or SERVER_PORTS) as listener:
         port: int = listener.getsockname()[1]
         return port
+
+
+def server_seed(seed: int, index: int, log_file: Path) -> int:
+    """Return the random seed of one start of a server, in 0..2**31 - 1: servers and starts have streams of their own.
+
+    With equal seeds two servers whose batches are in step sample the same numbers, and a batch of their groups varies
+    more than independent groups would. Every start appends to `log_file`, so its size tells a restart from the first.
+    """
+    start = log_file.stat().st_size if log_file.exists() else 0
+    return int(np.random.SeedSequence((seed, index, start)).generate_state(1)[0]) >> 1
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:

@@ -42,7 +42,9 @@ class SGLangEngine(HttpEngine):
             self.url = admin.url
             return
         free_bytes = psutil.virtual_memory().available
-        flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes)
+        flags = server_flags(
+            self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes, seed=self._seed
+        )
         self._server = sglang_process(self._name, flags, self._log_file, self._config)
         await self._server.start()
         self.url = self._server.url

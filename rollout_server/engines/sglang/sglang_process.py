@@ -46,7 +46,7 @@ _HINTS = (
 Flags = dict[str, Any]
 
 
-def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
+def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int, seed: int) -> Flags:
     """Return SGLang's flags {name: value} without the port; those of rollout.server_args take precedence.
 
     `model` is the text part of the model's transformers config.
@@ -54,7 +54,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
         "model-path": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype,
-        "random-seed": config.run.seed,
+        "random-seed": seed,
         "context-length": config.longest_tokens + _RESERVED_TOKENS,
         "weight-version": "0",
         "skip-tokenizer-init": not config.rollout.stop,  # tokens in, tokens out: only stop texts are looked for in text

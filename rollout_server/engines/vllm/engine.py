@@ -34,7 +34,9 @@ class VLLMEngine(HttpEngine):
 
     async def _open_server(self, model: Any, on_gpu: bool) -> None:
         free_bytes = psutil.virtual_memory().available
-        flags = server_flags(self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes)
+        flags = server_flags(
+            self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes, seed=self._seed
+        )
         self._slots = int(flags["max-num-seqs"])
         self._server = vllm_process(self._name, flags, self._log_file, self._config, on_gpu=on_gpu)
         await self._server.start()

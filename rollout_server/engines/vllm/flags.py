@@ -21,7 +21,7 @@ _MAX_RUNNING = 1024
 Flags = dict[str, Any]
 
 
-def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int) -> Flags:
+def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes: int, seed: int) -> Flags:
     """Return vLLM's flags {name: value} without the port; those of rollout.server_args take precedence.
 
     `model` is the text part of the model's transformers config.
@@ -31,7 +31,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     dtype = config.model.dtype if config.model.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     flags: Flags = {
         "model": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype,
-        "seed": config.run.seed,
+        "seed": seed,
         "max-model-len": min(length, positions or length),
         "max-num-seqs": min(_MAX_RUNNING, max_running_replies(config)),
         "tokens-only": True,  # tokens in, tokens out: nothing to detokenize

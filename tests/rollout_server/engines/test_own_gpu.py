@@ -19,7 +19,7 @@ MODEL: Any = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key
 
 
 def flags(config: Config) -> dict[str, Any]:
-    return server_flags(config, MODEL, on_gpu=True, free_memory_bytes=2**33)
+    return server_flags(config, MODEL, on_gpu=True, free_memory_bytes=2**33, seed=0)
 
 
 def has_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

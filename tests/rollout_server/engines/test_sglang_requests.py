@@ -49,7 +49,7 @@ def config(**rollout: Any) -> Config:
 
 
 def flags(config: Config, *, on_gpu: bool = False, free_memory_bytes: int = 2**33) -> dict[str, Any]:
-    return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes)
+    return server_flags(config, MODEL, on_gpu=on_gpu, free_memory_bytes=free_memory_bytes, seed=0)
 
 
 def test_the_kv_cache_holds_all_rollouts_that_can_be_in_flight_and_the_evaluation() -> None:

@@ -34,7 +34,7 @@ def test_sglang_gives_the_outputs_of_transformers(tmp_path: Path) -> None:
 
     config = server_config("sglang", tmp_path / "rm")
     model: Any = AutoConfig.from_pretrained(tmp_path / "rm")
-    flags = server_flags(config, model, on_gpu=False, free_memory_bytes=4 * 2**30) | {"is-embedding": True}
+    flags = server_flags(config, model, on_gpu=False, free_memory_bytes=4 * 2**30, seed=0) | {"is-embedding": True}
     server = sglang_process("reward model", flags, tmp_path / "server.log", config)
 
     async def ask() -> Any:

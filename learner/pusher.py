@@ -28,9 +28,10 @@ from learner.updater import Updater
 
 _log = logging.getLogger(__name__)
 
-VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.1, 1.0)}
-"""The tolerance of the comparison by compute type. In bfloat16 learner and server round logits, near 20 to an eighth: a
-single token says little, but the mean over tokens shows whether the weights differ."""
+VERIFY_TOLERANCE = {torch.float32: Tolerance(1e-3, 1e-3), torch.bfloat16: Tolerance(0.3, 3.0)}
+"""The tolerance of the comparison by compute type. In bfloat16 learner and server round differently: with equal weights
+the mean difference of real small models is up to 0.1, and logits near 20 are rounded to an eighth. Wrong weights differ
+by whole nats."""
 VERIFY_TOKENS = 32
 
 

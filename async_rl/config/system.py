@@ -59,7 +59,8 @@ class WeightSyncConfig(OnePart):
     transports nccl and gloo. none: servers stand still while weights travel."""
     lora: Literal["merged", "adapter"] = "merged"
     """The form in which adapters (model.lora) travel. merged: within whole weights. adapter: alone, and servers add
-    them to the weights of their model folder, which gives the same; with the transports nccl, gloo and disk."""
+    them to the weights of their model folder, which gives the same up to rounding; with the transports nccl, gloo and
+    disk."""
     delta: bool = False
     """Push only the values that have changed since the push before; all of them when a server has joined or a push has
     failed. It pays where servers compute in bfloat16, of which a step changes few values; with the transports nccl,

@@ -157,7 +157,7 @@ class Figure:
 
 
 class Figures:
-    """The figures of all metrics over the steps that `add` was given. Its memory does not grow with the steps.
+    """The figures of all metrics over the steps that `add` was given. Only a median keeps a number for each step.
 
     The first step that a process logs includes the warm-up. It counts only for largest values, and for metrics that
     no other step measured. What is measured beside the steps, such as an evaluation, always counts, also where it is

@@ -8,7 +8,8 @@ JSON, and data. The header's `form` says how the server makes the weight:
     adapter  data: A and B; the weight is W + scaling * B A, with W from the model folder that the server started from
     base     no data: the weight is W
 
-Rebuilt weights have exactly the bits of a push of whole tensors. Servers of vLLM load this file by its path, so it
+A dense or delta parcel gives exactly the bits of a push of whole tensors. An adapter is multiplied by the server, so on
+another kind of processor the last bits of the product may differ from the learner's. Servers of vLLM load this file by its path, so it
 imports nothing of this project.
 """
 

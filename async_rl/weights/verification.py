@@ -25,8 +25,9 @@ def check_logprobs(name: str, served: Sequence[float], learners: Sequence[float]
         raise WeightSyncError(
             f"weight verification: after the push {name} gives logprobs that differ from the learner's by "
             f"{mean:.2e} in the mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed "
-            f"{tolerance.largest:.0e}): it does not serve the learner's weights. Check that model.path "
-            "holds the same model on its host and the learner's; if it does, set another weight_sync.transport."
+            f"{tolerance.largest:.0e}): it does not serve the learner's weights, or rounds far more than "
+            "other models in bfloat16. Check that model.path holds the same model on its host and the learner's; if it "
+            "does, set another weight_sync.transport, or weight_sync.verify: false."
         )
 
 

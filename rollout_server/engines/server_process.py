@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,11 @@ class ServerProcess:
             finally:
                 remove_folder(self._folder)
 
+    @staticmethod
+    def _lasting_caches() -> dict[str, str]:
+        """Return where inductor keeps compiled kernels: by default in TMPDIR, which is another folder at each start."""
+        return {"TORCHINDUCTOR_CACHE_DIR": str(Path(gettempdir(), f"torchinductor_{os.getuid()}"))}
+
     def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self._folder, lock = new_folder()
@@ -151,7 +157,7 @@ class ServerProcess:
                 self._log_start_bytes = log.tell()
                 return subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    env={**self._environment, "TMPDIR": str(self._folder)}, cwd=_PROJECT,
+                    env={**self._lasting_caches(), **self._environment, "TMPDIR": str(self._folder)}, cwd=_PROJECT,
                     start_new_session=True,  # Ctrl-C goes to the driver only, which then ends the server
                     pass_fds=(lock,),
                 )

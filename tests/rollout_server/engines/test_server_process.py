@@ -144,3 +144,18 @@ def test_the_folder_of_a_server_stays_in_sweeps_until_the_server_ends(
 
     asyncio.run(run())
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.processes
+def test_compiled_kernels_outlive_the_temporary_folder_of_one_start(tmp_path: Path) -> None:
+    wanted = "import os; print(os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'], flush=True)\n"
+    folders = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        asyncio.run(start_and_close(process(folder, wanted + SERVER)))
+        folders.append((folder / "log").read_text().split()[:2])
+    (first, first_cache), (second, second_cache) = folders
+    assert first != second
+    assert first_cache == second_cache
+    assert not Path(first_cache).is_relative_to(first)

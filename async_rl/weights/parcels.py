@@ -9,8 +9,9 @@ JSON, and data. The header's `form` says how the server makes the weight:
     base     no data: the weight is W
 
 A dense or delta parcel gives exactly the bits of a push of whole tensors. An adapter is multiplied by the server, so on
-another kind of processor the last bits of the product may differ from the learner's. Servers of vLLM load this file by its path, so it
-imports nothing of this project.
+another kind of processor the last bits of the product may differ from the learner's.
+
+Servers of vLLM load this file by its path, so it imports nothing of this project.
 """
 
 from __future__ import annotations

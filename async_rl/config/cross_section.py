@@ -52,7 +52,9 @@ def check_cross_section(config: Config) -> None:
         _check_engine(config)
         working = _possible_transports(config)
         _check_transport(config, working)
-        check_staging(config.weight_sync, config.rollout, config.shares_gpus, working)
+        check_staging(
+            config.weight_sync, config.rollout, config.shares_gpus, config.placement.rollout.tp, working
+        )
         check_compact(config.weight_sync, config.rollout, config.model, working)
     if config.staleness.mode == "exact":
         _check_exact(config)

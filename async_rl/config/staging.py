@@ -13,12 +13,13 @@ KEY = "weight_sync.staging"
 
 
 def check_staging(
-    sync: WeightSyncConfig, rollout: RolloutConfig, shares_gpus: bool, working: Collection[str]
+    sync: WeightSyncConfig, rollout: RolloutConfig, shares_gpus: bool, tp: int, working: Collection[str]
 ) -> None:
     """Check that the engine can stage weights, that the transport sends what can be staged, and that a pause is saved.
 
     Args:
         shares_gpus: whether learner and servers take turns in using GPUs.
+        tp: the number of GPUs of a server.
         working: names of the transports that may work where the run will be.
 
     Raises:
@@ -36,6 +37,10 @@ def check_staging(
     for unfit, setting, reason in (
         (sync.on_update == "drain", "weight_sync.on_update drain", "Nothing is sampled while such a push travels."),
         (shares_gpus, "placement.colocated and staleness.max 0", "Learner and servers take turns there."),
+        (
+            tp > 1, "placement.rollout.tp above 1",
+            "The push's broadcast and the server's own all-reduces could wait for each other; nobody has run it yet.",
+        ),
         (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts can stage weights."),
     ):
         check(not unfit, KEY, sync.staging, f"none with {setting}", reason)

@@ -231,6 +231,7 @@ def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path:
         (["weight_sync.on_update=drain"], "must be none with weight_sync.on_update drain, got 'device'"),
         (["placement.colocated=true"], "must be none with placement.colocated and staleness.max 0, got 'device'"),
         (["rollout.server_url=http://there"], "must be none with rollout.server_url, got 'device'"),
+        (["placement.rollout.tp=2"], "must be none with placement.rollout.tp above 1, got 'device'"),
         (["weight_sync.transport=disk"], "must be none with weight_sync.transport disk, got 'device'"),
         (["weight_sync.transport=cuda_ipc"], "loaded within the pause. Others: nccl or gloo."),
         (

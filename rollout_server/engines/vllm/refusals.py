@@ -21,7 +21,7 @@ def refuse_run(config: Config) -> str:
     """Return why vLLM can't serve the model of model.path on this host, or "" if it can.
 
     Raises:
-        ConfigError: rollout.python is missing or has no vLLM, or a temperature is too high for vLLM.
+        ConfigError: rollout.python is missing or has no vLLM, or vLLM can't sample at a temperature or top_p.
     """
     import torch
     from transformers import AutoConfig
@@ -32,6 +32,11 @@ def refuse_run(config: Config) -> str:
     allowed = f"at most {_MAX_TEMPERATURE} with rollout.engine {config.rollout.engine}"
     for key, temperature in temperatures.items():
         check(temperature <= _MAX_TEMPERATURE, key, temperature, allowed, "Its server refuses higher ones.")
+    check(
+        config.rollout.top_p == 1.0 or not torch.cuda.is_available(), "rollout.top_p", config.rollout.top_p,
+        f"1.0 with rollout.engine {config.rollout.engine} on a GPU",
+        "There its sampler reports logprobs over the tokens that top_p keeps. Or set another rollout.engine.",
+    )
     check_environment(config)
     size = head_size(AutoConfig.from_pretrained(config.model.path).get_text_config())
     if torch.cuda.is_available() or size in CPU_HEAD_SIZES:

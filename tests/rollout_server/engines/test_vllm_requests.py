@@ -259,3 +259,10 @@ def test_the_room_in_the_kv_cache_is_read_from_the_metrics_of_the_server() -> No
     assert kv_tokens(f"# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n") == 38400
     assert kv_tokens("vllm:num_requests_running 3.0\n") == 0
     assert kv_tokens('vllm:cache_config_info{block_size="32",num_gpu_blocks="None"} 1.0') == 0
+
+
+def test_top_p_is_refused_where_logprobs_would_be_over_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sampler for GPUs filters the logits before it takes logprobs; the one for CPUs does not."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"rollout\.top_p must be 1\.0 .* on a GPU, got 0\.9"):
+        refuse_run(config(top_p=0.9))

@@ -1,15 +1,9 @@
 """Asynchronous RL post-training of language models with bounded staleness. docs/python.md shows these names at work.
 
-Importing it makes this process find the packages of this project. Each name is loaded when it is first used.
+Each name is loaded when it is first used.
 """
 
 from typing import TYPE_CHECKING, Any
-
-from async_rl.seams.own_packages import find_own_packages_first
-from async_rl.seams.user_modules import find_users_modules
-
-find_own_packages_first()
-find_users_modules()
 
 if TYPE_CHECKING:
     from async_rl.api import Callback, TrainedStep, TrainingRun, evaluate, train
@@ -43,6 +37,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'async_rl' has no attribute {name!r}")
     from importlib import import_module
 
+    from async_rl.seams.user_modules import check_module_names
+
+    check_module_names()
     return getattr(import_module(_MODULES[name]), name)
 
 

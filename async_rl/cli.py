@@ -18,6 +18,7 @@ import async_rl
 from async_rl.cores import limit_spinning
 from async_rl.errors import AsyncRLError, ConfigError, StillRunningInterrupt
 from async_rl.seams.extras import check_extra
+from async_rl.seams.user_modules import check_module_names
 from async_rl.stages.commands import add_stages
 from async_rl.starters.command import add_init
 from async_rl.storage.log_tail import split_tails
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit_spinning()
     args = _parse(arguments)
     try:
+        check_module_names()
         return int(args.run(args))
     except AsyncRLError as error:
         tails, cause = split_tails(str(error))

@@ -28,11 +28,12 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config, Limit
@@ -46,9 +47,8 @@ from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError,
 from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.guard_events import with_rollbacks
-from async_rl.storage.hub import located, pinned
-from async_rl.storage.hub_names import hub_repos
-from async_rl.storage.hub_upload import upload_model
+from async_rl.storage.hub import located, pinned, upload_model
+from async_rl.storage.hub_names import hub_repos, with_absolute_paths
 from async_rl.storage.run_dir import INTERRUPTED, open_run_dir
 from async_rl.storage.whole_file import write_whole
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
@@ -127,19 +127,16 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         for caution in cautions:
             log.logger.note(f"caution: {caution}")
         from async_rl.driver.actor_group import ActorGroup
-        from async_rl.driver.file_sending import send_files
         from async_rl.driver.supervisor import Supervisor
 
         reservation = reserve(config, signals)
         log.logger.note(f"placed: {reservation}")
         config = resolve_placement(config, reservation)
-        sent = send_files(config, reservation, signals, log.logger.note)
-        processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config), sent.places)
+        config = config if runs_here(config) else with_absolute_paths(config)
+        processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config))
         supervisor = Supervisor(config, processes, log)
         try:
             buffer_address, judges = _start(config, processes, log, reservation)
-            if sent.lack_weights:
-                _fill_servers(config, processes)
             revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume and not config.placement.eval.servers:  # these do it beside training
                 _evaluate(config, processes, log, "rollout/0", version=0)
@@ -201,10 +198,8 @@ def _start(
         for r in range(ranks)
     }
     starting = {**servers_by_name, **judges}
-    if not runs_here(config) and (repos := list(hub_repos(config))):  # else check_inputs has fetched them here
-        log.logger.note(f"every host fetches {', '.join(repo.name for repo in repos)}, unless it has it: see its logs")
-        fetching = {name: each.fetch.remote() for name, each in {**starting, **learners}.items()}
-        processes.gather(fetching, config.timeouts.limit("work_s"), "the files of the hub")
+    if not runs_here(config):  # else check_inputs has found all here
+        _find_files(config, processes, log, starting, learners)
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
     if not runs_here(config):  # else check_inputs has asked this host
@@ -225,11 +220,19 @@ def _start(
     return str(address), judge_urls
 
 
-def _fill_servers(config: Config, processes: ActorGroup) -> None:
-    """Have the learner push its weights to all servers: those on hosts without the model were started without any."""
-    learners = {name: each for name, each in processes.actors.items() if name.startswith("learner")}
-    filling: dict[str, Any] = {name: each.fill_servers.remote() for name, each in learners.items()}
-    processes.gather(filling, config.timeouts.limit("startup_s"), "the push of the first weights")
+def _find_files(
+    config: Config, processes: ActorGroup, log: RunLog, servers: Mapping[str, Any], learners: Mapping[str, Any]
+) -> None:
+    """Have each host find the models, data and run.dir that its processes need, and download what is on the hub.
+
+    ConfigError: a host lacks a path, or can't download.
+    """
+    if repos := [repo.name for repo in hub_repos(config)]:
+        log.logger.note(f"every host fetches {', '.join(repos)}, unless it has it: see its logs")
+    with NamedTemporaryFile(dir=config.run_dir.absolute(), prefix=".shared-") as marker:
+        finding = {name: each.find_files.remote() for name, each in servers.items()}
+        finding |= {name: each.find_files.remote(marker.name) for name, each in learners.items()}
+        processes.gather(finding, config.timeouts.limit("work_s"), "the models and data of its host")
 
 
 def _check_memory(

@@ -98,11 +98,6 @@ class Learner:
         self.requests.stop()
         self.evaluations.schedule.ended()
 
-    def fill_servers(self) -> None:
-        """Push the weights to all servers, some of which were started without. Collective; called before `run`."""
-        for pusher in filter(None, (self._weights, self.evaluations.weights)):
-            pusher.fill(self.version)
-
     def run(self) -> Iterator[LearnerReport]:
         """Train on the buffer's batches until the last step, a stop, or the end of the batches.
 

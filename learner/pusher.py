@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.errors import WeightSyncError
 from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher, open_publisher
@@ -126,17 +125,6 @@ class Pusher:
             self.membership.pushed({}, died)
             lost.append(ServersLost(servers=tuple(died.items()), cause=report.cause))
         return report
-
-    def fill(self, version: int) -> None:
-        """Push the policy as `version` to servers that were just started, maybe without weights. Collective.
-
-        Raises:
-            WeightSyncError, WaitTimeoutError: a server refused, did not answer, or died.
-        """
-        _, lost = self.push(version)
-        if lost:
-            names = ", ".join(name for report in lost for name, _ in report.servers)
-            raise WeightSyncError(f"{names} died before the first weights had come: {lost[0].cause}")
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which pushes bring the policy's average weights, if learner.ema_decay is set. Collective.

@@ -31,9 +31,9 @@ class TaskConfig:
     """The task: `reasoning_gym/<dataset>`, or `my_module:MyTask`. Empty when `path` names a file, or when the
     environment `env` needs no questions."""
     path: DataPaths = ""
-    """The prompts: a Parquet, JSONL or Arrow file, a glob of these, a folder of datasets.save_to_disk, or a data set of
-    the hub by its name, config and split: hf://openai/gsm8k:main/train, with @REVISION after the name if wanted, or
-    hf://OWNER/NAME/PATH/OF/FILE. Or a list of these, each a text or {path, weight, columns}, with weights in an epoch
+    """The prompts: a Parquet, JSONL, JSON, CSV or Arrow file, a glob of these, a folder of datasets.save_to_disk, or a
+    data set of the hub by its name, config and split: hf://openai/gsm8k:main/train, with @REVISION after the name if
+    wanted, or hf://OWNER/NAME/PATH/OF/FILE. Or a list of these, each a text or {path, weight, columns}, with weights in an epoch
     and columns in place of `columns`."""
     eval_path: DataPaths = ""
     """The held-out prompts, in the same forms. Of a list, each {path, name, columns} has an accuracy of its own. A
@@ -52,7 +52,7 @@ class TaskConfig:
     column `text`, or a data set of the hub. A text longer than an answer with its prompt may be is cut into rows."""
     params: Section[dict[str, Any]] = field(default_factory=dict)
     """With `name`: the parameters of the reasoning_gym dataset, or those that a task of your own reads. Otherwise the
-    arguments of the environment `env`. Files that texts in it name go to other hosts: docs/two-nodes.md says which."""
+    arguments of the environment `env`."""
     size: Annotated[int, Field(ge=1, le=2**26)] = 10_000
     """Training prompts to generate, or episodes that an environment without questions offers. Each worker keeps the
     order of four epochs, 2 GiB at most. A run asks for some more than run.steps x learner.prompts_per_step in all."""

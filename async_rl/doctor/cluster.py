@@ -17,27 +17,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.config import Config
-from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, SENT, Check, examine
-from async_rl.driver.file_receiver import FileReceiver
+from async_rl.doctor.host import IMPORT_TIMEOUT_S, REINSTALL, Check, examine
 from async_rl.driver.placement import ray_hosts
 from async_rl.driver.ray_start import open_ray
 from async_rl.driver.resources import assign, host_demands
 from async_rl.errors import ConfigError
 from async_rl.network.ports import open_listener
 from async_rl.seams.doc_pages import doc_page
-from async_rl.seams.user_modules import use_copied_modules
-from async_rl.storage.file_sources import FileSource, find_modules, local_names, relocated
+from async_rl.seams.user_modules import find_sent_modules_first
 from async_rl.storage.hub import cached_folder
-from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS
+from async_rl.storage.hub_names import with_absolute_paths
 from async_rl.storage.model_folder import load_tokenizer
-from async_rl.storage.param_files import param_files
 
 _PAGE = doc_page("two-nodes.md")
 CONNECT_TIMEOUT_S = 5.0
@@ -46,7 +43,7 @@ OPEN_PORTS = (
     "open the TCP ports between the hosts of a run (firewall, security group; network.ports bounds them, see "
     f"{_PAGE}), or let Ray use another interface: `ray start --node-ip-address`"
 )
-SAME_MODEL = "copy model.path from one host to the others, or put it on a disk that all share"
+SAME_MODEL = "put model.path on a disk that all hosts share, or name a model of the hub"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,50 +56,26 @@ class NodeReport:
     sees_run_dir: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SentModules:
-    """The user's own modules of the driver, which a run sends to each host that lacks them."""
-
-    source: FileSource
-    digests: Sequence[str]
-    pieces: Sequence[tuple[str, int, bytes]]
-    """(name of a file, number of the bytes of it that come before, the next bytes of it)"""
-
-
 class Probe:
     """A Ray actor that makes the checks on one node, in the environment that an actor of the run would have."""
 
     def __init__(self, folder: str, config: Config) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)  # as a process of the run does
         os.chdir(folder)
+        find_sent_modules_first()
         self._config = config
 
-    def take_modules(self, modules: SentModules) -> None:
-        """Have the checks find the driver's modules, at the same paths or in a copy, which the next run finds, too."""
-        receiver = FileReceiver()
-        source = modules.source
-        if receiver.likeness(source) == "same":
-            return
-        place = receiver.find(source, modules.digests)
-        if not place:
-            for piece in modules.pieces:
-                receiver.write(*piece)
-            place = receiver.finish(source)
-        if place != source.path:
-            use_copied_modules(place)
-
-    def examine(self, marker: str, sent: Sequence[tuple[str, str]] = ()) -> NodeReport:
+    def examine(self, marker: str) -> NodeReport:
         """Make the checks of the probe's node; returns the node's report.
 
         Args:
             marker: name of a file that the driver has created in run.dir, to see whether this node shares the folder.
-            sent: (key of params, a text in them) of each file of these that a run sends to hosts that lack it.
         """
         path = cached_folder(self._config.model.path) or Path(self._config.model.path)
         facts = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
         facts |= {"tokenizer": _tokenizer_digest(path), "model": _model_digest(path)}
         return NodeReport(
-            checks=list(examine(self._config, is_driver=False, sent=sent)), facts=facts,
+            checks=list(examine(self._config, is_driver=False)), facts=facts,
             sees_run_dir=(Path(self._config.run.dir) / marker).exists(),
         )
 
@@ -141,7 +114,7 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     probes = {
         address if addresses.count(address) == 1 else f"{address} ({node['NodeID'][:6]})": probe_class.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(os.getcwd(), _with_absolute_paths(config))
+        ).remote(os.getcwd(), with_absolute_paths(config))
         for address, node in zip(addresses, nodes, strict=True)
     }
     marker = Path(config.run.dir) / f".doctor-{uuid.uuid4().hex}"
@@ -149,11 +122,9 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
     marker.touch()
     try:
         timeout_s = IMPORT_TIMEOUT_S + config.timeouts.silent_s
-        yield from _send_modules(config, probes, timeout_s)
-        sent = param_files(config)
-        examining = {name: probe.examine.remote(marker.name, sent) for name, probe in probes.items()}
+        examining = {name: probe.examine.remote(marker.name) for name, probe in probes.items()}
         reports = call_all(examining, timeout_s)
-        yield from compare(reports, unshared=_unshared_nodes(config), served=config.placement.rollout.nodes)
+        yield from compare(reports, unshared=_unshared_nodes(config))
         able = {name: probe for name, probe in probes.items() if not isinstance(reports[name], Exception)}
         if len(able) > 1:
             yield _ports(able, config.timeouts.silent_s)
@@ -161,23 +132,6 @@ def _examine_cluster(config: Config) -> Iterator[Check]:
         marker.unlink(missing_ok=True)
         for probe in probes.values():
             ray.kill(probe)
-
-
-def _send_modules(config: Config, probes: Mapping[str, Any], timeout_s: float) -> Iterator[Check]:
-    """Send the user's own modules to all probes, as a run does; yields the check that each could take them."""
-    if (source := find_modules(config)) is None:
-        return
-    pieces = []
-    for file in source.files:
-        offset_bytes = 0
-        for piece in source.pieces(file):
-            pieces.append((file.name, offset_bytes, piece))
-            offset_bytes += len(piece)
-    modules = ray.put(SentModules(source, source.digests(), pieces))
-    taken = call_all({name: probe.take_modules.remote(modules) for name, probe in probes.items()}, timeout_s)
-    failures = [f"{name}: {_last_line(error)}" for name, error in taken.items() if isinstance(error, Exception)]
-    found = "; ".join(failures) or f"{len(source.files)} file(s) of {source.path}, which a run sends to hosts without"
-    yield Check("modules of your own", "broken" if failures else "ok", found, f"see {_PAGE}" * bool(failures))
 
 
 def _placement(config: Config) -> Check:
@@ -201,22 +155,12 @@ def _unshared_nodes(config: Config) -> int:
     return 0 if transport and transport.writes_files else config.placement.rollout.nodes
 
 
-def _with_absolute_paths(config: Config) -> Config:
-    """Return the configuration with absolute paths of local files: a host that lacks one must not ask the hub for it.
-    """
-    names = local_names(config, (*MODEL_KEYS, *DATA_KEYS))
-    return relocated(config, {(key, path): os.path.abspath(path) for key, path in names})
-
-
-def compare(
-    reports: Mapping[str, NodeReport | Exception], unshared: int = 0, served: int = 0
-) -> Iterator[Check]:
+def compare(reports: Mapping[str, NodeReport | Exception], unshared: int = 0) -> Iterator[Check]:
     """Yield the checks that every node passed its own checks and that versions, model and run.dir are equal on all.
 
     Args:
         reports: [node] the node's report, or an exception if the node could not be examined.
         unshared: the number of nodes that need not share run.dir.
-        served: the number of nodes that may lack the model, or have another one, because the driver sends it to them.
     """
     known = {}
     for name, report in reports.items():
@@ -237,13 +181,8 @@ def compare(
             yield Check(f"{fact} everywhere", "ok", next(iter(found_on.values()), "no node reports it"))
             continue
         differences = "; ".join(f"{name} has {value}" for name, value in found_on.items())
-        if fact not in ("tokenizer", "model"):
-            yield Check(f"{fact} everywhere", "broken", differences, f"install the same on every host: {REINSTALL}")
-            continue
-        usual = max(found_on.values(), key=lambda value: (value != "none", [*found_on.values()].count(value)))
-        num_others = sum(value != usual for value in found_on.values())
-        state: Literal["warn", "broken"] = "warn" if num_others <= served else "broken"
-        yield Check(f"{fact} everywhere", state, differences, SENT if state == "warn" else SAME_MODEL)
+        mend = SAME_MODEL if fact in ("tokenizer", "model") else f"install the same on every host: {REINSTALL}"
+        yield Check(f"{fact} everywhere", "broken", differences, mend)
     blind = [name for name, report in known.items() if not report.sees_run_dir]
     yield Check(
         "run.dir everywhere", "broken" if len(blind) > unshared else "warn" if blind else "ok",

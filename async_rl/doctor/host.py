@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,14 +25,12 @@ import psutil
 from async_rl.config import Config
 from async_rl.cores import usable_cores
 from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpus
-from async_rl.driver.preflight import CHECK_OF, CHECKS_OF_PARAMS, PreflightCheck, input_checks
+from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
 from async_rl.seams.doc_pages import doc_page
-from async_rl.storage.file_sources import find_source, local_names
 from async_rl.storage.free_space import RUN_BYTES, check_log_disk, existing_parent
-from async_rl.storage.hub import NotInCacheError, located, model_folder, pinned
-from async_rl.storage.hub_data import data_files
+from async_rl.storage.hub import NotInCacheError, data_files, located, model_folder, pinned
 from async_rl.storage.hub_names import hub_repos
 from rollout_server.sandbox.protection import find_protection
 from rollout_server.sandbox.subprocesses import bubblewrap_problem
@@ -43,10 +41,6 @@ IMPORT_TIMEOUT_S = 180
 _WHAT_WIDTH = 25
 """Characters of the first column, which fit the longest name of a check of this machine."""
 
-SENT = (
-    "nothing, if only rollout servers run there: `async-rl train` sends it. A host of learner ranks needs model.path "
-    "and judge.path itself: name these hosts by placement.learner.resource"
-)
 REINSTALL = f"make venv (or reinstall with the pip commands of {doc_page('installing.md')})"
 
 GPU_TOOLS = (
@@ -67,14 +61,11 @@ class Check:
     """The advice for a check that is not ok."""
 
 
-def examine(
-    config: Config | None, *, is_driver: bool = True, sent: Sequence[tuple[str, str]] = ()
-) -> Iterator[Check]:
+def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]:
     """Make all checks of this machine, and of `config` where one is given; yields each as soon as it is made.
 
     Args:
         is_driver: whether this host starts the run. Other hosts get only the checks that every host must pass.
-        sent: the files of params that the driver sends to hosts that lack them, as (key, text).
     """
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
@@ -86,7 +77,7 @@ def examine(
     yield _gpu(used.values())
     yield from (_loopback(), _memory(), _shared_memory(), _cores(), _sandbox())
     if config:
-        yield from _examine_config(config, is_driver, sent)
+        yield from _examine_config(config, is_driver)
         return
     parent = existing_parent(Path("runs"))
     mend = "free some, or set run.dir to another disk"
@@ -260,7 +251,7 @@ def _cores() -> Check:
     return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
 
 
-def _examine_config(config: Config, is_driver: bool, sent: Sequence[tuple[str, str]] = ()) -> Iterator[Check]:
+def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
     """Yield the checks of a configuration, those of its files only if all that it names on the hub is in the cache."""
     try:
         config = pinned(config)
@@ -284,19 +275,7 @@ def _examine_config(config: Config, is_driver: bool, sent: Sequence[tuple[str, s
     else:
         # On a disk that hosts share, the driver's check counts what the run needs; others hold their own logs alone.
         logs = PreflightCheck("disk", f"room for logs in {config.run.dir}", lambda: check_log_disk(config))
-        yield from _examine_inputs([*(each for each in inputs if each.everywhere), logs], _absent_files(config, sent))
-
-
-def _absent_files(config: Config, sent: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return {name of a check: path that it needs} for the files that are not on this host and that the driver sends.
-    """
-    absent = {check: text for key, text in sent if not os.path.exists(text) for check in CHECKS_OF_PARAMS.get(key, ())}
-    for key, path in local_names(config, [*CHECK_OF]):
-        try:
-            find_source(key, path)
-        except ConfigError:
-            absent[CHECK_OF[key]] = path
-    return absent
+        yield from _examine_inputs([*(each for each in inputs if each.everywhere), logs])
 
 
 def _sandbox() -> Check:
@@ -315,21 +294,16 @@ def _sandbox() -> Check:
     return Check("sandbox", "ok" if found.is_enough else "warn", f"{found}; {others}", mend)
 
 
-def _examine_inputs(inputs: Sequence[PreflightCheck], absent: Mapping[str, str] | None = None) -> Iterator[Check]:
+def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
     """Run the checks that a run makes of its inputs before it starts, and yield the results as checks of the doctor.
 
     A check that needs others is skipped, with a warning, if one of these is not ok.
 
-    Args:
-        absent: [name of a check] the path that it needs, and that this host lacks until the driver sends it.
     """
     passed = set()
     for each in inputs:
         if lacking := [what for what in each.needs if what not in passed]:
             yield Check(each.what, "warn", f"not checked: that needs the {lacking[0]}")
-            continue
-        if absent and each.what in absent:
-            yield Check(each.what, "warn", f"{absent[each.what]} is not on this host", SENT)
             continue
         try:
             cautions = each.run()

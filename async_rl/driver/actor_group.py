@@ -22,7 +22,6 @@ from async_rl.driver.entering import Origin
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
-from async_rl.storage.file_sources import Places
 from async_rl.storage.log_tail import log_tail
 from async_rl.telemetry.status import Status, write_status
 
@@ -35,15 +34,13 @@ class ActorGroup:
 
     def __init__(
         self, run_dir: Path, reservation: Reservation, signals: StopSignals,
-        client_keys: Mapping[str, bytes] | None = None, places: Mapping[str, Places] | None = None,
+        client_keys: Mapping[str, bytes] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.signals = signals
         self.actors: dict[str, ActorHandle] = {}
         self._reservation = reservation
         self._origin = Origin(os.getcwd(), client_keys or {})
-        self._places = places or {}
-        """[address of a host] its copies of the driver's files."""
         self._earlier_bytes: dict[str, dict[Path, int]] = {}
         """[process][log file] its size when the process was started: what an earlier process of that name wrote."""
 
@@ -62,11 +59,8 @@ class ActorGroup:
             options["max_concurrency"] = max_concurrency
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict(threads))(cls) if threads else remote(cls)
-        # also on a host to which Ray has moved it: the two may share a disk, and else it fails and does not read others
-        places = self._places.get(self._reservation.first_host_of(name), {})
-        origin = dataclasses.replace(self._origin, places=places)
         self._earlier_bytes[name] = {file: file.stat().st_size for file in self._log_files(name)}
-        self.actors[name] = actor.options(**options).remote(origin, *args)
+        self.actors[name] = actor.options(**options).remote(self._origin, *args)
         return self.actors[name]
 
     def gather(self, calls: Mapping[str, ObjectRef], limit: Limit, what: str) -> dict[str, Any]:
@@ -191,9 +185,8 @@ class ActorGroup:
         may_lack_files = isinstance(cause, ConfigError) or not isinstance(cause, AsyncRLError)  # else it is at work
         if may_lack_files and self._reservation.has_moved(name):
             return ProcessDiedError(
-                f"{self.on_host(name)} failed after Ray had lost its host and moved it to this one, which got none of "
-                "the files that were sent when the run started; a resumed run sends them "
-                f"({type(cause).__name__}: {cause}){self.log_tail(name, message=str(cause))}"
+                f"{self.on_host(name)} failed after Ray had lost its host and moved it to this one, which may lack "
+                f"files ({type(cause).__name__}: {cause}){self.log_tail(name, message=str(cause))}"
             )
         if isinstance(cause, ConfigError):  # its message is complete
             return cause

@@ -1,6 +1,6 @@
 """The processes of a run, as Ray actors: buffer, servers and learner ranks. ActorGroup starts and ends them.
 
-Ray carries control only: no trajectory and no push passes through it, but files that a host lacks (file_sending.py).
+Ray carries control only: no trajectory and no push passes through it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
@@ -24,11 +25,11 @@ from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
 from async_rl.driver.gpu_driver import checked_gpu_bytes
 from async_rl.driver.memory import plan_placed
+from async_rl.errors import ConfigError
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network.ports import open_listener
-from async_rl.storage.hub import located
-from async_rl.storage.hub_data import fetch_all
-from async_rl.storage.hub_names import SERVER_DATA
+from async_rl.storage.hub import find_files, located
+from async_rl.storage.hub_names import LEARNER_KEYS, LEARNER_MODELS, SERVER_KEYS
 from async_rl.telemetry.status import Status
 from buffer.protocol.keys import drop_client_keys
 
@@ -94,10 +95,10 @@ class RolloutActor:
         self._doing, self._since_s = "starts its engine", time.monotonic()
         self._index = index
 
-    async def fetch(self) -> None:
-        """Download the models and data sets that the config names on the hub, unless this host has them."""
+    async def find_files(self) -> None:
+        """Check that this host has its model and data; download what is on the hub."""
         self._doing, self._since_s = "fetches models and data sets", time.monotonic()
-        await asyncio.to_thread(fetch_all, self._config, ["model.path", *SERVER_DATA])
+        await asyncio.to_thread(find_files, self._config, SERVER_KEYS)
 
     async def start(self) -> str:
         """Start the engine with version 0 and wait until it is up; returns the URL to which weights are pushed."""
@@ -214,9 +215,18 @@ class LearnerActor:
         address: tuple[str, int] = self._listener.getsockname()[:2]
         return address
 
-    def fetch(self) -> None:
-        """Download the models and data sets that the config names on the hub, unless this host has them."""
-        fetch_all(self._config)
+    def find_files(self, marker: str) -> None:
+        """Check that this host has models and data, and run.dir with the driver's file `marker`; download what is on
+        the hub.
+        """
+        if not Path(marker).exists():
+            raise ConfigError(
+                f"{self._config.network.host} does not see the driver's {self._config.run_dir.absolute()}, where the "
+                "learner writes its checkpoints. Set run.dir to a folder on a disk that both share, or start the run "
+                "on the learner's host: there `ray start --resources='{\"learner\": 1}'`, and "
+                "placement.learner.resource: learner"
+            )
+        find_files(self._config, LEARNER_KEYS)
 
     def gpu_bytes(self) -> int:
         return checked_gpu_bytes()
@@ -241,12 +251,9 @@ class LearnerActor:
         torch.set_num_threads(threads_per_process(self._config))
         ranks = self._config.placement.learner.ranks
         self._learner = Learner(
-            located(self._config), self._rank, ranks, *master, buffer_address, engine_urls, listener=self._listener
+            located(self._config, LEARNER_MODELS), self._rank, ranks, *master, buffer_address, engine_urls,
+            listener=self._listener,
         )
-
-    def fill_servers(self) -> None:
-        """Push the weights to all servers, of which some have none. Called on all ranks, before `run`."""
-        self._learner.fill_servers()
 
     def run(self) -> Iterator[LearnerReport]:
         yield from (report for report in self._learner.run())  # Ray calls `send`, which not every iterator has

@@ -16,8 +16,7 @@ from async_rl.cores import limit_spinning
 from async_rl.errors import ConfigError
 from async_rl.network import agree_on_nccl, use_interface
 from async_rl.network.ports import network_of
-from async_rl.seams.user_modules import use_copied_modules
-from async_rl.storage.file_sources import MODULES, Places, relocated
+from async_rl.seams.user_modules import find_sent_modules_first
 from buffer.protocol.keys import take_client_keys
 
 
@@ -29,21 +28,19 @@ class Origin:
     """The driver's working directory, to which paths of the config are relative."""
     client_keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The contents of the files with the client's keys, by name, for hosts that do not share the run's folder."""
-    places: Places = field(default_factory=dict)
-    """The copies of the driver's files that the process's host has, see file_sending.py."""
 
 
 def enter(origin: Origin, config: Config, name: str) -> Config:
     """Set a new process's working directory, modules, keys, log file and network interface.
 
     Returns:
-        The configuration with the address of the process's host, its ports, and its copies of the driver's files.
+        The configuration with the address of the process's host, and its ports.
 
     Args:
         name: the process's name. Its output, also that of C code, goes to the log file of this name, with - for /.
 
     Raises:
-        ConfigError: this host lacks the working directory, and it can't be made, or the copy of the user's modules.
+        ConfigError: this host lacks the working directory, and it can't be made.
     """
     try:
         Path(origin.folder).mkdir(parents=True, exist_ok=True)  # a host without a shared disk
@@ -53,14 +50,7 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
             f"{name} needs the folder in which `async-rl train` was started, {origin.folder}, also on its host, where "
             f"it can't be used ({error.strerror}): make it there, or start in a folder that every host has"
         ) from None
-    modules = origin.places.get((MODULES, origin.folder), origin.folder)
-    if modules != origin.folder:
-        if not Path(modules).is_dir():
-            raise ConfigError(
-                f"{name} needs the copy of the driver's modules that was sent when the run started, {modules}, which "
-                f"is not on its host: `async-rl train --resume {config.run_dir}` sends it"
-            )
-        use_copied_modules(modules)
+    find_sent_modules_first()
     log_file = config.run_dir / "logs" / f"{name.replace('/', '-')}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -71,7 +61,7 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
     if config.placement.num_nodes > 1:
         network = dataclasses.replace(config.network, host=ray.util.get_node_ip_address())
         config = dataclasses.replace(config, network=network)
-    config = relocated(dataclasses.replace(config, network=network_of(config, name)), origin.places)
+    config = dataclasses.replace(config, network=network_of(config, name))
     take_client_keys(config.network.keys, origin.client_keys)
     use_interface(config.network.host)
     agree_on_nccl()

@@ -10,8 +10,7 @@ from async_rl.config import Config
 from async_rl.driver.actors import dump_stacks, pin_cpus
 from async_rl.driver.entering import Origin, enter
 from async_rl.messages.reports import WorkerReport
-from async_rl.storage.hub import located
-from async_rl.storage.hub_data import fetch_all
+from async_rl.storage.hub import find_files, located
 from async_rl.telemetry.status import Status
 from buffer.protocol.keys import drop_client_keys
 
@@ -34,9 +33,9 @@ class JudgeActor:
         self._port = port
         self._doing, self._since_s = "starts its server", time.monotonic()
 
-    async def fetch(self) -> None:
-        """Download the models and data sets that the config names on the hub, unless this host has them."""
-        await asyncio.to_thread(fetch_all, self._config, ["judge.path"])
+    async def find_files(self) -> None:
+        """Check that this host has the judge's model; download it if it is on the hub."""
+        await asyncio.to_thread(find_files, self._config, ["judge.path"])
 
     async def start(self) -> str:
         """Start the server and wait until it answers; returns the base address of its endpoint."""

@@ -57,12 +57,8 @@ class Reservation:
         index = self._bundle_of(process)
         return self.found[index][1] if index in self.found else self.addresses[index]
 
-    def first_host_of(self, process: str) -> str:
-        """Return the address of the host on which a process was at the start of the run."""
-        return self.addresses[self._bundle_of(process)]
-
     def has_moved(self, process: str) -> bool:
-        """Whether Ray has moved a process to a host that got nothing of what was sent when the run started."""
+        """Whether Ray has moved a process to a host where nothing was checked when the run started."""
         index = self._bundle_of(process)
         return index in self.found and self.found[index][0] != self.nodes[index]
 

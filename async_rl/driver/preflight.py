@@ -27,7 +27,7 @@ from async_rl.errors import ConfigError
 from async_rl.network.ports import check_ports
 from async_rl.storage.checkpoints import check_measured
 from async_rl.storage.free_space import check_disk
-from async_rl.storage.hub_upload import check_login
+from async_rl.storage.hub import check_login
 from async_rl.storage.model_folder import (
     ROLES,
     check_model_folder,
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
     from rollout_server.tasks.base import Task
 
 MODEL, TASK = "model and tokenizer", "task"
-CHECK_OF = {"model.path": MODEL, "judge.path": "judge.path", "task.path": TASK, "task.eval_path": TASK}
-"""[key of a setting that names files for servers] the check that reads them."""
-CHECKS_OF_PARAMS = {
-    "task.params": (TASK, "episodes", "reward"), "task.rewards": ("reward",), "rollout.params": ("rollout.engine",)
-}
-"""[key of params that may name files] the checks that may read them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from async_rl.config import Config
 from async_rl.driver.gpu_driver import hides_gpus
 from async_rl.driver.resources import JOIN_COMMANDS, TOKEN_PAGE
 from async_rl.errors import ConfigError, WaitTimeoutError
+from async_rl.seams.user_modules import modules_to_send
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -80,6 +81,16 @@ def _join(config: Config, address: str) -> None:
 
     try:
         ray.init(address=address, **_QUIET)
+        has_others = sum(node["Alive"] for node in ray.nodes()) > 1
+        if has_others and (modules := modules_to_send()):  # Ray takes these only when it connects
+            ray.shutdown()
+            carried = {"py_modules": modules, "excludes": ["__pycache__"]}
+            ray.init(address=address, runtime_env=carried, **_QUIET)
+    except ray.exceptions.RuntimeEnvSetupError as error:
+        raise ConfigError(
+            f"Ray can't carry the modules of {os.getcwd()} to other hosts: {error}. Name large files in a .rayignore "
+            "in their package"
+        ) from None
     except ConnectionError as error:
         raise NoClusterError(_why_no_cluster(config, error)) from None
     except ray.exceptions.AuthenticationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_rl.seams.own_packages import PROJECT
+from async_rl.seams.user_modules import PROJECT
 
 
 def doc_page(name: str) -> str:

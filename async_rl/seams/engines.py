@@ -35,11 +35,6 @@ class EngineEntry:
     """The values of weight_sync.staging, besides none, with which a server takes new weights while it samples."""
     rebuilds_weights: bool = False
     """A server makes whole weights of the parcels of a compact push (weight_sync.lora adapter, weight_sync.delta)."""
-    starts_without_weights: bool = False
-    """A server starts from a model folder without weight files, for which `awaits_push` of
-    async_rl/storage/file_copies.py is true; it is used only after a push has brought all of its weights."""
-    weight_flags: tuple[str, ...] = ()
-    """How the flags of the server's program begin for which it needs weight files all the same."""
     quantises_by: tuple[str, ...] = ()
     """Flags of the server's program with which its weights have fewer bits than those that a push brings."""
     releases_memory: bool = False
@@ -121,10 +116,6 @@ class TransportEntry:
         return implementation(self.open, "weight_sync.transport")
 
 
-_WEIGHT_FLAGS = (
-    "enable-lora", "kv-cache", "load-format", "lora", "model-loader", "quantization", "speculative", "torchao",
-)
-
 ENGINES: dict[str, EngineEntry] = {
     "sglang": EngineEntry(
         open="rollout_server.engines.sglang.engine:SGLangEngine",
@@ -133,8 +124,6 @@ ENGINES: dict[str, EngineEntry] = {
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),
         rebuilds_weights=True,
-        starts_without_weights=True,
-        weight_flags=_WEIGHT_FLAGS,
         quantises_by=("quantization",),
         releases_memory=True,
         max_tensor_parallel=0,
@@ -155,8 +144,6 @@ ENGINES: dict[str, EngineEntry] = {
         receives=("nccl", "gloo", "shared_memory", "folder"),
         staging=("device", "host"),
         rebuilds_weights=True,
-        starts_without_weights=True,
-        weight_flags=_WEIGHT_FLAGS,
         quantises_by=("quantization",),
         max_tensor_parallel=0,
         sets_flags=(
@@ -176,7 +163,6 @@ ENGINES: dict[str, EngineEntry] = {
         staging=("device",),
         forbids_tokens=True,
         rebuilds_weights=True,
-        starts_without_weights=True,
         computes_in_worker=True,
     ),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from async_rl.errors import ConfigError, raised_at
-from async_rl.seams.user_modules import import_module, users_folder
+from async_rl.seams.user_modules import check_not_hidden
 
 Entry = TypeVar("Entry")
 
@@ -39,12 +40,11 @@ def find_entry(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 def import_object(name: str, key: str) -> Any:
     """Import and return the object that `name`, the value of `key`, names as `module:name`.
 
-    A file module.py in the working directory, or in this host's copy of the driver's modules, is what `module` means,
-    also where Python knows another of that name. All other modules are found as Python finds them, and in the working
-    directory last.
+    Modules are found as Python finds them, and in the working directory last.
 
     Raises:
-        ConfigError: `name` has another form, the module can't be imported, or the module does not define the object.
+        ConfigError: `name` has another form, the module can't be imported, it is not the one in the working directory,
+            or it does not define the object.
     """
     module_name, _, attribute = name.partition(":")
     if not attribute or not all(module_name.split(".")):
@@ -52,13 +52,14 @@ def import_object(name: str, key: str) -> Any:
     if os.getcwd() not in sys.path:  # Python does not search it for an installed command
         sys.path.append(os.getcwd())
     try:
-        module = import_module(module_name)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         at = raised_at(error)
         place = f", at {at}" if at and not at.startswith(__file__) else ""
         raise ConfigError(
-            f"{key} {name!r} can't be imported from {users_folder()}: {type(error).__name__}: {error}{place}"
+            f"{key} {name!r} can't be imported from {os.getcwd()}: {type(error).__name__}: {error}{place}"
         ) from error
+    check_not_hidden(module_name.partition(".")[0], key)
     if not hasattr(module, attribute):
         file = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{key} {name!r}: {file} defines no {attribute}")

@@ -7,9 +7,11 @@ cache or downloads it. The work is huggingface_hub's; its settings are HF_HOME, 
 from __future__ import annotations
 
 import glob
+import os
+import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,11 +23,14 @@ from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
 from async_rl.storage.hub_names import (
     DATA_KEYS,
+    DATA_SUFFIXES,
     MODEL_KEYS,
     SCHEME,
     HubRepo,
     find_model,
+    hub_repo,
     hub_repos,
+    names_in,
     recorded_name,
     with_name,
 )
@@ -33,11 +38,12 @@ from async_rl.storage.resuming import config_file
 
 PROGRESS_INTERVAL_S = 10.0
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
-"""The files of a model's repository, or of its folder, that are of use; those below it are not."""
-_CLIENT_CLOSED = (RuntimeError, AttributeError)
-"""The errors in its other threads when one of huggingface_hub loses the connection, and closes the client of all."""
+"""The files of a model's repository that are of use; those in its folders are not."""
 _NOT_OF_MODELS = ("*/*", "consolidated*")
 """Files of a repository that hold the same weights once more, in other formats."""
+_CLIENT_CLOSED = (RuntimeError, AttributeError)
+"""The errors in its other threads when one of huggingface_hub loses the connection, and closes the client of all."""
+_CARD = "README.md"
 
 
 class NotInCacheError(ConfigError):
@@ -77,6 +83,22 @@ def located(
     return config
 
 
+def find_files(config: Config, keys: Sequence[str]) -> None:
+    """Check that this host has the files that the settings `keys` name; download what is on the hub.
+
+    Raises:
+        ConfigError: a path is not on this host, or a download failed.
+    """
+    for key, name in names_in(config, keys):
+        if repo := hub_repo(name, key):
+            data_files(repo) if repo.kind == "dataset" else model_folder(repo)
+        elif not Path(name).exists() and not glob.glob(name, recursive=True):
+            raise ConfigError(
+                f"{config.network.host} has no {os.path.abspath(name)}, which {key} names: put it at the same path on "
+                f"every host, as on a shared disk, or name what is on the hub ({SCHEME}OWNER/NAME)"
+            )
+
+
 def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[], None] = lambda: None) -> Path:
     """Return the folder of a model in this host's cache; downloads it first, unless it is there or `cached_only`.
 
@@ -88,9 +110,78 @@ def model_folder(repo: HubRepo, *, cached_only: bool = False, check: Callable[[]
         if not any(folder.glob(needed)):
             raise ConfigError(
                 f"{repo.key} {repo.name}: the repository holds no {needed}, so it is no model in the form of "
-                f"transformers. It has {some_of(repo_files(repo, folder))}"
+                "transformers"
             )
     return folder
+
+
+def data_files(repo: HubRepo, *, cached_only: bool = False) -> list[Path]:
+    """Return the files of the data set that `repo.name` names, in this host's cache; downloads them first.
+
+    The configs and splits are those of `datasets.load_dataset`. Only the files of the split are downloaded.
+
+    Raises:
+        ConfigError: there is no such part, several could be meant, or a file can't be read or downloaded.
+    """
+    if repo.file:
+        folder = fetch(repo, [repo.file], cached_only=cached_only)
+        files = sorted(folder.glob(repo.file))
+    else:
+        files = _files_of_split(repo, cached_only)
+    if not files or any(file.suffix not in DATA_SUFFIXES for file in files):
+        found = f"got {files[0].name}" if files else "found none"
+        raise ConfigError(
+            f"{repo.key} {repo.name} must name files that end in {', '.join(DATA_SUFFIXES)}, {found}. Most data sets "
+            f"of the hub have Parquet files at a revision of their own: {SCHEME}{repo.id}@refs/convert/parquet/PATH"
+        )
+    return files
+
+
+def _files_of_split(repo: HubRepo, cached_only: bool) -> list[Path]:
+    """Return the files of one split of a data set, as `datasets` finds them by its card or by the names of the files.
+    """
+    from datasets.data_files import DataFilesList, EmptyDatasetError, get_data_patterns, sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    card = fetch(repo, [_CARD], cached_only=cached_only) / _CARD
+    patterns: dict[str, list[str]] = {}
+    """[CONFIG/SPLIT] the patterns of its files, below the repository."""
+    try:
+        configs: Any = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data) if card.is_file() else {}
+        for name, settings in (configs or {"default": {}}).items():
+            below = settings.get("data_dir", "").strip("/")
+            if "data_files" in settings:
+                splits = sanitize_patterns(settings["data_files"])
+            else:
+                all_files = [os.path.join(below, f"*{suffix}") for suffix in DATA_SUFFIXES]
+                folder = fetch(repo, all_files, cached_only=cached_only)
+                splits = get_data_patterns(str(folder / below))
+            for split, paths in splits.items():
+                patterns[f"{name}/{split}"] = [os.path.join(below, path) for path in paths]
+        chosen = patterns[_usual_part(repo, list(patterns), configs.get_default_config_name() if configs else None)]
+        # snapshot_download's * crosses folders, so it downloads these files, and maybe more.
+        folder = fetch(repo, [re.sub(r"\*\*/?", "*", each) for each in chosen], cached_only=cached_only)
+        found = DataFilesList.from_patterns(chosen, base_path=str(folder), allowed_extensions=[*DATA_SUFFIXES])
+    except ConfigError:
+        raise
+    except (EmptyDatasetError, FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"{repo.key} {repo.name}: `datasets` finds no files there: {_first_line(error)}") from None
+    return sorted(map(Path, set(found)))
+
+
+def _usual_part(repo: HubRepo, parts: Sequence[str], default: str | None) -> str:
+    """Return the CONFIG/SPLIT of `parts` that `repo` names. What the name leaves out is the usual: the card's default
+    config, or `main`; the split `test` of what is held out, and `train` of all else.
+    """
+    meant = [part for part in parts if repo.part in ("", part, *part.split("/"))]
+    usual = "test" if "eval_path" in repo.key else "train"
+    for column, wanted in ((0, default), (0, "main"), (1, usual)):
+        meant = [part for part in meant if part.split("/")[column] == wanted] or meant
+    if len(meant) != 1:
+        choices = ", ".join(f"{SCHEME}{repo.id}:{part}" for part in meant or parts)
+        raise ConfigError(f"{repo.key} {repo.name} must name one split of the data set: {choices}")
+    return meant[0]
 
 
 def fetch(
@@ -104,60 +195,34 @@ def fetch(
     Raises:
         ConfigError: not all are there, and they can't be downloaded.
     """
-    from httpx import TransportError
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     wanted: dict[str, Any] = {
         "repo_type": repo.kind, "revision": repo.revision or None, "allow_patterns": list(patterns),
         "ignore_patterns": list(but),
     }
-    # Without a list of the files, which older versions did not keep, a snapshot that lacks some looks whole.
-    is_known = repo.is_pinned and _listed(repo, repo.revision) is not None
     with _explained(repo):
-        if cached_only or is_known:
+        if cached_only or _is_listed(repo):
             try:
                 return Path(snapshot_download(repo.id, **wanted, local_files_only=True))
             except LocalEntryNotFoundError:
                 if cached_only:
                     raise
-        try:
-            return Path(snapshot_download(repo.id, **wanted, tqdm_class=_progress_class(check)))
-        except (HfHubHTTPError, TransportError, OfflineModeIsEnabled, *_CLIENT_CLOSED) as error:
-            if is_known or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500):
-                raise
-            failure = error
-        try:
-            return Path(snapshot_download(repo.id, **wanted, local_files_only=True))
-        except LocalEntryNotFoundError:
-            raise failure from None
+        return Path(snapshot_download(repo.id, **wanted, tqdm_class=_progress_class(check)))
 
 
-def repo_files(repo: HubRepo, folder: Path) -> list[str]:
-    """Return the names of all files of a repository of which `fetch` has returned `folder`, without network access."""
-    there = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    return sorted(_listed(repo, folder.name) or there)
-
-
-def _listed(repo: HubRepo, commit: str) -> list[str] | None:
-    """Return the names of the files at a commit, as this host's cache lists them, or None if it does not."""
+def _is_listed(repo: HubRepo) -> bool:
+    """Whether this host's cache has a list of the files. Without it a snapshot that lacks some looks whole."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+    if not repo.is_pinned:
+        return False
     try:
-        return [file.path for file in get_cached_repo_tree(repo.id, repo_type=repo.kind, revision=commit)]
+        return bool(get_cached_repo_tree(repo.id, repo_type=repo.kind, revision=repo.revision))
     except CachedRepoTreeNotFoundError:
-        return None
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first of these names as text, and how many others there are."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "") or "no files"
-
-
-def exactly(names: Sequence[str]) -> list[str]:
-    """Return the patterns for `fetch` that match these names alone."""
-    return [glob.escape(name) for name in names]
+        return False
 
 
 def cached_folder(name: str) -> Path | None:
@@ -196,87 +261,99 @@ def _run_config(checkpoint: str) -> Config | None:
 
 @contextmanager
 def _explained(repo: HubRepo) -> Iterator[None]:
-    """Turn an error of huggingface_hub in the `with` block into a ConfigError that says what the user may do."""
+    """Turn an error of huggingface_hub in the `with` block into a ConfigError."""
     from httpx import TransportError
     from huggingface_hub import constants, errors
 
-    where, what = constants.ENDPOINT, "model" if repo.kind == "model" else "data set"
-    plain = not repo.name.startswith(SCHEME)
-    page = f"{where}/{'' if repo.kind == 'model' else 'datasets/'}{repo.id}"
-    subject = f"{repo.key} {repo.name}: " + ("there is no such folder here, and " if plain else "")
+    subject = f"{repo.key} {repo.name}"
+    if not repo.name.startswith(SCHEME):
+        subject += ", of which there is no folder here"
     try:
         yield
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"{subject}the {what} is gated: accept its terms at {page}, then log in with `hf auth login` or set "
-            "HF_TOKEN, on every host of the run"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"{subject}{where} has no {what} {repo.id}, or none that you may see. Check the spelling; for a private "
-            "one log in with `hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ConfigError(
-            f"{subject}{page} has no revision {repo.revision!r}. Name a branch, a tag or a commit of it"
-        ) from None
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        advice = "log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else "try again later"
-        raise ConfigError(f"{subject}{where} refused the {what} {repo.id} with status {status}: {advice}") from None
     except (
         errors.LocalEntryNotFoundError, errors.RevisionResolutionError, errors.OfflineModeIsEnabled, TransportError,
         *_CLIENT_CLOSED,
     ) as error:
-        reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _root(error)
+        reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _first_line(error)
         raise NotInCacheError(
-            f"{subject}the {what} {repo.id} is not whole in this host's cache {constants.HF_HUB_CACHE}, and {where} "
-            f"can't be reached ({reason}). Give this host a way there (HF_ENDPOINT: a mirror), or copy the cache of a "
-            "host that has it (HF_HOME)"
+            f"{subject}: it is not whole in this host's cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} can't "
+            f"be reached ({reason}). Set HF_ENDPOINT to a mirror, or copy the cache of a host that has it (HF_HOME)"
         ) from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        access = isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403)
+        advice = ". Check the name; log in with `hf auth login` or set HF_TOKEN, and accept its terms if it has some"
+        answer = f"{constants.ENDPOINT} answers {type(error).__name__}, status {status}"
+        raise ConfigError(f"{subject}: {answer}{advice * access}") from None
     except OSError as error:
         raise ConfigError(
-            f"{subject}the {what} {repo.id} can't be written to {constants.HF_HUB_CACHE}: {error.strerror or error}. "
-            "Set HF_HOME to a folder on a disk with room for it"
+            f"{subject} can't be written to {constants.HF_HUB_CACHE}: {error.strerror or error}. Set HF_HOME to a "
+            "folder on a disk with room for it"
         ) from None
 
 
-def _root(error: BaseException) -> str:
-    """Return the kind and the first line of the error from which `error` came."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _progress_class(check: Callable[[], None]) -> Any:
-    """Return the class of the bars of a download: those of huggingface_hub on a terminal, else lines of text.
+    """Return huggingface_hub's bar, which calls `check` for each piece of a download. A log file gets few lines."""
+    from huggingface_hub.utils import tqdm
 
-    They call `check` for each piece that has come.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import tqdm as bar
-    from tqdm import tqdm
-
-    class CheckingBar(bar):  # type: ignore[misc]
-        """A bar of huggingface_hub, or none where these are turned off."""
+    class CheckingBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            rarely: Mapping[str, float] = {} if sys.stderr.isatty() else {"mininterval": PROGRESS_INTERVAL_S}
+            super().__init__(*args, **{**settings, **rarely})
 
         def update(self, n: float | None = 1) -> bool | None:
             check()
             return bool(super().update(n))
 
-    class ProgressLines(tqdm):  # type: ignore[type-arg]
-        """A bar that is a line of text every PROGRESS_INTERVAL_S, while bytes are downloaded."""
+    return CheckingBar
 
-        _told_s = time.monotonic()
 
-        def update(self, n: float | None = 1) -> bool | None:
-            check()
-            return super().update(n)
+def check_login(config: Config) -> None:
+    """Raise ConfigError if checkpoint.push_to_hub asks for an upload, and this host has no token for the hub."""
+    from huggingface_hub import get_token
 
-        def display(self, *args: object, **kwargs: object) -> None:
-            now_s = time.monotonic()
-            if self.unit == "B" and self.total and now_s - ProgressLines._told_s >= PROGRESS_INTERVAL_S:
-                ProgressLines._told_s = now_s
-                print(f"downloaded {self.n / 1e9:.2f} of {self.total / 1e9:.2f} GB", file=sys.stderr, flush=True)
+    if config.checkpoint.push_to_hub and not get_token():
+        raise ConfigError(
+            f"checkpoint.push_to_hub {config.checkpoint.push_to_hub} needs a token of the hub that may write: log in "
+            "with `hf auth login`, or set HF_TOKEN"
+        )
 
-    return CheckingBar if sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS else ProgressLines
+
+def upload_model(config: Config, folder: Path, note: Callable[[str], None]) -> None:
+    """Upload `folder` to the repository checkpoint.push_to_hub, if that is set; a new repository is private.
+
+    The run has ended by then, so a failure is noted with what to do, and no error.
+    """
+    name = config.checkpoint.push_to_hub
+    if not name:
+        return
+    if not folder.is_dir():
+        note(f"nothing is uploaded to {name}: there is no {folder} here")
+        return
+    limit = config.timeouts.limit("work_s")
+    failures = [f"no answer after {limit}"]
+
+    def upload() -> None:
+        from huggingface_hub import HfApi
+
+        try:
+            api = HfApi()
+            api.create_repo(name, private=True, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Model of the run {config.run.name}")
+        except Exception as error:  # whatever the hub and its client do, the run has its model
+            failures.append(f"{type(error).__name__}: {_first_line(error)}")
+        else:
+            failures.clear()
+
+    # A thread that ends with the process: huggingface_hub has no time limit for an upload as a whole.
+    uploading = threading.Thread(target=upload, daemon=True)
+    uploading.start()
+    uploading.join(limit.seconds)
+    if failures:
+        note(f"{folder} could not be uploaded to {name}: {failures[-1]}. Try again with: hf upload {name} {folder}")
+    else:
+        note(f"{folder} is on the hub as {name}")

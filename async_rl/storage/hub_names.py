@@ -4,12 +4,13 @@
     hf://Qwen/Qwen2.5-0.5B-Instruct@v1          a model in any case; after @ a branch, a tag or a commit
     hf://openai/gsm8k:main/train                a data set: the split `train` of its config `main`
     hf://openai/gsm8k@v1:main/train             the same at a branch, a tag or a commit
-    hf://owner/name/data/questions.parquet      a file of a data set
+    hf://owner/name/data/train-*.parquet        files of a data set
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward_model.path"
 """The keys of the models of a run: each is a folder, or the name of a model on the hub."""
 DATA_KEYS = ("task.path", "task.eval_path", "task.pretrain_path")
 """The keys of the data sets of a run: each is a file, or the name of a data set on the hub."""
-SERVER_MODELS, SERVER_DATA = ("model.path", "judge.path"), ("task.path", "task.eval_path")
-"""The parts of MODEL_KEYS and DATA_KEYS that the processes of servers read; the learner alone reads the others."""
+SERVER_KEYS = ("model.path", "task.path", "task.eval_path")
+"""The keys of what the process of a rollout server reads."""
+LEARNER_MODELS = MODEL_KEYS[:4]
+LEARNER_KEYS = (*LEARNER_MODELS, "task.pretrain_path")
+"""The keys of what the process of a learner rank reads."""
 LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
 """Words with which a path of two begins if it is not the name of a model on the hub."""
 COMPARISON_KEYS = ("reward_training.path", "reward_training.eval_path")
@@ -38,9 +42,8 @@ _DATA = re.compile(
     r"hf://(?:datasets/)?(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/\w+/\w+|[\w.-]+))?"
     r"(?::(?P<part>[\w.-]+(?:/[\w.-]+)?)|/(?P<file>.+))?"
 )
-_PAGE = re.compile(rf"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?(?P<id>{_ID})(?:[/?#].*)?")
-"""The address of a data set's page."""
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".arrow", ".json", ".csv")
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+"""The endings of files with rows."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -60,7 +63,7 @@ class HubRepo:
     part: str = ""
     """CONFIG/SPLIT of a data set, or one of the two; empty: not given."""
     file: str = ""
-    """The path of a file of a data set; empty: `part` says which files are meant."""
+    """The path of a file of a data set, or a glob; empty: `part` says which files are meant."""
 
     @property
     def is_pinned(self) -> bool:
@@ -115,17 +118,15 @@ def find_data(name: str, key: str) -> HubRepo | None:
     )
 
 
-def data_hint(name: str) -> str:
-    """Return what to say of a name that is no file, if it looks like that of a data set of the hub; else ""."""
-    is_local = Path(name).suffix in _DATA_SUFFIXES or name.partition("/")[0] in LOCAL_FOLDERS
-    found = _PAGE.fullmatch(name) or (None if is_local else re.fullmatch(f"(?P<id>{_ID})", name))
-    return f". The data set of the hub is named {SCHEME}{found['id']}" if found else ""
+def hub_repo(name: str, key: str) -> HubRepo | None:
+    """Return the model or data set of the hub that `name`, a value of the setting `key`, names; None: it is a path."""
+    return (find_data if is_data(key) else find_model)(name, key)
 
 
 def hub_repos(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Iterator[HubRepo]:
     """Yield the repositories of the hub that the settings `keys` name; raises ConfigError for a name without form."""
     for key, name in names_in(config, keys):
-        if repo := (find_data if is_data(key) else find_model)(name, key):
+        if repo := hub_repo(name, key):
             yield repo
 
 
@@ -135,6 +136,14 @@ def names_in(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
         value = attrgetter(key)(config)
         names = [each.path for each in data_of(value)] if is_data(key) else [value]
         yield from ((key, name) for name in names if name)
+
+
+def with_absolute_paths(config: Config, keys: Sequence[str] = (*MODEL_KEYS, *DATA_KEYS)) -> Config:
+    """Return `config` with absolute local paths: a host that lacks one must not take it for a name of the hub."""
+    for key, name in list(names_in(config, keys)):
+        if not hub_repo(name, key):
+            config = with_name(config, key, name, os.path.abspath(name))
+    return config
 
 
 def recorded_name(of_run: Config, repo: HubRepo) -> str | None:

@@ -1,7 +1,12 @@
-"""Reads the rows of a source of prompts: Parquet, JSONL or Arrow files, a glob of these, a folder, or the hub."""
+"""Reads the rows of a source: files, a glob, a folder that `datasets` has saved, or a data set of the hub.
+
+JSON is read line by line and not by `datasets`, which makes a date of the text "2024-05-01" and a float of a long
+integer. The values of CSV are text.
+"""
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -10,12 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
-from async_rl.storage.hub_data import data_files
-from async_rl.storage.hub_names import data_hint, find_data
-
-SUFFIXES = (".parquet", ".jsonl", ".arrow")
-STATE, SPLITS = "state.json", "dataset_dict.json"
-"""The files by which `datasets.save_to_disk` marks the folder of a data set, and that of several splits."""
+from async_rl.storage.hub import data_files
+from async_rl.storage.hub_names import DATA_SUFFIXES, SCHEME, find_data
 
 Choose = Callable[[Sequence[str]], Sequence[str]]
 """Returns which of the columns that it gets are to be read."""
@@ -27,9 +28,8 @@ CheckColumns = Callable[[Collection[str], str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one file."""
+    """The rows of one file, or of a saved folder."""
 
-    path: Path
     columns: tuple[str, ...]
     """The names of all columns that the file has."""
     rows: list[dict[str, Any]]
@@ -37,40 +37,43 @@ class Rows:
 
 
 def files_of(path: str, key: str) -> list[Path]:
-    """Return the files of a source, in order; those of a data set of the hub are downloaded first.
+    """Return the files and saved folders of a source, in order; a data set of the hub is downloaded first.
 
     Raises:
         ConfigError: there are none, or `path`, a value of the setting `key`, has none of the allowed forms.
     """
     if repo := find_data(path, key):
         return data_files(repo)
-    files = [file for each in _named(path, key) for file in (_files_of_folder(each, key) if each.is_dir() else [each])]
+    is_pattern = glob.has_magic(path) and not Path(path).exists()
+    files = sorted(map(Path, glob.glob(path, recursive=True))) if is_pattern else [Path(path)]
     for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{key} must name files, got {file}: there is no such file{data_hint(path)}")
-        if file.suffix not in SUFFIXES:
-            raise ConfigError(f"{key} must end in .parquet, .jsonl or .arrow, got {file}")
+        if not file.is_dir() and file.suffix not in DATA_SUFFIXES and file.exists():
+            raise ConfigError(f"{key} must name files that end in {', '.join(DATA_SUFFIXES)}, got {file}")
+    if not files or not all(file.exists() for file in files):
+        raise ConfigError(f"{key} {path}: there is no such file. A data set of the hub is named {SCHEME}OWNER/NAME")
     return files
 
 
-def local_files(path: str, key: str) -> list[Path]:
-    """Return all files from which `files_of` reads a local source, also those that mark a folder of save_to_disk."""
-    folders = [each / STATE for each in _named(path, key) if each.is_dir()]
-    return sorted({*folders, *files_of(path, key)})
-
-
-def is_pattern(path: str) -> bool:
-    """Return whether `path` is a glob, and not the name of a file or folder that exists."""
-    return glob.has_magic(path) and not Path(path).exists()
-
-
 def rows_of(path: Path, choose: Choose) -> Rows:
-    """Return the rows of a file; of one with a schema only the columns that `choose` returns are read.
+    """Return the rows of a file or a saved folder; where these have a schema only the columns that `choose` returns.
 
     Raises:
         ConfigError: the file can't be read.
     """
-    return _jsonl_rows(path) if path.suffix == ".jsonl" else _table_rows(path, choose)
+    import pyarrow
+
+    try:
+        if path.is_dir() or path.suffix == ".arrow":
+            return _saved_rows(path, choose)
+        if path.suffix == ".parquet":
+            return _parquet_rows(path, choose)
+        rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
+        return Rows(columns=tuple(dict.fromkeys(name for row in rows for name in row)), rows=rows)
+    except ConfigError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
+        hint = f". Name the files of another folder, as in {path}/*.parquet" if path.is_dir() else ""
+        raise ConfigError(f"{path} can't be read: {error}{hint}") from error
 
 
 def read_rows(path: str, key: str, columns: Sequence[str], check_columns: CheckColumns) -> list[dict[str, Any]]:
@@ -104,107 +107,57 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                 try:
                     text = line.decode("utf-8")
                 except UnicodeDecodeError as error:
-                    raise ConfigError(
-                        f"{path}, line {number}: must be UTF-8, got {line[error.start : error.start + 8]!r} at byte "
-                        f"{error.start}. Convert the file: iconv -f <its encoding> -t utf-8"
-                    ) from None
+                    raise ConfigError(f"{path}, line {number}: must be UTF-8: {error}") from None
                 if text.strip():
                     yield number, text
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
 
 
-def _named(path: str, key: str) -> list[Path]:
-    """Return the files and folders that a source names; raises ConfigError if a glob, the value of `key`, has none."""
-    if not is_pattern(path):
-        return [Path(path)]
-    found = sorted(map(Path, glob.glob(path, recursive=True)))
-    if not found:
-        raise ConfigError(f"{key} {path}: no file has such a name{data_hint(path)}")
-    return found
-
-
-def _files_of_folder(folder: Path, key: str) -> list[Path]:
-    """Return the Arrow files of a folder that datasets.save_to_disk has written."""
-    if (folder / SPLITS).is_file():
-        splits = [str(folder / name) for name in _saved(folder / SPLITS, "splits", key)["splits"]]
-        raise ConfigError(f"{key} {folder} has several splits: name one, {' or '.join(splits)}")
-    if not (folder / STATE).is_file():
-        raise ConfigError(
-            f"{key} {folder} is a folder that datasets.save_to_disk has not written: it has no {STATE}. "
-            f"{_what_it_holds(folder)}"
-        )
-    state = _saved(folder / STATE, "_data_files", key)
-    if state.get("_indices_files") or state.get("_indices_data_files"):
-        raise ConfigError(f"{key} {folder} holds a selection of rows: call flatten_indices() before save_to_disk")
-    return [folder / each["filename"] for each in state["_data_files"]]
-
-
-def _saved(file: Path, name: str, key: str) -> dict[str, Any]:
-    """Return what is in a file of datasets.save_to_disk, with a list under `name`.
-
-    Raises:
-        ConfigError: the file is cut short, or another program wrote it.
-    """
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        content = f"no JSON ({error})"
-    if not isinstance(content, dict) or not isinstance(content.get(name), list):
-        raise ConfigError(
-            f"{key}: {file} must be as datasets.save_to_disk writes it, with a list {name}, got {str(content)[:120]}. "
-            "Save the data set again, or name its files"
-        )
-    return content
-
-
-def _what_it_holds(folder: Path) -> str:
-    """Return how to name the files of a folder, for people: those in it, else those in the folders in it."""
-    for pattern in ("*", "*/*"):
-        endings = {each.suffix for each in folder.glob(pattern) if each.suffix in SUFFIXES}
-        if endings:
-            return f"Name its files: {' or '.join(f'{folder}/{pattern}{each}' for each in sorted(endings))}"
-    return f"It holds no file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-
-
-def _jsonl_rows(path: Path) -> Rows:
-    rows: list[dict[str, Any]] = []
-    columns: dict[str, None] = {}
-    for number, line in numbered_lines(path):
-        try:
-            row = json.loads(line)
-            if "\\u" in line:  # only an escape can stand for half of a character
-                json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{path}, line {number}: must have whole characters, got {error.object[error.start]!a}, half of a "
-                "surrogate pair. Something has cut the text there: write it whole, or leave the row out"
-            ) from None
-        except RecursionError:
-            raise ConfigError(f"{path}, line {number}: must not be nested so deeply, got {line[:80]!r}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: must be a JSON object, got {line[:80]!r}")
-        columns |= dict.fromkeys(row)
-        rows.append(row)
-    return Rows(path=path, columns=tuple(columns), rows=rows)
-
-
-def _table_rows(path: Path, choose: Choose) -> Rows:
-    import pyarrow
+def _parquet_rows(path: Path, choose: Choose) -> Rows:
     import pyarrow.parquet
 
-    is_parquet = path.suffix == ".parquet"
+    names = pyarrow.parquet.read_schema(path).names
+    table = pyarrow.parquet.read_table(path, columns=list(choose(names)))
+    return Rows(columns=tuple(names), rows=table.to_pylist())
+
+
+def _saved_rows(path: Path, choose: Choose) -> Rows:
+    """Return the rows of an Arrow file, or of a folder that Dataset.save_to_disk has written."""
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    data = load_from_disk(path) if path.is_dir() else Dataset.from_file(str(path))
+    if isinstance(data, DatasetDict):
+        raise ConfigError(f"{path} has several splits: name one, {' or '.join(f'{path}/{split}' for split in data)}")
+    table = data.select_columns(list(choose(data.column_names))).with_format("arrow")[:]
+    return Rows(columns=tuple(data.column_names), rows=table.to_pylist())
+
+
+def _csv_rows(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return list(csv.DictReader(file, strict=True))
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines or, if it ends in .json, of one list of objects."""
+    if path.suffix == ".json" and (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
+        rows = [(f"row {number}", row) for number, row in enumerate(_parsed(text, str(path)))]
+    else:
+        rows = [
+            (f"line {number}", _parsed(line, f"{path}, line {number}")) for number, line in numbered_lines(path)
+        ]
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, {where}: must be a JSON object, got {str(row)[:80]!r}")
+    return [row for _, row in rows]
+
+
+def _parsed(text: str, where: str) -> Any:
+    """Return what a JSON text holds. ConfigError: it is none, or half of a character is escaped in it."""
     try:
-        if is_parquet:
-            names = pyarrow.parquet.read_schema(path).names
-            table = pyarrow.parquet.read_table(path, columns=list(choose(names)))
-        else:
-            with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
-                names = stream.schema.names
-                table = stream.read_all().select(list(choose(names)))
-        return Rows(path=path, columns=tuple(names), rows=table.to_pylist())
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        kind = "Parquet" if is_parquet else "an Arrow stream"
-        raise ConfigError(f"{path} can't be read as {kind}: {error}") from error
+        found = json.loads(text)
+        if "\\u" in text:  # only an escape can stand for half of a character
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    return found

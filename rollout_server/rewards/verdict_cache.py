@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import inspect
 import json
 import sqlite3
@@ -21,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 from async_rl.errors import ConfigError
-from async_rl.seams.user_modules import import_module
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult
 
@@ -177,7 +177,7 @@ def _sources(module: ModuleType) -> list[str]:
 
 def _imported(name: str, place: str) -> ModuleType:
     try:
-        return import_module(name)
+        return importlib.import_module(name)
     except Exception as error:  # importing runs the user's code
         raise ConfigError(
             f"the reward {place!r} needs the module {name!r} for the keys of its verdicts, which can't be imported: "

@@ -18,11 +18,8 @@ from async_rl.driver.placement import Reservation
 from async_rl.driver.resources import Host, HostDemand
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, ConfigError, ProcessDiedError, RewardError, WaitTimeoutError
-from async_rl.storage.file_sources import Places
 from async_rl.telemetry.status import Status
 from tests.kit.placements import TWO_NODES
-
-COPY: Places = {("model.path", "model"): "/copy"}
 
 
 @pytest.fixture
@@ -37,13 +34,13 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
 
 @pytest.fixture
 def processes(nodes: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorGroup:
-    """The processes of a run that has sent a copy of the model to the server's host. `start` returns the Origin."""
+    """The processes of a run on two hosts."""
     options = SimpleNamespace(remote=lambda origin: origin)
     monkeypatch.setattr(actor_group.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: options))
     monkeypatch.setattr(Reservation, "options", lambda self, process: {})
     bundles = [HostDemand(gpus_of={"buffer": 0.0, "learner/0": 0.0}), HostDemand(gpus_of={"rollout/0": 0.0})]
     reservation = Reservation(None, bundles, ["10.0.0.a", "10.0.0.b"], nodes=dict(nodes))
-    return ActorGroup(tmp_path, reservation, StopSignals(), places={"10.0.0.b": COPY})
+    return ActorGroup(tmp_path, reservation, StopSignals())
 
 
 def test_a_reservation_keeps_the_nodes_and_the_gpus_for_which_it_was_made(
@@ -67,14 +64,15 @@ def fail(processes: ActorGroup, cause: Exception) -> None:
         raise RayTaskError("start", "", cause)
 
 
-def test_a_server_on_another_host_looks_for_the_copies_of_the_lost_one(
+def test_a_server_is_told_to_be_on_the_host_to_which_ray_has_moved_it(
     processes: ActorGroup, nodes: dict[int, str]
 ) -> None:
-    assert start(processes).places == COPY
+    start(processes)
     nodes[1] = ""  # Ray has lost the host, and has no other yet
-    assert start(processes).places == COPY and processes.on_host("rollout/0") == "rollout/0 on 10.0.0.b"
+    start(processes)
+    assert processes.on_host("rollout/0") == "rollout/0 on 10.0.0.b"
     nodes[1] = "c"
-    assert start(processes).places == COPY  # a disk that both share has it, and nothing else may stand for it
+    start(processes)
     assert processes.place("rollout/0", Status(doing="starts", since_s=0.0)).host == "10.0.0.c"
     assert processes.on_host("learner/0") == "learner/0 on 10.0.0.a"
 
@@ -91,8 +89,7 @@ def test_what_a_new_host_lacks_is_the_loss_of_a_server_and_no_wrong_setting(
         fail(processes, cause)
     assert type(caught.value) is raised
     nodes[1] = node
-    told = rf"^rollout/0 on 10\.0\.0\.{node[0]} failed after .* run sends them \({type(cause).__name__}: {cause}\)"
-    with pytest.raises(ProcessDiedError, match=told):
+    with pytest.raises(ProcessDiedError, match=str(cause)):
         fail(processes, cause)
 
 

@@ -279,6 +279,7 @@ def test_a_dry_run_checks_the_cluster_that_training_would_join(
     joined: list[str] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", lambda address, **_: joined.append(address))
+    monkeypatch.setattr("ray.nodes", lambda: [])
     monkeypatch.setattr("ray.shutdown", lambda: None)
     hosts = [Host(name="10.0.0.1", cpus=8, gpus=8), Host(name="10.0.0.2", cpus=8, gpus=8)]
     monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)

@@ -60,13 +60,22 @@ def run_on_two_hosts(
     tmp_path: Path, *arguments: str, not_shared: Path | None = None, command_has: tuple[str, ...] = (),
     python_path: Path = ROOT,
 ) -> str:  # fmt: skip
-    environment = environment_of_two_hosts(tmp_path, not_shared, python_path)
-    done = subprocess.run(
-        [*ON_TWO_HOSTS, *command_has, *TRAIN, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=380,
+    done = command_on_two_hosts(
+        tmp_path, *arguments, not_shared=not_shared, command_has=command_has, python_path=python_path
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def command_on_two_hosts(
+    tmp_path: Path, *arguments: str, not_shared: Path | None = None, command_has: tuple[str, ...] = (),
+    python_path: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    environment = environment_of_two_hosts(tmp_path, not_shared, python_path)
+    return subprocess.run(
+        [*ON_TWO_HOSTS, *command_has, *TRAIN, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=380,
+    )
 
 
 def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_path: Path = ROOT) -> dict[str, str]:
@@ -78,7 +87,7 @@ def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_pat
     return inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{python_path}",
-        "ASYNC_RL_LINK_STATS": str(tmp_path / "link"), "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "ASYNC_RL_LINK_STATS": str(tmp_path / "link"),
         **({"ASYNC_RL_NOT_SHARED": str(not_shared)} if not_shared else {}),
     }
 
@@ -89,10 +98,9 @@ def environment_of_two_hosts(tmp_path: Path, not_shared: Path | None, python_pat
 def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     smoke_yaml: Path, tmp_path: Path, engine: str
 ) -> None:
-    """The server's host sees neither run.dir nor the model folder, so it has only what the others send."""
-    shutil.copytree(smoke_yaml.parent / "model", tmp_path / "model")
+    """The server's host does not see run.dir."""
     printed = train_on_two_hosts(
-        smoke_yaml, tmp_path, f"rollout.engine={engine}", f"model.path={tmp_path / 'model'}",
+        smoke_yaml, tmp_path, f"rollout.engine={engine}",
         "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
         "network.ports=20000-20063", not_shared=tmp_path,
     )
@@ -100,7 +108,6 @@ def test_learner_and_server_train_over_the_cable_without_a_shared_disk(
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     run_dir = tmp_path / "two"
     assert not (run_dir / "keys").exists()  # they were for this run alone
-    assert re.search(r"10\.77\.0\.2 gets model\.path .* all but the weights, which the learner pushes", printed)
     records = logged(run_dir)
     pushed_bytes = sum(record.get("push/bytes", 0) for record in records)
     assert pushed_bytes > 4 * 2**20
@@ -125,22 +132,20 @@ def letters(question: Question, response: str) -> float:
     ("hf", "ray::RolloutActor", ("weight_sync.lora=adapter", "model.lora.rank=4", "placement.eval.servers=1")),
     ("sglang", "sglang::scheduler", ()),
 ])  # fmt: skip
-def test_a_node_without_model_and_data_samples_from_the_learners_weights(
+def test_a_restarted_server_on_another_host_samples_from_the_learners_weights(
     smoke_yaml: Path, tmp_path: Path, engine: str, victim: str, push: tuple[str, ...]
 ) -> None:
-    """Each logprob of the journal, also after a restart, is recomputed from the weights that the learner has saved.
-
-    To take adapters, servers have a copy of the weights, too.
-    """
-    alone = tmp_path / "alone"
-    shutil.copytree(smoke_yaml.parent / "model", alone / "model")
+    """Each logprob of the journal, also after a restart, is recomputed from the weights that the learner has saved."""
+    alone, model = tmp_path / "alone", smoke_yaml.parent / "model"
+    alone.mkdir()
     for name, words in (("train", 40), ("held_out", 8)):
         rows = [{"prompt": f"Spell {name} {number}", "answer": str(number)} for number in range(words)]
-        (alone / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    run_dir, copies = alone / "two", tmp_path / "cache" / "async-rl" / "copies"
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run_dir = alone / "two"
     command = MarkedCommand([
-        str(smoke_yaml), f"run.dir={alone}", "run.name=two", "run.steps=400", f"model.path={alone / 'model'}",
-        "task.name=", "task.params={}", f"task.path={alone}/tr*.jsonl", f"task.eval_path={alone / 'held_out.jsonl'}",
+        str(smoke_yaml), f"run.dir={alone}", "run.name=two", "run.steps=400", f"model.path={model}",
+        "task.name=", "task.params={}", f"task.path={tmp_path}/tr*.jsonl",
+        f"task.eval_path={tmp_path / 'held_out.jsonl'}",
         f"task.reward={__name__}:letters", "staleness.max=1", "weight_sync.on_update=retract",
         f"rollout.engine={engine}", "placement.rollout.nodes=1", "placement.rollout.resource=rollout",
         "placement.learner.resource=learner", "eval.every_steps=4", *push,
@@ -158,11 +163,7 @@ def test_a_node_without_model_and_data_samples_from_the_learners_weights(
         command.wait(120)
         command.kill()
     assert (back := re.search(r"rollout/0 is back, with the weights of version (\d+)", command.text())), command.text()
-    names = {file.relative_to(folder).name for folder in copies.iterdir() for file in folder.rglob("*")}
-    assert names >= {"train.jsonl", "held_out.jsonl", "config.json", "tokenizer.json"}
-    assert ("model.safetensors" in names, "weights-come-by-push.json" in names) == (bool(push), not push)
-    assert not [name for name in names if name.endswith(".partial")]
-    assert max(check_journal(run_dir, alone / "model", tmp_path / "rows.parquet")) > int(back[1])
+    assert max(check_journal(run_dir, model, tmp_path / "rows.parquet")) > int(back[1])
 
 
 def check_journal(run_dir: Path, start: Path, exported: Path) -> set[int]:
@@ -195,6 +196,7 @@ OWN_MODULES = {
 import json
 from pathlib import Path
 
+import rules
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 
@@ -203,7 +205,7 @@ class Words(Task):
     num_prompts = 40
 
     def train_question(self, position):
-        words = json.loads(Path(self.params["files"][0]).read_text())
+        words = json.loads(Path(rules.__file__).with_name("words.json").read_text())
         return Question(messages=({"role": "user", "content": words[position % 2]},), ground_truth=words[0])
 
     def eval_questions(self):
@@ -222,35 +224,45 @@ def score(question, response):
     "rules/late.py": """
 from pathlib import Path
 
-import buffer
+import more
 
 
 def score_of(question):
-    return float(Path(__file__).with_name("score.txt").read_text()) + buffer.MORE * (question.ground_truth == "Spell")
+    return float(Path(__file__).with_name("score.txt").read_text()) + more.MORE * (question.ground_truth == "Spell")
 """,
-    "rules/score.txt": "4.0", "buffer.py": "MORE = 3.0", "data/words.json": '["Spell", "Say"]',
+    "rules/score.txt": "4.0", "more.py": "MORE = 3.0", "rules/words.json": '["Spell", "Say"]',
 }
-"""A working directory: a task and a reward that imports a helper late, which reads its data and has a known name."""
+"""A working directory: a task and a reward that imports a helper late, which reads its data."""
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_a_node_without_the_users_modules_and_files_gets_them_from_the_driver(
-    smoke_yaml: Path, tmp_path: Path
-) -> None:
+def test_a_node_without_the_users_modules_gets_them_by_ray(smoke_yaml: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     for name, content in OWN_MODULES.items():
         (alone / name).parent.mkdir(parents=True, exist_ok=True)
         (alone / name).write_text(content)
-    printed = run_on_two_hosts(
+    run_on_two_hosts(
         tmp_path, str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", "staleness.max=1", "rollout.engine=hf",
         "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
-        "task.name=mine:Words", "task.params={files: [data/words.json]}", "task.reward=mine:score",
+        "task.name=mine:Words", "task.params={}", "task.reward=mine:score",
         not_shared=alone, command_has=(f"--chdir={alone}",),
     )
-    assert "10.77.0.2 gets task.params data/words.json from the driver: 1 file(s), 0 kB" in printed
-    assert f"10.77.0.2 gets modules {alone} from the driver: 5 file(s), 1 kB" in printed
     assert [each["reward/mean"] for each in logged(tmp_path / "two") if "reward/mean" in each] == [7.0] * 4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_host_without_the_model_is_named_before_anything_starts(smoke_yaml: Path, tmp_path: Path) -> None:
+    model = tmp_path / "alone" / "model"
+    shutil.copytree(smoke_yaml.parent / "model", model)
+    done = command_on_two_hosts(
+        tmp_path, str(smoke_yaml), f"run.dir={tmp_path}", "run.name=two", f"model.path={model}", "rollout.engine=hf",
+        "placement.rollout.nodes=1", "placement.learner.resource=learner", "placement.rollout.resource=rollout",
+        not_shared=tmp_path / "alone",
+    )
+    assert done.returncode == 2
+    assert re.search(rf"10\.77\.0\.2 has no {model}, which model\.path names: .* shared disk, .*hf://", done.stderr)
 
 
 @pytest.mark.nightly
@@ -258,17 +270,12 @@ def test_a_node_without_the_users_modules_and_files_gets_them_from_the_driver(
 def test_a_run_on_two_hosts_resumes_on_a_new_cluster(
     smoke_yaml: Path, tmp_path: Path
 ) -> None:
-    """The server's host has no model: it starts without weights again, and finds the rest from before."""
-    alone = tmp_path / "alone"
-    shutil.copytree(smoke_yaml.parent / "model", alone / "model")
     train_on_two_hosts(
         smoke_yaml, tmp_path, "rollout.engine=hf", "placement.rollout.nodes=1", "checkpoint.every_steps=4",
-        "placement.learner.resource=learner", "placement.rollout.resource=rollout", f"model.path={alone / 'model'}",
-        not_shared=alone,
+        "placement.learner.resource=learner", "placement.rollout.resource=rollout",
     )
     run_dir = tmp_path / "two"
-    printed = run_on_two_hosts(tmp_path, "--resume", str(run_dir), "run.steps=6", not_shared=alone)
-    assert "from the driver" not in printed
+    printed = run_on_two_hosts(tmp_path, "--resume", str(run_dir), "run.steps=6")
     assert "placed: 10.77.0.1: buffer, learner/0; 10.77.0.2: rollout/0" in printed
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["resumes"]) == (6, 1)

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import CheckpointConfig, EvalConfig, RunConfig, WeightSyncConfig
-from async_rl.errors import WeightSyncError
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.telemetry.metrics import reduce_metrics
 from learner.learner import Learner
@@ -170,27 +169,6 @@ def test_servers_that_died_before_a_push_was_verified_leave_that_to_the_next(
     publisher.dies_before_verification = True
     verified = [len(publisher.verified) for report in learner.run() if isinstance(report, StepDone)]
     assert verified == [0, 1, 1]
-
-
-def test_servers_that_start_without_weights_are_filled_before_the_run(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)))
-    learner.fill_servers()
-    assert [number for name, number in publisher.calls if name == "push"] == [0]
-    list(learner.run())
-    assert [number for name, number in publisher.calls if name == "push"] == [0, 1]
-    assert len(publisher.verified) == 1
-
-
-def test_a_server_that_dies_while_it_is_filled_is_an_error(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)))
-    publisher.dies_next = "rollout/0"
-    with pytest.raises(WeightSyncError, match="rollout/0 died before the first weights had come"):
-        learner.fill_servers()
-    torch.distributed.destroy_process_group()  # as the end of `run` does
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(

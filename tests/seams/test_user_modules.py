@@ -1,159 +1,126 @@
-"""A user's files beside their configuration may have the names of our packages, and neither hides the other."""
+"""The user's modules: which of them are refused for their names, and which a run's other hosts get."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import ConfigError
 from async_rl.seams import import_object
-from async_rl.seams.own_packages import OWN_PACKAGES, PROJECT
-from async_rl.telemetry.metrics import read_metrics
-
-COMMAND = (str(Path(sys.executable).with_name("async-rl")),)
-MODULE = (sys.executable, "-m", "async_rl.cli")
-"""Python searches the working directory first."""
-REWARD = """
-def seven(question, response):
-    return 7.0
-"""
+from async_rl.seams.user_modules import (
+    OWN_PACKAGES,
+    PROJECT,
+    check_module_names,
+    find_sent_modules_first,
+    modules_to_send,
+)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with files of all our packages' names but async_rl."""
-    for package in OWN_PACKAGES[1:]:
-        (tmp_path / f"{package}.py").write_text(REWARD)
-    return tmp_path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory. What is imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
 
 
-def train(program: Sequence[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [*program, "train", *words, "rollout.engine=hf"]
-    environment = os.environ | {"PYTHONPATH": PROJECT}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+@pytest.mark.parametrize("file", [
+    *(f"{name}.py" for name in OWN_PACKAGES), "buffer/__init__.py", "learner/rows.py",
+])
+def test_a_module_with_the_name_of_a_package_of_ours_is_refused(folder: Path, file: str) -> None:
+    check_module_names()
+    (folder / "buffer").mkdir()  # of something else, such as checkpoints
+    (folder / "learner").mkdir()
+    (folder / "learner" / "weights.bin").touch()
+    check_module_names()
+    (folder / file).touch()
+    with pytest.raises(ConfigError, match="rename it"):
+        check_module_names()
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("program", [COMMAND, pytest.param(MODULE, marks=pytest.mark.nightly)])
-def test_a_dry_run_takes_a_reward_from_a_file_with_the_name_of_our_package(
-    folder: Path, smoke_yaml: Path, program: Sequence[str]
+def test_a_module_elsewhere_that_hides_a_package_of_ours_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = train(program, folder, str(smoke_yaml), "task.reward=buffer:seven", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "reward: buffer:seven" in done.stdout
+    (folder / "mine").mkdir()
+    (folder / "mine" / "rollout_server.py").touch()
+    monkeypatch.syspath_prepend(folder / "mine")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rollout_server"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match=r"mine/rollout_server\.py .*: rename it"):
+        check_module_names()
 
 
-@pytest.mark.nightly
-@pytest.mark.e2e
-def test_a_run_trains_in_a_folder_with_files_of_our_packages_names(folder: Path, smoke_yaml: Path) -> None:
-    """Ray's workers search the working directory first."""
-    done = train(COMMAND, folder, str(smoke_yaml), "task.reward=learner:seven", "run.dir=runs", "run.steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    metrics = read_metrics(folder / "runs" / "smoke" / "metrics.jsonl")
-    assert [step["reward/mean"] for step in metrics if step["step"] > 0] == [7, 7]
+def test_a_checkout_of_this_project_is_no_folder_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT)
+    check_module_names()
 
 
-@pytest.mark.nightly
 @pytest.mark.processes
-def test_a_program_may_import_its_own_modules_of_these_names_first(folder: Path) -> None:
-    (folder / "program.py").write_text(
-        f"import {', '.join(OWN_PACKAGES[1:])}\nmine = buffer, learner, benchmarks, rollout_server\n"
-        "import async_rl\nfrom buffer.store import Store\nimport benchmarks.engines, rollout_server.question\n"
-        "print(*[module.seven(0, 0) for module in mine])"
-    )
+@pytest.mark.parametrize("command", [("-m", "async_rl.cli", "doctor"), ("-c", "import async_rl; async_rl.train")])
+def test_commands_and_programs_refuse_it_before_anything_else(folder: Path, command: tuple[str, ...]) -> None:
+    (folder / "buffer.py").write_text("raise AssertionError('imported')")
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=folder, env=os.environ | {"PYTHONPATH": PROJECT}, capture_output=True,
-        text=True, timeout=120,
+        [sys.executable, *command], env=os.environ | {"PYTHONPATH": PROJECT}, capture_output=True, text=True,
+        timeout=120,
     )  # fmt: skip
-    assert (done.stdout, done.returncode) == ("7.0 7.0 7.0 7.0\n", 0), done.stderr
+    assert done.returncode != 0 and done.stderr.strip().endswith(f"{folder}/buffer.py has the name of a package of "
+                                                                 "async-rl: rename it")
 
 
 @pytest.mark.parametrize("file", ["json.py", "json/__init__.py"])
-def test_a_module_of_the_working_directory_is_the_one_that_is_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("def is_mine(): ...")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "user_json", raising=False)
-    found = import_object("json:is_mine", "task.reward")
-    assert found is import_object("json:is_mine", "task.reward")
-    assert sys.modules["user_json"].__file__ == str(tmp_path / file)
-    assert hasattr(sys.modules["json"], "dumps")
+def test_a_module_that_another_hides_is_refused(folder: Path, file: str) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text("def is_mine(): ...")
+    with pytest.raises(ConfigError, match=r"^task\.reward: .*json.* is hidden by .*: rename it"):
+        import_object("json:is_mine", "task.reward")
 
 
-@pytest.fixture
-def project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder as working directory, with a package `buffer` in place of buffer.py."""
-    (folder / "buffer.py").unlink()
-    (folder / "buffer").mkdir()
-    (folder / "buffer" / "__init__.py").write_text("from . import words\nMINE = 1\n")
-    (folder / "buffer" / "words.py").write_text("import learner\ndef score(q, r):\n    return learner.seven(q, r)\n")
-    (folder / "buffer" / "more.py").write_text("MORE = 2\n")
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    before = set(sys.modules)
-    yield folder
-    for name in set(sys.modules) - before:
-        if name.startswith(("user_", "mine")):
-            del sys.modules[name]
+def test_modules_of_the_working_directory_are_found(folder: Path) -> None:
+    (folder / "mine_words").mkdir()
+    (folder / "mine_words" / "late.py").write_text("import mine_helper\nVALUE = mine_helper.VALUE + 1")
+    (folder / "mine_helper.py").write_text("VALUE = 6")
+    assert import_object("mine_words.late:VALUE", "task.reward") == 7
 
 
-@pytest.mark.parametrize(
-    ("code", "value"),
-    [
-        ("import learner\nVALUE = learner.seven(0, 0)", 7),
-        ("from learner import seven\nVALUE = seven(0, 0)", 7),
-        ("import buffer.words as words\nVALUE = words.score(0, 0)", 7),
-        ("import buffer.more\nVALUE = buffer.MINE + buffer.more.MORE", 3),
-        ("from buffer import more\nVALUE = more.MORE", 2),
-        ("from buffer.more import MORE as VALUE", 2),
-        ("import mine_too\nVALUE = mine_too.late()", 7),
-        ("from learner.run_limit import RunLimit\nVALUE = RunLimit.__name__", "RunLimit"),
-        ("from rollout_server.question import Question\nVALUE = Question.__name__", "Question"),
-        ("from buffer import staleness\nVALUE = staleness.__name__", "buffer.staleness"),
-    ],
-)
-def test_a_users_module_imports_their_own_modules_of_our_packages_names(
-    project: Path, code: str, value: object
-) -> None:
-    """Also by way of another module of theirs, within a function, and what only our package has."""
-    (project / "mine_too.py").write_text("def late():\n    from learner import seven\n    return seven(0, 0)\n")
-    (project / "mine.py").write_text(code)
-    assert import_object("mine:VALUE", "task.reward") == value
-    import buffer.staleness
-
-    assert buffer.__file__ == str(Path(PROJECT, "buffer", "__init__.py"))
+def test_other_hosts_get_files_and_packages_of_the_working_directory(folder: Path) -> None:
+    for name in ("reward.py", "words/__init__.py", "data/rows.jsonl", "notes.txt", "benchmarks/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    assert modules_to_send() == [str(folder / name) for name in ("benchmarks", "reward.py", "words")]
 
 
-def test_packages_of_an_environment_in_the_folder_import_what_python_finds(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages = project / ".venv" / "site-packages"
-    (packages / "mine_installed").mkdir(parents=True)
-    (packages / "mine_installed" / "__init__.py").write_text("import buffer, learner\nFILE = buffer.__file__\n")
-    monkeypatch.setattr(sys, "prefix", str(project / ".venv"))
-    monkeypatch.syspath_prepend(packages)
-    assert import_object("mine_installed:FILE", "task.reward") == str(Path(PROJECT, "buffer", "__init__.py"))
+def test_of_a_checkout_other_hosts_get_none_of_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT)
+    assert modules_to_send() == []
 
 
-def test_a_module_of_a_users_package_and_one_of_ours_can_be_named(project: Path) -> None:
-    assert import_object("buffer.words:score", "task.reward")(0, 0) == 7
-    assert import_object("buffer.staleness:__name__", "task.reward") == "buffer.staleness"
-    with pytest.raises(ConfigError, match=r"task\.reward 'buffer\.none:score' can't be imported.*'buffer\.none'"):
-        import_object("buffer.none:score", "task.reward")
+def test_what_the_driver_has_sent_comes_before_what_the_host_has(folder: Path) -> None:
+    sent = folder / "py_modules_files" / "_ray_pkg_1"
+    for place, value in ((folder, "outdated"), (sent, "sent")):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "mine_sent.py").write_text(f"VALUE = {value!r}")
+    sys.path[:0] = [str(folder), str(sent)]
+    find_sent_modules_first()
+    assert import_object("mine_sent:VALUE", "task.reward") == "sent"
 
 
 @pytest.mark.processes
-def test_an_agents_own_process_finds_its_file_with_the_name_of_our_package(folder: Path) -> None:
-    program = Path(PROJECT, "rollout_server", "episodes", "user_code", "agent_host.py")
+def test_an_agents_own_process_finds_what_was_sent_first(folder: Path) -> None:
+    sent = folder / "py_modules_files" / "_ray_pkg_1"
+    sent.mkdir(parents=True)
+    (sent / "agent.py").write_text("def play(): ...")
+    (folder / "agent.py").write_text("raise RuntimeError('an outdated file')")
+    program = Path(PROJECT) / "rollout_server" / "episodes" / "user_code" / "agent_host.py"
     done = subprocess.run(
-        [sys.executable, program, "learner:seven"], cwd=folder, env=os.environ | {"PYTHONPATH": PROJECT}, input="",
-        capture_output=True, text=True, timeout=60,
+        [sys.executable, str(program), "agent:play"], input="", capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(sent)},
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ('{"ready": true}\n', 0), done.stderr

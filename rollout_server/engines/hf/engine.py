@@ -22,11 +22,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config
 from async_rl.errors import ProcessDiedError, WaitTimeoutError
-from async_rl.storage.file_copies import awaits_push
 from async_rl.storage.model_folder import end_tokens, forbidden_tokens, load_tokenizer
 from async_rl.storage.model_loading import quiet_loading
 from async_rl.weights.base import serving_dtype
@@ -260,16 +259,9 @@ class HFEngine:
 
 
 def _load(config: Config) -> PreTrainedModel:
-    """Load the model in its serving dtype onto the first GPU, or the CPU if there is none, and return it.
-
-    Of a folder without weights the model has random ones.
-    """
+    """Load the model in its serving dtype onto the first GPU, or the CPU if there is none, and return it."""
     device, path = torch.device("cuda:0" if torch.cuda.is_available() else "cpu"), config.model.path
     kinds = {"dtype": serving_dtype(config, device.type), "attn_implementation": config.model.attn_implementation}
     with quiet_loading():
-        if awaits_push(path):
-            with device:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kinds)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(path, **kinds)
+        model = AutoModelForCausalLM.from_pretrained(path, **kinds)
     return model.to(device).eval()  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from async_rl.cores import server_threads
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import api_key
 from async_rl.seams.doc_pages import doc_page
-from async_rl.storage.file_copies import awaits_push
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 from rollout_server.engines.server_process import ServerProcess, command_line, free_port
 from rollout_server.engines.sglang.admin import SGLangAdmin
@@ -65,8 +64,6 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         # With speculative decoding overlap_pause.py does not know how many tokens of a forward count.
         "disable-overlap-schedule": not on_gpu or (config.weight_sync.on_update == "in_place" and _speculates(config)),
     }
-    if awaits_push(config.model.path):
-        flags["load-format"] = "dummy"
     if on_gpu:
         flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
         flags |= {"enable-memory-saver": True} if config.shares_gpus else {}

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.storage.file_copies import awaits_push
 from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens, max_running_replies
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -42,8 +41,6 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "weight-transfer-config": {"backend": "async_rl"},
         "disable-uvicorn-access-log": True,
     }
-    if awaits_push(config.model.path):
-        flags["load-format"] = "dummy"
     if on_gpu:
         flags |= {
             "gpu-memory-utilization": config.rollout.mem_fraction,

@@ -141,8 +141,8 @@ def _take_pipes() -> tuple[IO[str], IO[str]]:
 def main() -> None:
     requests, replies = _take_pipes()
     own_folder = os.path.dirname(os.path.abspath(__file__))  # it has an faults.py, as the agent's packages may have
-    copied = [os.environ["ASYNC_RL_MODULES"]] if "ASYNC_RL_MODULES" in os.environ else []  # see user_modules.py
-    sys.path[:] = [*copied, os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
+    sys.path[:] = [os.getcwd(), *(folder for folder in sys.path if folder != own_folder)]
+    sys.path.sort(key=lambda folder: "py_modules_files" not in folder)  # see async_rl/seams/user_modules.py
     module, _, name = sys.argv[1].partition(":")
     agent = getattr(importlib.import_module(module), name)
     replies.write('{"ready": true}\n')

@@ -186,12 +186,13 @@ def test_a_glob_is_the_files_in_order_of_their_names(tmp_path: Path) -> None:
     task = opened(str(tmp_path / "part-*.jsonl"), shuffle=False)
     assert [task.prompt(i).text[:2] for i in range(4)] == ["a0", "a1", "b0", "b1"]
     assert task.prompt(3).origin == f"row 3 of {tmp_path}/part-*.jsonl"
-    with pytest.raises(ConfigError, match=r"task\.path .*none-\*\.jsonl: no file has such a name"):
+    with pytest.raises(ConfigError, match=r"^task\.path"):
         opened(str(tmp_path / "none-*.jsonl"))
 
 
 def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     whole = datasets.Dataset.from_list(sums("a", 5))
     whole.save_to_disk(tmp_path / "saved", num_shards=2)
     task = opened(str(tmp_path / "saved"), shuffle=False)
@@ -204,54 +205,28 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
         opened(str(tmp_path / "splits"))
 
 
-@pytest.mark.parametrize(("name", "content", "got"), [
-    ("state.json", "", r"no JSON \(Expecting value"), ("state.json", "{}", r"\{\}"),
-    ("dataset_dict.json", '["train"]', r"\['train'\]"), ("dataset_dict.json", '{"splits": 1}', r"\{'splits': 1\}"),
-])
-def test_a_folder_whose_mark_is_broken_is_named(tmp_path: Path, name: str, content: str, got: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=rf"{name} must be as datasets\.save_to_disk writes it, .*, got {got}"):
-        opened(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ((), r"It holds no file that ends in \.parquet, \.jsonl or \.arrow"),
-        (("notes.txt",), "It holds no file that ends in"),
-        (("a.jsonl", "notes.txt"), r"Name its files: .*/mine/\*\.jsonl$"),
-        (("a.jsonl", "b.parquet"), r"Name its files: .*/mine/\*\.jsonl or .*/mine/\*\.parquet$"),
-        (("data/a.parquet",), r"Name its files: .*/mine/\*/\*\.parquet$"),
-    ],
-)
-def test_a_folder_of_other_files_is_refused_with_how_to_name_them(
-    tmp_path: Path, files: tuple[str, ...], said: str
+@pytest.mark.parametrize("name", ["mine", "openai/gsm8k", "data/train.jsonl", "https://huggingface.co/datasets/a/b"])
+def test_a_name_without_files_of_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    for name in files:
-        (folder / name).parent.mkdir(exist_ok=True)
-        written(folder / name, sums("a", 1))
-    with pytest.raises(ConfigError, match=rf"is a folder that datasets\.save_to_disk has not written: .*{said}"):
-        opened(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("openai/gsm8k", r"hf://openai/gsm8k$"),
-        ("https://huggingface.co/datasets/openai/gsm8k", r"hf://openai/gsm8k$"),
-        ("https://huggingface.co/datasets/openai/gsm8k/viewer/main/train?row=3", r"hf://openai/gsm8k$"),
-        ("huggingface.co/datasets/openai/gsm8k", r"hf://openai/gsm8k$"),
-        ("data/sets/train.jsonl", "no such file$"), ("train.jsonl", "no such file$"),
-        ("data/train.jsonl", "no such file$"), ("/openai/gsm8k", "no such file$"),
-        ("https://example.org/openai/gsm8k", "no such file$"),
-    ],
-)
-def test_a_name_on_the_hub_without_its_scheme_is_answered_with_it(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    written(tmp_path / "mine" / "a.jsonl", sums("a", 1))  # a glob would name it
+    with pytest.raises(ConfigError, match=r"mine/|hf://OWNER"):
         opened(name)
-    assert ("The data set of the hub is named" in str(caught.value)) == ("hf" in said)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.csv", "\ufeffprompt,answer,note\r\n\"a, \"\"b\"\"?\",007,2024-05-01\r\n"),
+    ("a.json", ' [{"prompt": "a, \\"b\\"?", "answer": "007", "note": "2024-05-01"}]'),
+    ("b.json", '{"prompt": "a, \\"b\\"?", "answer": "007", "note": "2024-05-01"}\n'),
+    ("a.jsonl", '{"prompt": "a, \\"b\\"?", "answer": "007", "note": "2024-05-01"}\n'),
+])  # fmt: skip
+def test_texts_that_look_like_dates_and_numbers_stay_texts(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    question = opened(str(tmp_path / name)).prompt(0).question
+    assert question.messages[0]["content"] == 'a, "b"?'
+    assert (question.ground_truth, question.extra) == ("007", {"note": "2024-05-01"})
 
 
 def test_several_held_out_files_have_names_and_equal_shares(tmp_path: Path) -> None:

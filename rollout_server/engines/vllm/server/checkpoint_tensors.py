@@ -10,16 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_AWAITS_PUSH = "weights-come-by-push.json"
-"""AWAITS_PUSH of async_rl/storage/file_copies.py, which this environment can't import."""
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a model folder, from the headers of its safetensors files or, in a copy
-    without weights, from the file that takes their place.
-    """
-    if (folder / _AWAITS_PUSH).is_file():
-        return dict(json.loads((folder / _AWAITS_PUSH).read_text(encoding="utf-8")))
+    """Return the shape of every tensor in a model folder, from the headers of its safetensors files."""
     shapes: dict[str, list[int]] = {}
     for path in weight_files(folder):
         with path.open("rb") as file:

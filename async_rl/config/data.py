@@ -33,8 +33,8 @@ class TaskConfig:
     path: DataPaths = ""
     """The prompts: a Parquet, JSONL, JSON, CSV or Arrow file, a glob of these, a folder of datasets.save_to_disk, or a
     data set of the hub by its name, config and split: hf://openai/gsm8k:main/train, with @REVISION after the name if
-    wanted, or hf://OWNER/NAME/PATH/OF/FILE. Or a list of these, each a text or {path, weight, columns}, with weights in an epoch
-    and columns in place of `columns`."""
+    wanted, or hf://OWNER/NAME/PATH/OF/FILE. Or a list of these, each a text or {path, weight, columns}, with weights
+    in an epoch and columns in place of `columns`."""
     eval_path: DataPaths = ""
     """The held-out prompts, in the same forms. Of a list, each {path, name, columns} has an accuracy of its own. A
     reasoning_gym task makes its own, disjoint from the training prompts."""

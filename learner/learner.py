@@ -147,7 +147,9 @@ class Learner:
             yield from self._end_early(NoBatch("ended"))
             return
         yield from [*self._weights.connect(), *self.evaluations.connect()]
-        yield from self._push() if self.version > 0 else []  # the servers have loaded version 0
+        transport = self.config.weight_sync.transport_entry
+        if self.version > 0 or (transport and transport.connects_late):  # the servers have loaded version 0
+            yield from self._push()
         self._release()
         yield from self.evaluations.make_due(self.version, None)
 

@@ -109,6 +109,9 @@ class TransportEntry:
     """The weights travel through a network, so that servers that can stage them need not stand still meanwhile."""
     carries_parcels: bool = False
     """Rank 0 alone sends, in the publisher's `dtype`, so that the parcels of a compact push travel as weights do."""
+    connects_late: bool = False
+    """Processes connect only when the first weights are sent. So version 0 is pushed before the first question, though
+    the servers have loaded it: a network that does not work shows at the start, and not in the first step's pause."""
     writes_files: bool = False
     """The weights are written to two model folders in the run directory."""
 
@@ -170,7 +173,7 @@ ENGINES: dict[str, EngineEntry] = {
 TRANSPORTS: dict[str, TransportEntry] = {
     "nccl": TransportEntry(
         open="async_rl.weights.broadcast:open_nccl", delivers="nccl", devices=("cuda",), needs_own_gpus=True,
-        stages=True, carries_parcels=True,
+        stages=True, carries_parcels=True, connects_late=True,
     ),
     "gloo": TransportEntry(
         open="async_rl.weights.broadcast:open_gloo", delivers="gloo", devices=("cpu",), stages=True,

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config import CheckpointConfig, EvalConfig, RunConfig, WeightSyncConfig
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
+from async_rl.seams import TransportEntry
 from async_rl.telemetry.metrics import reduce_metrics
 from learner.learner import Learner
 from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes, until_someone_waits
@@ -169,6 +170,21 @@ def test_servers_that_died_before_a_push_was_verified_leave_that_to_the_next(
     publisher.dies_before_verification = True
     verified = [len(publisher.verified) for report in learner.run() if isinstance(report, StepDone)]
     assert verified == [0, 1, 1]
+
+
+CONNECTS_LATE = TransportEntry(open="no_module:publisher", delivers="folder", devices=("cpu",), connects_late=True)
+
+
+def test_a_transport_that_connects_late_brings_version_0_before_the_first_batch(
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+) -> None:
+    learner = open_learner(
+        tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)),
+        weight_sync=WeightSyncConfig(transport=f"{__name__}:CONNECTS_LATE"),
+    )
+    list(learner.run())
+    assert [number for name, number in publisher.calls if name == "push"] == [0, 1]
+    assert len(publisher.verified) == 1
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(

@@ -78,6 +78,11 @@ class Texts(Kind):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatMessages(Kind):
+    """Chat messages of a group: maps with the texts `role` and `content`. The journal has them in the payload alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Array(Kind):
     """Numbers in low..high of one numpy dtype (little-endian), of which floats are finite."""
 

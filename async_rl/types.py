@@ -23,6 +23,7 @@ import numpy.typing as npt
 from async_rl.field_kinds import (
     MAX_CAUSE_CHARS,
     MAX_INT,
+    ChatMessages,
     Choice,
     Flag,
     Metrics,
@@ -55,6 +56,8 @@ class Prompt:
     tokens: IntArray  # [P]
     text: str
     """The text that was tokenized, with the chat template applied."""
+    messages: tuple[dict[str, str], ...] = ()
+    """The chat messages in `text`; () where an environment or an agent writes them."""
     question: Any
     """The value that the reward function compares an answer with (an answer string, a dataset entry, ...)."""
     source: str = ""
@@ -156,6 +159,8 @@ class GroupFacts:
     """The `data_row` of the prompt."""
     left_out: Annotated[tuple[str, ...], Texts(Text(MAX_CAUSE_CHARS, is_cut=True), column="error")] = ()
     """The errors of the episodes that have no row, because they failed, were dropped or got no verdict."""
+    messages: Annotated[tuple[dict[str, str], ...], ChatMessages()] = ()
+    """The `messages` of the prompt, which a reward model with a tokenizer of its own reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

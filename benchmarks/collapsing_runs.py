@@ -133,7 +133,7 @@ def supervised(run: WordsRun, folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             target = Path(partial) / "model"
             losses = [report.metrics[0].value for report in train_sft(
-                config, [answer_demonstration(*pair) for pair in pairs], target
+                config, [answer_demonstration(prompt.tokens.tolist(), answer) for prompt, answer in pairs], target
             )]
             print(f"{model.name}: loss {losses[-1]:.3f}", flush=True)
             target.rename(model)

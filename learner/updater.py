@@ -114,7 +114,6 @@ class Updater:
         if self._reward_model:
             rule = batch
             batch = self._reward_model.score(rule)
-            metrics += self._reward_model.prompt_metrics(rule)
             metrics += rule_metrics(rule, batch, is_gold=self.config.reward_model.leaves_task_out)
 
         self.trained = batch

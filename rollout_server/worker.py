@@ -164,7 +164,7 @@ class Worker(EvalWorker):
             temperature=request.temperature, worker=self._name,
             duration_s=asyncio.get_running_loop().time() - granted_s,
             baseline_reward=baseline, keeps_kv=self._config.weight_sync.on_update == "in_place",
-            data_row=prompt.data_row, **rows._asdict(),
+            data_row=prompt.data_row, messages=prompt.messages, **rows._asdict(),
         )
         with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
             await self._client.put(group)

@@ -37,7 +37,6 @@ from async_rl.storage.model_folder import (
     load_tokenizer,
     weight_shapes,
 )
-from async_rl.storage.policy_rows import check_reads_rows
 
 if TYPE_CHECKING:
     from async_rl.seams import EngineEntry
@@ -133,9 +132,6 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     rewards, check_reward = config.task.reward_names, lambda: _check_reward(config, task())
     checks.append(PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), (MODEL,), everywhere=True))
     checks.append(PreflightCheck("reward", rewards, check_reward, (TASK,), everywhere=True))
-    if path := config.reward_model.path:
-        needs = (TASK, "reward_model.path")
-        checks.append(PreflightCheck("reward_model's rows", path, lambda: _check_rewarded(config, task()), needs))
     return checks
 
 
@@ -160,19 +156,29 @@ def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
     return checks
 
 
-def _check_loading(key: str, path: str, config: Config) -> None:
+def _check_loading(key: str, path: str, config: Config) -> list[str]:
     """Check that the model in `path`, the value of `key`, is not quantised, loads with its attention, is of a kind that
     the learner can train (policy and reference), can be pushed whole, takes the adapters and has the frozen weights
-    (policy), reads the policy's rows (critic and reference), and can be split (all but reward encoders).
+    (policy), reads the policy's rows (the others), and can be split (all but reward encoders).
+
+    Returns a caution if a reward model that reads text may get rows that are longer than its positions.
     """
-    from async_rl.storage.model_loading import load_without_weights
+    from async_rl.storage.model_loading import check_reads_rows, load_without_weights, usable_positions
 
     check_unquantised(path, key)
     if key in ("model.path", "reference.path"):
         check_trainable(path, key)
     settings, slices = config.model, config.learner.sequence_parallel
     model = load_without_weights(key, path, settings.attn_implementation)
-    if key in ("critic.path", "reference.path"):
+    cautions = []
+    if key == "reward_model.path" and _reads_text(config):
+        positions, longest = usable_positions(model), config.longest_tokens
+        if positions and positions < longest:
+            cautions.append(
+                f"{key}: the model has {positions} positions, and an answer with more tokens of its own tokenizer, "
+                f"prompt included, ends the run. In the policy's tokens they may be {longest}."
+            )
+    elif key != "model.path":
         check_reads_rows(model, key, path, config)
     if slices > 1 and (key != "reward_model.path" or hasattr(model, "score")):
         from learner.models.sequence import check_splittable
@@ -194,6 +200,13 @@ def _check_loading(key: str, path: str, config: Config) -> None:
         from learner.models.frozen import freeze
 
         freeze(model, settings.frozen)
+    return cautions
+
+
+def _reads_text(config: Config) -> bool:
+    from learner.models.reward_model import RewardRows
+
+    return RewardRows(config.model.path, config.reward_model.path).reads_text
 
 
 def _check_optimizer(config: Config) -> None:
@@ -275,13 +288,6 @@ def _check_reward(config: Config, task: Task) -> list[str]:
     if config.task.sandbox != "none":
         return []
     return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
-
-
-def _check_rewarded(config: Config, task: Task) -> list[str]:
-    from learner.models.reward_rows import row_cautions
-
-    prompt = task.prompt(0)
-    return row_cautions(config, prompt.tokens.tolist(), prompt.source)
 
 
 def _check_judge(config: Config) -> list[str]:

@@ -21,6 +21,7 @@ from async_rl.field_kinds import (
     MAX_METRICS,
     MAX_NAME_CHARS,
     Array,
+    ChatMessages,
     Choice,
     Flag,
     Kind,
@@ -58,6 +59,8 @@ def pack_value(name: str, kind: Kind) -> Callable[[Any], Any]:
         case Texts(each=each):
             pack_text = pack_value(name, each)
             return lambda texts: [pack_text(text) for text in texts]
+        case ChatMessages():
+            return lambda messages: [[each["role"], each["content"]] for each in messages]
         case PerPromptToken(dtype=dtype):
             return lambda array: pack_array(one_dimensional(name, array, np.dtype(dtype)))
     raise TypeError(f"{name}: a field of a group can't be {kind}")
@@ -90,6 +93,8 @@ def read_value(name: str, kind: Kind) -> Callable[[Fields, Limits], Any]:
         case Texts(each=each):
             check = _check_of(each)
             return lambda fields, limits: tuple(check(fields.items(name, 0, limits.max_left_out), name + "[{}]"))
+        case ChatMessages():
+            return lambda fields, limits: _read_messages(fields, name, limits.max_prompt_tokens)
         case PerPromptToken():
             read = read_array(name, kind)
             return lambda fields, limits: read(fields, 0, limits.max_prompt_tokens, None)
@@ -135,6 +140,14 @@ def read_array(name: str, kind: Array) -> Callable[[Fields, int, int, Sequence[i
         return array
 
     return read
+
+
+def _read_messages(fields: Fields, name: str, most: int) -> tuple[dict[str, str], ...]:
+    messages = fields.items(name, 0, most)
+    for each in messages:
+        if not isinstance(each, list) or len(each) != 2 or not all(isinstance(text, str) for text in each):
+            raise fields.refuse(name, "lists of two texts, role and content", each)
+    return tuple([{"role": role, "content": content} for role, content in messages])
 
 
 def one_dimensional(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], row: int = -1) -> npt.NDArray[Any]:

@@ -21,6 +21,9 @@ from async_rl.field_kinds import (
 )
 from async_rl.types import EpisodeFacts, GroupFacts, Row
 
+MESSAGE_BYTES = 64
+"""The most bytes of a prompt's chat messages per token that it may have. An average token has about 4."""
+
 
 def _most_bytes(kind: Kind) -> int:
     """Return the most bytes of a field; of an array those of one element."""
@@ -96,7 +99,8 @@ class Limits:
 
     @property
     def max_group_bytes(self) -> int:
-        """The most bytes of a valid group: 13 for each response token, 4 for each prompt token, some for the rest."""
+        """The most bytes of a valid group: 13 for each response token, 68 for each prompt token, some for the rest."""
         of_rows = self.max_rows * (_ROW_BYTES + _TOKEN_BYTES * self.max_response_tokens)
         of_episodes = self.group_size * (_EPISODE_BYTES + _TURN_BYTES * self.max_turns) if self.max_turns else 0
-        return _GROUP_BYTES + 4 * self.max_prompt_tokens + of_rows + of_episodes
+        of_prompt = (4 + MESSAGE_BYTES) * self.max_prompt_tokens
+        return _GROUP_BYTES + of_prompt + of_rows + of_episodes

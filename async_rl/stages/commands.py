@@ -53,7 +53,8 @@ def _sft(args: argparse.Namespace) -> int:
             rows = [row for episode in episodes for row in episode.rows]
             examples = [Demonstration(row.tokens.tolist(), row.mask.tolist()) for row in rows]
         else:
-            examples = [answer_demonstration(*pair) for pair in source.sft_pairs(min(source.num_prompts, count))]
+            pairs = source.sft_pairs(min(source.num_prompts, count))
+            examples = [answer_demonstration(prompt.tokens.tolist(), answer) for prompt, answer in pairs]
         _show(train_sft(config, examples, folder), f"sft step {{}}/{config.sft.steps}")
     print(f"model saved in {target}")
     return 0
@@ -86,14 +87,14 @@ def _reward_model(args: argparse.Namespace) -> int:
 def reward_data(config: Config) -> RewardData:
     """Read the comparisons and, if demonstrations get the reward 0, those of the task, as rows of the reward model."""
     from async_rl.storage.model_folder import check_model_folder, load_tokenizer
-    from learner.models.reward_rows import RewardRows
+    from learner.models.reward_model import RewardRows
     from learner.reward_training import Comparison, RewardData
     from rollout_server.tasks.base import open_task
     from rollout_server.tasks.comparisons import ComparedAnswers, read_comparisons, split_by_prompt
 
     training, path = config.reward_training, config.model.path
     check_model_folder(path)
-    tokenizer, rows = load_tokenizer(path), RewardRows(path, training.base or path, config.task)
+    tokenizer, rows = load_tokenizer(path), RewardRows(path, training.base or path)
     found = read_comparisons(config, training.path, "reward_training.path", tokenizer)
     print(f"{training.path}: {found.summary}", flush=True)
     if training.eval_path:
@@ -102,11 +103,6 @@ def reward_data(config: Config) -> RewardData:
         train, test = found.comparisons, held_out.comparisons
     else:
         train, test = split_by_prompt(found.comparisons, training.held_out, config.run.seed)
-
-    prompts = [prompt for each in (*train, *test) for prompt, _ in each.answers]
-    if unread := sum(not rows.can_read(prompt) for prompt in prompts):
-        print(f"{unread} of {len(prompts)} prompts are read with the text of the policy's chat template: they are not "
-              "messages of user and assistant in turn, the user's last, after at most one system message", flush=True)
 
     def as_rows(compared: Iterable[ComparedAnswers]) -> list[Comparison]:
         return [Comparison([rows.row(*answer) for answer in each.answers], each.pairs) for each in compared]
@@ -120,7 +116,7 @@ def reward_data(config: Config) -> RewardData:
         except ConfigError as error:
             allowed = "reward_training.zero_at must be comparisons or none with a task without demonstrations"
             raise ConfigError(f"{allowed}: {error}") from None
-        zero = [rows.row(*pair) for pair in pairs]
+        zero = [rows.row(prompt.messages, prompt.tokens.tolist(), answer) for prompt, answer in pairs]
     return RewardData(compared, as_rows(test), zero)
 
 

@@ -1,4 +1,4 @@
-"""Loads models without their weights, to check before a run starts that they can be loaded with them."""
+"""Checks before a run starts that its models can be loaded and can read its rows, without reading their weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from transformers.utils import logging
 
+from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
 
 _HEADS: dict[str, Any] = {
     "critic.path": AutoModelForTokenClassification, "reward_model.path": AutoModelForSequenceClassification,
@@ -53,6 +55,59 @@ def load_without_weights(key: str, path: str, attn_implementation: str) -> Any:
             f"{', '.join(missing[:3])}. Take config.json and weights of one model"
         )
     return lm
+
+
+def usable_positions(lm: Any) -> int | None:
+    """Return how many tokens the longest row of a model may have, or None where it has no limit.
+
+    A table of positions with a row for padding, as in RoBERTa, is used from the row after that one on.
+    """
+    positions: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    unused = [
+        table.padding_idx + 1
+        for name, table in lm.named_modules()
+        if "position" in name and getattr(table, "num_embeddings", None) == positions and table.padding_idx is not None
+    ]
+    return positions - max(unused, default=0)
+
+
+def check_reads_rows(lm: Any, key: str, path: str, config: Config) -> None:
+    """Check that `lm`, the model in `path`, the value of `key`, takes the policy's tokens and the longest row.
+
+    It may have more embeddings than there are tokens, because models pad them to several sizes. Special and added
+    tokens may have other names, because further training often renames reserved ones.
+
+    Raises:
+        ConfigError: it has too few positions, too few embeddings, or a tokenizer that has another token for an id.
+    """
+    policy, longest, positions = config.model.path, config.longest_tokens, usable_positions(lm)
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"{key} {path} must have {longest} or more positions, which are task.max_prompt_tokens + "
+            f"rollout.max_response_tokens, or rollout.max_episode_tokens if set, got {positions}. Lower these, or take "
+            "a model with more positions"
+        )
+    tokenizer = load_tokenizer(policy)
+    vocabulary = tokenizer.get_vocab()
+    needed, rows = max(vocabulary.values()) + 1, lm.get_input_embeddings().num_embeddings
+    hint = f"It reads the policy's tokens. Take a model that was trained with the tokenizer of model.path {policy}"
+    if rows < needed:
+        raise ConfigError(
+            f"{key} {path} must have embeddings of {needed} or more tokens, the policy's, got {rows}. {hint}"
+        )
+    if not has_tokenizer(path):
+        return
+    its = load_tokenizer(path)
+    added, own = tokenizer.added_tokens_decoder | its.added_tokens_decoder, its.get_vocab()
+    token_of = {number: token for token, number in own.items() if number not in added}
+    for token, number in vocabulary.items():
+        if token_of.get(number, token) != token:
+            raise ConfigError(
+                f"{key} {path} must have the policy's tokens, got {token_of[number]!r} for {number}, which is {token!r}"
+                f" in the policy's tokenizer. {hint}"
+            )
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +15,13 @@ from transformers import AutoModelForSequenceClassification
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.storage.policy_rows import usable_positions
-from async_rl.telemetry.metrics import Metric
+from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
+from async_rl.storage.model_loading import usable_positions
+from async_rl.template_date import TEMPLATE_DATE
 from async_rl.types import Batch, Row
 from learner.models.loading import open_model
 from learner.models.network import Network
 from learner.models.policy import shard
-from learner.models.reward_rows import RewardRow, RewardRows
 from learner.models.sequence import gather_tokens, owners
 from learner.packing.microbatches import PackedTokens
 from learner.packing.plan import Layout, Piece, plan_microbatches
@@ -27,6 +29,76 @@ from learner.ranks import Ranks
 
 OFFSET = "reward_offset"
 """The key of config.json whose value is subtracted from the output of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRow:
+    """The row of a prompt and an answer, as a reward model reads it."""
+
+    tokens: Sequence[int]
+    segments: Sequence[int] = ()
+    """The token_type_ids of a pair of texts, which tell the tokens of the second text; (): all are 0."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class RewardRows:
+    """Makes the rows of tokens that a reward model reads, in training and in use.
+
+    A model with the policy's vocabulary, or without a tokenizer, reads the policy's tokens: the prompt and the answer,
+    which ends with its eos token. Any other model reads text, tokenized by its own tokenizer: the messages of the
+    prompt and the answer in its chat template. If it has no template, it reads a pair of texts, the contents of the
+    messages, one per line, and the answer, with the tokenizer's token_type_ids. If its template takes no system
+    message, that message comes first in the user's first one, before a blank line.
+    """
+
+    def __init__(self, policy_path: str, reward_path: str) -> None:
+        self.reads_text = False
+        if not has_tokenizer(reward_path):
+            return
+        policy: Any = load_tokenizer(policy_path)
+        own: Any = load_tokenizer(reward_path)
+        self.reads_text = policy.get_vocab() != own.get_vocab()
+        self._policy, self._own = policy, own
+
+    def row(self, messages: Sequence[Mapping[str, str]], prompt: Sequence[int], answer: Sequence[int]) -> RewardRow:
+        """Return the row of a prompt and an answer.
+
+        Args:
+            messages: those of the prompt.
+            prompt, answer: in the policy's tokens.
+        """
+        if not self.reads_text:
+            return RewardRow([*prompt, *answer])
+        reply = self._policy.decode(answer, skip_special_tokens=True)
+        if self._own.chat_template:
+            said = [*self._in_own_form(messages), {"role": "assistant", "content": reply}]
+            return RewardRow(self._rendered(said, tokenize=True))
+        pair = self._own("\n".join(message["content"] for message in messages), reply)
+        segments = pair.get("token_type_ids", ())
+        return RewardRow(pair["input_ids"], segments if any(segments) else ())
+
+    def _in_own_form(self, messages: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+        """Return the messages such that the model's template shows all of them."""
+        if messages[0]["role"] != "system" or self._takes_system:
+            return messages
+        system, user, *others = messages
+        return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *others]
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the model's template shows a system message."""
+        said = [{"role": role, "content": f"<{role}>"} for role in ("system", "user", "assistant")]
+        try:
+            return "<system>" in self._rendered(said, tokenize=False)
+        except Exception:  # it refuses the message; a template is code, which may raise anything
+            return False
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], *, tokenize: bool) -> Any:
+        return self._own.apply_chat_template(
+            list(messages), tokenize=tokenize, return_dict=False, strftime_now=TEMPLATE_DATE.strftime
+        )
 
 
 class RewardModel:
@@ -53,7 +125,7 @@ class RewardModel:
         self._offset = float(getattr(lm.config, OFFSET, 0.0))
         self._ranks = ranks if self._scorer.reads_last_token else Ranks(ranks.mesh)
         shard(self._scorer, self._ranks, config.learner)
-        self._rows = RewardRows(config.model.path, path, config.task)
+        self._rows = RewardRows(config.model.path, path)
         if self._rows.reads_text and config.task.has_turns:
             raise ConfigError(
                 f"reward_model.path {path} must have the policy's vocabulary with task.tools, got another one. A model "
@@ -79,7 +151,7 @@ class RewardModel:
                 infinite.
         """
         read = [
-            self._rows.row(group.prompt_tokens.tolist(), row.tokens.tolist())
+            self._rows.row(group.messages, group.prompt_tokens.tolist(), row.tokens.tolist())
             for group in batch.groups
             for row in group.rows
         ]
@@ -95,13 +167,6 @@ class RewardModel:
             rows = tuple(self._rewarded(row, next(rewards)) for row in group.rows)
             groups.append(replace(group, rows=rows))
         return replace(batch, groups=tuple(groups))
-
-    def prompt_metrics(self, batch: Batch) -> list[Metric]:
-        """Return how many prompts of the batch RewardRows cannot read; nothing if it reads tokens and not text."""
-        if not self._rows.reads_text:
-            return []
-        unread = sum(not self._rows.can_read(group.prompt_tokens.tolist()) for group in batch.groups)
-        return [Metric("batch/unread_prompts", unread)]
 
     def _rewarded(self, row: Row, reward: float) -> Row:
         if row.finish_reason == "timeout" and not self._scores_timeouts:

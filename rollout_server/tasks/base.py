@@ -98,8 +98,8 @@ class Task(ABC):
             ]
         return self._eval_prompts
 
-    def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
-        """Return (prompt tokens, answer tokens) of each of the first `n` training prompts, for supervised fine-tuning.
+    def sft_pairs(self, n: int) -> list[tuple[Prompt, list[int]]]:
+        """Return (prompt, answer tokens) of each of the first `n` training prompts, for supervised fine-tuning.
 
         The answer is the worked solution or, if there is none, the right answer. It ends with the eos token.
         """
@@ -113,7 +113,7 @@ class Task(ABC):
                     f"a question of {question.source} has no right answer that is text (got {answer!r}), so sft "
                     "can't learn from it. Use another task for sft."
                 )
-            pairs.append((prompt.tokens.tolist(), answer_tokens(self._tokenizer, answer)))
+            pairs.append((prompt, answer_tokens(self._tokenizer, answer)))
         return pairs
 
     def is_short_enough(self, question: Question) -> bool:
@@ -141,8 +141,8 @@ class Task(ABC):
         question = self._asked(question)
         text = self._text(question)
         return Prompt(
-            index=index, tokens=self._tokens(text), text=text, question=question, source=question.source,
-            data_row=data_row, origin=origin,
+            index=index, tokens=self._tokens(text), text=text, messages=question.messages, question=question,
+            source=question.source, data_row=data_row, origin=origin,
         )
 
     def _sources(self) -> list[tuple[int, int]]:

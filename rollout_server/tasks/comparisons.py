@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
@@ -27,14 +27,21 @@ _COLUMNS = ("prompt", "chosen", "rejected", "margin", "answers", "ranks")
 Messages = list[dict[str, str]]
 
 
+class ComparedAnswer(NamedTuple):
+    """An answer and its prompt, in the policy's tokens, and the messages of the prompt."""
+
+    messages: Messages
+    prompt: list[int]
+    answer: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class ComparedAnswers:
-    """Two or more answers to a prompt in the policy's tokens, and the pairs of them of which one was preferred."""
+    """Two or more answers to a prompt, and the pairs of them of which one was preferred."""
 
     prompt: str
     """The text of the prompt of the first answer."""
-    answers: Sequence[tuple[list[int], list[int]]]
-    """(tokens of the prompt, tokens of the answer) of each."""
+    answers: Sequence[ComparedAnswer]
     pairs: Sequence[tuple[int, int, float]]
     """(number of the preferred answer, number of the other, margin)."""
 
@@ -74,10 +81,10 @@ def read_comparisons(config: Config, path: str, key: str, tokenizer: Any) -> Com
             continue
         texts = [prompt_text(tokenizer, messages[:-1], where, settings) for messages in conversations]
         answers = [
-            (prompt_tokens(tokenizer, text), answer_tokens(tokenizer, messages[-1]["content"]))
-            for text, messages in zip(texts, conversations, strict=True)
+            ComparedAnswer(messages, prompt_tokens(tokenizer, text), answer_tokens(tokenizer, reply["content"]))
+            for text, (*messages, reply) in zip(texts, conversations, strict=True)
         ]
-        if any(_is_too_long(config, *answer) for answer in answers):
+        if any(_is_too_long(config, each.prompt, each.answer) for each in answers):
             found.too_long += 1
         else:
             found.comparisons.append(ComparedAnswers(texts[0], answers, pairs))

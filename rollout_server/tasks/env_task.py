@@ -34,7 +34,7 @@ class EnvTask(Task):
         """Raise NotImplementedError: nobody may call it, because the environment gives the rewards."""
         raise NotImplementedError("no rule scores this run's episodes: the environment gives the rewards")
 
-    def sft_pairs(self, n: int) -> list[tuple[list[int], list[int]]]:
+    def sft_pairs(self, n: int) -> list[tuple[Prompt, list[int]]]:
         raise ConfigError(
             f"the environment {self._config.env} has no right answers, so sft can't learn from it. "
             "Set sft.oracle to the package.module:function that writes the replies to learn"

@@ -48,7 +48,7 @@ def make_group(
     fields: dict[str, Any] = {
         "group_id": slot.group_id, "prompt_index": slot.prompt_index, "start_version": slot.start_version,
         "temperature": 1.0, "prompt_tokens": np.array(prompt, np.int32), "duration_s": 1.5, "worker": "rollout/0",
-        "rows": tuple(rows),
+        "rows": tuple(rows), "messages": ({"role": "user", "content": "1 + 1?"},),
     }
     return Group(**fields | changes)
 

@@ -23,8 +23,7 @@ from async_rl.config import Config, RewardModelConfig
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.messages.reports import StepDone
 from learner.models import loading
-from learner.models.reward_model import RewardModel, Scorer
-from learner.models.reward_rows import RewardRow, RewardRows
+from learner.models.reward_model import RewardModel, RewardRow, RewardRows, Scorer
 from learner.models.tiny_model import character_tokenizer
 from learner.ranks import Ranks
 from learner.reward_training import (
@@ -194,17 +193,18 @@ def test_training_reads_the_rows_that_scoring_reads(
         own.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}"
     save_bare_reward_model(tmp_path / "rm", vocab=len(own), pad_token_id=0)
     own.save_pretrained(tmp_path / "rm")
-    prompt, answer = tokens("hi<sep>"), tokens("abba<eos>")
+    messages, prompt, answer = ({"role": "user", "content": "hi"},), tokens("hi<sep>"), tokens("abba<eos>")
     config = make_config(
         base, task={"max_prompt_tokens": 64}, reward_model=RewardModelConfig(path=str(tmp_path / "rm"))
     )
-    trained = RewardRows(str(base), str(tmp_path / "rm"), config.task).row(prompt, answer)
+    group = make_group(0, prompt, [make_row(answer, [-1.0] * len(answer), 0.0)], messages=messages)
+    trained = RewardRows(str(base), str(tmp_path / "rm")).row(messages, prompt, answer)
     texts = "hi<sep>abba<eos>" if same_vocabulary else "[user] hi;[assistant] abba;"
     assert AutoTokenizer.from_pretrained(tmp_path / "rm").decode(trained.tokens) == texts
     scorer = RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
     seen: list[Any] = []
     monkeypatch.setattr(scorer, "_score_rows", lambda rows: seen.extend(rows) or torch.zeros(len(rows)))
-    scorer.score(batch_of(make_group(0, prompt, [make_row(answer, [-1.0] * len(answer), 0.0)])))
+    scorer.score(batch_of(group))
     assert seen == [trained]
 
 

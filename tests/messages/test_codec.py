@@ -52,7 +52,7 @@ def test_the_largest_valid_group_is_within_the_byte_limit() -> None:
         dataclasses.replace(SLOT, group_id=2**62, prompt_index=2**62),
         prompt_tokens=np.zeros(16, np.int32),
         rows=(make_row(32, version=3), make_row(32, version=3)),
-        worker="\N{PILE OF POO}" * 200,
+        worker="\N{PILE OF POO}" * 200, messages=({"role": "user", "content": "x" * 64 * 16},),
     )
     data = encode_group(biggest)
     assert_same(decode_group(memoryview(data), LIMITS), biggest)
@@ -82,6 +82,8 @@ F, I = np.float32, np.int32  # noqa: E741
         ({"duration_s": -0.5}, "duration_s: got -0.5"),
         ({"worker": "w" * 201}, "worker: got 'www"),
         ({"worker": 5}, "worker: got 5, allowed a string"),
+        ({"messages": ({"role": "user", "content": 5},)}, "messages: got a list of 2, allowed lists of two texts"),
+        ({"messages": ({"role": "user", "content": ""},) * 17}, "messages: got a list of 17, allowed a list of 0..16"),
         ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16, as the first token of"),
         ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 0..16"),
         ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed whole numbers >= 0"),

@@ -108,7 +108,10 @@ def test_an_encoder_of_rewards_has_an_attention_of_its_own(good: Path, tmp_path:
     folder = saved(kind, tmp_path, AutoModelForSequenceClassification, num_labels=1)
     for attention in ("sdpa", "flex_attention"):
         model = {"path": str(good), "attn_implementation": attention}
-        config = make_config(model=model, reward_model={"path": str(folder)})
+        config = make_config(
+            model=model, reward_model={"path": str(folder)}, rollout={"max_response_tokens": 32},
+            task={"name": "reasoning_gym/chain_sum", "max_prompt_tokens": 64},
+        )  # fmt: skip
         next(each for each in input_checks(config) if each.what == "reward_model.path loads").run()
         assert networks_of(config)[-1].role == "reward model"
 

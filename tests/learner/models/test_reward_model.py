@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -21,15 +22,17 @@ from transformers import (
 
 from async_rl.config import LearnerConfig, RewardModelConfig, TaskConfig
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.types import Batch
-from learner.models.reward_model import RewardModel
+from async_rl.types import Batch, Group
+from learner.models.reward_model import RewardModel, RewardRows
 from learner.models.tiny_model import character_tokenizer
 from learner.ranks import Ranks
 from learner.updater import Updater
+from rollout_server.tasks.chat import prompt_text, prompt_tokens
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_episodes, make_turns_row
 from tests.kit.models import VOCAB, save_bare_reward_model, save_tiny_model
+from tests.kit.tokenizers import tokenizer_of
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -87,37 +90,88 @@ def test_an_encoder_is_read_as_transformers_reads_it(tiny_model_path: Path, tmp_
     assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def text_batch(policy: Path) -> Batch:
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "2 + 3 ="}], add_generation_prompt=True, return_dict=False
-    )
-    answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("5", "no idea")]
-    rows = [make_row(answer, [-1.0] * len(answer), 0.0) for answer in answers]
-    return batch_of(make_group(0, prompt, rows))
+SHOWS_ROLES = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}"
+REFUSES_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+) + SHOWS_ROLES
+LEAVES_SYSTEM_OUT = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}[{{ m['role'] }}] {{ m['content'] }};{% endif %}{% endfor %}"
+)
 
 
-@pytest.mark.parametrize("has_template", [True, False])
-def test_a_reward_model_with_another_vocabulary_gets_the_text_in_its_template(
-    tmp_path: Path, one_rank: None, has_template: bool
-) -> None:
-    save_tiny_model("tiny-qwen2", tmp_path / "policy", 0)
+def said(*texts: str) -> list[dict[str, str]]:
+    """Messages; a text is the user's unless it begins with another role."""
+    parts = [text.rpartition(": ") for text in texts]
+    return [{"role": role or "user", "content": content} for role, _, content in parts]
+
+
+CONVERSATIONS = [
+    said("2 + 3?"), said("<think> twice\nin <b>two</b> lines"), said("system: Be brief.", "2 + 3?"),
+    said("hi", "assistant: yes?", "2 + 3?"), said("system: A", "b", "assistant: c", "d", "assistant: e", "f"),
+    said("two in a row", "2 + 3?"),
+]  # fmt: skip
+
+
+def group_of(policy: Any, number: int, messages: list[dict[str, str]], *answers: str) -> Group:
+    """The group of a prompt in the policy's chat template."""
+    prompt = prompt_tokens(policy, prompt_text(policy, messages, "a test"))
+    ends = [[*policy.encode(text, add_special_tokens=False), policy.eos_token_id] for text in answers]
+    rows = [make_row(answer, [-1.0] * len(answer), 0.0) for answer in ends]
+    return make_group(number, prompt, rows, messages=tuple(messages))
+
+
+def save_other_reward_model(folder: Path, template: str | None) -> PreTrainedTokenizerBase:
+    """Save a reward model with a vocabulary of its own; returns its tokenizer."""
     tokenizer = character_tokenizer()
-    tokenizer.add_tokens(["2 + 3"])  # another vocabulary, in which the question has fewer tokens
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }};{% endfor %}" if has_template else None
-    )
-    save_bare_reward_model(tmp_path / "rm", vocab=len(tokenizer), pad_token_id=0)
-    tokenizer.save_pretrained(tmp_path / "rm")
-    scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(text_batch(tmp_path / "policy"))
-    own = AutoTokenizer.from_pretrained(tmp_path / "rm")
+    tokenizer.add_tokens(["2 + 3"])  # so that the question has fewer tokens
+    tokenizer.chat_template = template
+    save_bare_reward_model(folder, vocab=len(tokenizer), pad_token_id=0)
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_2", "glm4moe"])
+def test_a_reward_model_with_another_vocabulary_reads_the_messages_of_each_prompt_in_its_own_template(
+    tmp_path: Path, one_rank: None, family: str
+) -> None:
+    policy = tokenizer_of(family)
+    policy.save_pretrained(tmp_path / "policy")
+    own = save_other_reward_model(tmp_path / "rm", SHOWS_ROLES)
+    groups = [group_of(policy, i, messages, "5", "no idea") for i, messages in enumerate(CONVERSATIONS)]
+    scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(batch_of(*groups))
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     expected = []
-    for answer in ("5", "no idea"):
-        text = f"[user] 2 + 3 =;[assistant] {answer};" if has_template else f"2 + 3 ={answer}"
-        expected.append(lm(own(text, return_tensors="pt").input_ids).logits.item())
+    for messages in CONVERSATIONS:
+        for answer in ("5", "no idea"):
+            whole = [*messages, {"role": "assistant", "content": answer}]
+            read = own.apply_chat_template(whole, return_dict=False, return_tensors="pt")
+            expected.append(lm(read).logits.item())
     assert rewards_of(scored) == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+    assert len({round(x, 3) for x in expected}) == len(expected)
+
+
+@pytest.mark.parametrize(("template", "expected"), [
+    (REFUSES_SYSTEM, "[user] Be brief.\n\n2 + 3?;[assistant] it is 5;"),
+    (LEAVES_SYSTEM_OUT, "[user] Be brief.\n\n2 + 3?;[assistant] it is 5;"),
+    (None, "Be brief.\n2 + 3?it is 5"),
+])  # fmt: skip
+def test_a_system_message_comes_before_the_question_where_the_template_takes_none(
+    tmp_path: Path, template: str | None, expected: str
+) -> None:
+    policy = tokenizer_of("qwen2_5")
+    policy.save_pretrained(tmp_path / "policy")
+    own = save_other_reward_model(tmp_path / "rm", template)
+    rows = RewardRows(str(tmp_path / "policy"), str(tmp_path / "rm"))
+    answer = policy.encode("it is 5<|im_end|>", add_special_tokens=False)
+    assert own.decode(rows.row(said("system: Be brief.", "2 + 3?"), [1], answer).tokens) == expected
+
+
+def test_a_reward_model_reads_the_same_date_on_every_day(tmp_path: Path) -> None:
+    policy, own = tokenizer_of("qwen2_5"), tokenizer_of("llama3_2")
+    policy.save_pretrained(tmp_path / "policy")
+    own.save_pretrained(tmp_path / "rm")
+    rows = RewardRows(str(tmp_path / "policy"), str(tmp_path / "rm"))
+    assert "Today Date: 26 Jul 2024\n" in own.decode(rows.row(said("2 + 3?"), [1], policy.encode("5")).tokens)
 
 
 @pytest.mark.parametrize("kinds", [2, 1])
@@ -135,7 +189,8 @@ def test_an_encoder_with_segments_gets_those_of_a_pair_of_texts(
     shape = SHAPE | {"vocab_size": len(own), "type_vocab_size": kinds, "pad_token_id": 0}
     BertForSequenceClassification(BertConfig(**shape)).save_pretrained(tmp_path / "rm")
     own.save_pretrained(tmp_path / "rm")
-    scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(text_batch(tmp_path / "policy"))
+    group = group_of(AutoTokenizer.from_pretrained(tmp_path / "policy"), 0, said("2 + 3 ="), "5", "no idea")
+    scored = open_reward_model(tmp_path / "policy", tmp_path / "rm").score(batch_of(group))
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     pairs = [own("2 + 3 =", answer, return_tensors="pt") for answer in ("5", "no idea")]
     assert [pair.token_type_ids.tolist() for pair in pairs] == [[[0] * 3 + [1]], [[0] * 3 + [1] * 7]]

@@ -29,7 +29,7 @@ def read(tmp_path: Path, *rows: dict[str, Any], tokenizer: Any = TOKENIZER, **ta
 
 
 def texts(compared: ComparedAnswers) -> list[str]:
-    return [TOKENIZER.decode([*prompt, *answer]) for prompt, answer in compared.answers]
+    return [TOKENIZER.decode([*each.prompt, *each.answer]) for each in compared.answers]
 
 
 @pytest.mark.parametrize("row", [
@@ -58,7 +58,8 @@ def test_a_conversation_has_its_earlier_turns_in_the_prompt(tmp_path: Path) -> N
         "<|im_start|>assistant\n"
     )
     tokenizer = tool_tokenizer()
-    assert [tokenizer.decode(answer) for _, answer in compared.answers] == ["a<|im_end|>", "b<|im_end|>"]
+    assert [each.messages for each in compared.answers] == [turns, turns]
+    assert [tokenizer.decode(each.answer) for each in compared.answers] == ["a<|im_end|>", "b<|im_end|>"]
 
 
 def test_margins_ranks_and_ties(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_prompt_has_one_date_every_day_or_that_of_the_templates_settings() -> 
 def test_sft_pairs_are_the_training_prompts_with_their_answers_and_the_eos_token() -> None:
     task = open_task(config_of(), TOKENIZER)
     for i, (prompt, answer) in enumerate(task.sft_pairs(5)):
-        assert np.array_equal(prompt, task.prompt(i).tokens)
+        assert np.array_equal(prompt.tokens, task.prompt(i).tokens) and prompt.messages == prompt.question.messages
         assert answer[-1] == TOKENIZER.eos_token_id
         assert TOKENIZER.decode(answer[:-1]) == task.prompt(i).question.ground_truth
 

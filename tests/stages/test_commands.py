@@ -104,7 +104,8 @@ def test_the_command_trains_on_the_rows_that_a_run_scores(
     scorer = RewardModel(config, torch.device("cpu"), torch.float32, Ranks(init_device_mesh("cpu", (1,))))
     scored: list[Any] = []
     monkeypatch.setattr(scorer, "_score_rows", lambda rows: scored.extend(rows) or torch.zeros(len(rows)))
-    scorer.score(batch_of(make_group(0, prompt, [make_row(answer, [-1.0] * len(answer), 0.0)])))
+    rows = [make_row(answer, [-1.0] * len(answer), 0.0)]
+    scorer.score(batch_of(make_group(0, prompt, rows, messages=tuple(asked))))
     assert scored == [trained[0]] and trained[0] != trained[1]
     text = "[user] hi;[assistant] abba;" if has_own_vocabulary else policy.decode([*prompt, *answer])
     assert load_tokenizer(tmp_path / "rm").decode(trained[0].tokens) == text and text.count("hi") == 1

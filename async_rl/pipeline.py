@@ -175,7 +175,7 @@ def _start(
         The buffer's address, and {name: address} of the judge's servers.
     """
     from async_rl.driver.actors import BufferActor, LearnerActor, learner_threads, server_class
-    from async_rl.driver.judge_actor import JudgeActor
+    from async_rl.driver.judges import JudgeActor
 
     limit = config.timeouts.limit("startup_s")
     placement, engines = config.placement, ", ".join(config.engine_entries)

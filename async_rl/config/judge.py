@@ -38,15 +38,14 @@ class JudgeConfig:
     api_key_variable: str = ""
     """The environment variable of the rollout workers that has the key for `urls`. Empty: no key is sent."""
     requests_per_minute: NonNegativeFloat = 0.0
-    """The most requests that all workers together send in a minute; hosts share it equally. 0: no limit but the
-    Retry-After of the endpoint, which all workers of a host heed."""
+    """The most requests that all workers together send in a minute. Each worker has an equal share. 0: no limit."""
     concurrency: PositiveInt = 64
     """The most requests of one worker that are under way at once."""
     timeout_s: Seconds = 60.0
     """How long the endpoint may take to answer one request."""
     patience_s: Annotated[float, Field(ge=0, le=100_000)] = 600.0
-    """For how long after its first failure, or after a Retry-After first held it back, a request is sent again. After
-    that there is no verdict, and the answer leaves its group."""
+    """How long a request is sent again after its first failure. After that there is no verdict, and the answer leaves
+    its group."""
 
     def __post_init__(self) -> None:
         check(

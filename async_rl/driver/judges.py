@@ -1,8 +1,10 @@
-"""Starts lost servers of the judge again, where the workers know them."""
+"""The servers of a judge, which the rewards judge... of all workers ask (judge.path)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,8 +12,68 @@ from ray import ObjectRef
 
 from async_rl.config import Config
 from async_rl.driver.actor_group import ActorGroup
-from async_rl.driver.judge_actor import JudgeActor
+from async_rl.driver.actors import dump_stacks, pin_cpus
+from async_rl.driver.entering import Origin, enter
 from async_rl.driver.watchdog import Watchdog
+from async_rl.messages.reports import WorkerReport
+from async_rl.storage.hub import find_files, located
+from async_rl.telemetry.status import Status
+from buffer.protocol.keys import drop_client_keys
+
+CHECK_INTERVAL_S = 1.0
+
+
+class JudgeActor:
+    """A server of the model judge.path. It gets no weights, and the workers talk to it by HTTP.
+
+    Args:
+        index: its index in `config.judge_names`.
+        port: the port of the server that this one replaces, which the workers know; 0: there was none.
+    """
+
+    def __init__(self, origin: Origin, config: Config, index: int, port: int = 0) -> None:
+        self._name, self._sent_keys = config.judge_names[index], origin.client_keys
+        self._log_name = self._name.replace("/", "-")
+        self._config = enter(origin, config, self._name)
+        pin_cpus(config, len(config.server_names) + index)
+        self._port = port
+        self._doing, self._since_s = "starts its server", time.monotonic()
+
+    async def find_files(self) -> None:
+        """Check that this host has the judge's model; download it if it is on the hub."""
+        await asyncio.to_thread(find_files, self._config, ["judge.path"])
+
+    async def start(self) -> str:
+        """Start the server and wait until it answers; returns the base address of its endpoint."""
+        config = located(self._config, ["judge.path"])
+        log_file = config.run_dir / "logs" / f"server-{self._log_name}.log"
+        open_chat = config.judge.engine_entry.load_chat()
+        self._server = await asyncio.to_thread(open_chat, config, self._name, log_file, self._port)
+        await self._server.start()
+        self._doing, self._since_s = f"judges, as {config.judge.path}", time.monotonic()
+        return f"{self._server.url}/v1"
+
+    async def kv_tokens(self) -> int:
+        """Return 0: how many tokens its KV cache has room for is not known."""
+        return 0
+
+    async def run(self) -> AsyncIterator[WorkerReport]:
+        """Watch the server, which reports nothing. ProcessDiedError: it has ended."""
+        while True:
+            self._server.check_alive()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            yield WorkerReport()
+
+    async def status(self) -> Status:
+        return Status(doing=self._doing, since_s=self._since_s)
+
+    async def dump_stacks(self) -> None:
+        dump_stacks()
+
+    async def stop(self) -> None:
+        if hasattr(self, "_server"):
+            await self._server.aclose()
+        drop_client_keys(self._config.network.keys, self._sent_keys)
 
 
 class Judges:

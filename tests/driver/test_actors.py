@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from async_rl.driver.actors import LearnerActor, RolloutActor
-from async_rl.driver.judge_actor import JudgeActor
+from async_rl.driver.judges import JudgeActor
 from async_rl.messages.reports import EvaluationDue, LearnerReport
 from tests.kit.configs import make_config
 

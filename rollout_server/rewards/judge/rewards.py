@@ -6,12 +6,12 @@ An answer on which the judge gives no readable verdict has none, and is never tr
 from __future__ import annotations
 
 import asyncio
-import difflib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -22,19 +22,22 @@ from async_rl.errors import first_error
 from rollout_server.episodes.episode import Episode
 from rollout_server.question import Question
 from rollout_server.rewards.contract import CallLimits, Reward, RewardResult, Score
-from rollout_server.rewards.judge.client import Counts, JudgeClient, NoVerdictError, open_client, summed
-from rollout_server.rewards.judge.prompts import (
+from rollout_server.rewards.judge.verdicts import (
     LIST_PROMPT,
     PAIR_PROMPT,
     SCORE_PROMPT,
     fill,
-    in_braces,
-    places_of,
+    read_choice,
+    read_ranking,
+    read_score,
     schema,
-    told,
+    values_of,
 )
-from rollout_server.rewards.judge.replies import read_choice, read_ranking, read_score
 
+if TYPE_CHECKING:
+    from rollout_server.rewards.judge.client import JudgeClient
+
+Counts = dict[str, float]
 Result = TypeVar("Result")
 
 _REASON = {"reason": {"type": "string"}}
@@ -45,17 +48,15 @@ class AskingSettings:
     """The settings that all rewards of a judge have."""
 
     prompt: str = ""
-    """The prompt, in which {question} and {reference}, which is the right answer, are replaced; another word in braces
-    is written {{word}}. Empty: a plain one."""
+    """The prompt. {question} and {reference}, the right answer, are replaced; other braces stay. Empty: a plain one."""
     system: str = ""
-    """The system message before it, sent as it stands: it has no places."""
+    """The system message before it, in which nothing is replaced."""
     max_tokens: PositiveInt = 1024
     """The longest reply of the judge, with its thoughts."""
     temperature: NonNegativeFloat = 0.0
     """The sampling temperature of the judge."""
     structured: bool = True
-    """Ask for JSON by a schema (response_format). false for endpoints that refuse that; replies are read all the same.
-    """
+    """Ask for JSON by a schema (response_format). false for endpoints that refuse that."""
     body: Section[dict[str, Any]] = field(default_factory=dict)
     """Further fields of a request, such as {chat_template_kwargs: {enable_thinking: false}}."""
 
@@ -96,7 +97,7 @@ class Judge:
     async def score(self, question: Question, response: str) -> RewardResult:
         """Return the judge's score of an answer, from 0 to 1."""
         low, high = self.settings.low, self.settings.high
-        values = {**told(question), "answer": response, "low": f"{low:g}", "high": f"{high:g}"}
+        values = {**values_of(question), "answer": response, "low": f"{low:g}", "high": f"{high:g}"}
         wanted = {**_REASON, "score": {"type": "number", "minimum": low, "maximum": high}}
         value, counts, reason = await self._ask(SCORE_PROMPT, values, wanted, lambda text: read_score(text, low, high))
         if value is None:
@@ -147,7 +148,7 @@ class Judge:
             return 0.5, {}, ""
         wanted = {**_REASON, "better": {"type": "string", "enum": ["A", "B", "tie"]}}
         asked = await _all(
-            self._ask(PAIR_PROMPT, {**told(question), "answer_a": a, "answer_b": b}, wanted, read_choice)
+            self._ask(PAIR_PROMPT, {**values_of(question), "answer_a": a, "answer_b": b}, wanted, read_choice)
             for a, b in ((first, second), (second, first))
         )
         (ahead, _, reason), (behind, _, other_reason) = asked
@@ -165,7 +166,7 @@ class Judge:
         size = len(answers)
         number = {"type": "integer", "minimum": 1, "maximum": size}
         wanted = {"ranking": {"type": "array", "items": number, "minItems": size, "maxItems": size}}
-        values = {**told(question), "answers": shown}
+        values = {**values_of(question), "answers": shown}
         ranking, counts, reason = await self._ask(LIST_PROMPT, values, wanted, lambda text: read_ranking(text, size))
         return [order[place] for place in ranking] if ranking is not None else None, counts, reason
 
@@ -180,10 +181,9 @@ class Judge:
         body = {"messages": messages, "max_tokens": settings.max_tokens, "temperature": settings.temperature}
         if settings.structured:
             body["response_format"] = schema(wanted)
-        try:
-            reply = await self.client.ask(body | settings.body)
-        except NoVerdictError as error:
-            return None, {"unanswered": 1.0}, str(error)
+        reply = await self.client.ask(body | settings.body)
+        if reply.text is None:
+            return None, summed([reply.counts, {"unanswered": 1.0}]), reply.reason
         value = None if reply.is_cut_off else read(reply.text)
         if value is None:
             counts = summed([reply.counts, {"unreadable": 1.0}])
@@ -198,6 +198,21 @@ def pairs_of(size: int, opponents: int) -> list[tuple[int, int]]:
         return list(itertools.combinations(range(size), 2))
     distances = range(1, -(-opponents // 2) + 1)
     return sorted({(min(i, j), max(i, j)) for i in range(size) for d in distances for j in [(i + d) % size]})
+
+
+def share_of_rate(config: Config) -> float:
+    """Return the requests in a minute of one reward of one worker; 0: no limit."""
+    names = [each.reward for each in config.task.named_rewards] + [config.eval.gold_reward]
+    judges = sum(name in ("judge", "judge_pairwise", "judge_listwise") for name in names)
+    return config.judge.requests_per_minute / len(config.server_names) / max(1, judges)
+
+
+def summed(counts: Iterable[Counts]) -> Counts:
+    """Return the sum of each count."""
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)  # type: ignore[arg-type]  # floats, too
+    return dict(total)
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -219,13 +234,13 @@ def _limits(config: Config, num_requests: int, of_evaluation: int = 0) -> CallLi
     """Return the limits of calls of so many requests; those for the prompts of an evaluation have `of_evaluation`, if
     that is more. At once there are as many as have a place for each of their requests.
     """
-    judge, workers = config.judge, len(config.server_names)
+    judge = config.judge
     at_once = max(1, judge.concurrency // max(1, num_requests or of_evaluation))
     evaluations = min(at_once, config.eval.size)
     most = evaluations * max(num_requests, of_evaluation) + (at_once - evaluations) * num_requests
     turns = -(-most // judge.concurrency)
-    rate = judge.requests_per_minute
-    held_back_s = 60 / rate * most * workers if rate else 0.0
+    rate = share_of_rate(config)
+    held_back_s = 60 / rate * most if rate else 0.0
     return CallLimits(judge.patience_s + judge.timeout_s * (1 + turns) + held_back_s, at_once)
 
 
@@ -243,31 +258,8 @@ def _limits_of_list(config: Config, settings: ListSettings) -> CallLimits:
     return _limits(config, 2)
 
 
-def _check_places(settings: AskingSettings, needed: Sequence[str], further: Sequence[str], key: str) -> None:
-    """Check that the prompt has all places that it needs and none that nothing fills, and the system message none."""
-    known = ("question", "reference", *needed, *further)
-    places = places_of(settings.prompt, known)
-    for name in places:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f"Did you mean {in_braces(near)}? " if near else ""
-        check(
-            name in known, f"{key}.prompt", in_braces([name]), f"a text with no other places than {in_braces(known)}",
-            f"{hint}If the judge shall read this word in braces, write {{{in_braces([name])}}}.",
-        )
-    missing = [name for name in needed if settings.prompt and name not in places]
-    check(not missing, f"{key}.prompt", settings.prompt, f"a text with {in_braces(missing, ' and ')}")
-    check(
-        not set(known).intersection(places_of(settings.system, known)), f"{key}.system", settings.system,
-        f"a text without {in_braces(known)}", "It is sent as it stands; give them in the prompt.",
-    )
-
-
-def _checks(
-    places: Sequence[str], limits: Callable[[Config, Any], CallLimits], further: Sequence[str] = ()
-) -> Callable[..., None]:
-    """Return the `check` of a reward whose prompt needs these places and may have `further` ones, and whose calls have
-    these limits.
-    """
+def _checks(places: Sequence[str], limits: Callable[[Config, Any], CallLimits]) -> Callable[..., None]:
+    """Return the `check` of a reward whose prompt needs these places, and whose calls have these limits."""
 
     def check_judge(config: Config, settings: AskingSettings, timeout_s: float, key: str) -> None:
         judge, needed_s = config.judge, limits(config, settings).timeout_s
@@ -275,7 +267,11 @@ def _checks(
             bool(judge.path or judge.urls), key, "a judge", "another reward without judge.path and judge.urls",
             "Set one of them: the model that judges, or an endpoint.",
         )
-        _check_places(settings, places, further, f"{key}.params")
+        needed = [f"{{{place}}}" for place in places]
+        check(
+            not settings.prompt or all(place in settings.prompt for place in needed), f"{key}.params.prompt",
+            settings.prompt, f"a text with {' and '.join(needed)}",
+        )
         check(
             timeout_s >= needed_s, f"{key}.timeout_s", timeout_s, f"at least {needed_s:g} s",
             "A call may take so long by judge.timeout_s, judge.patience_s and judge.requests_per_minute, and if it is "
@@ -295,7 +291,9 @@ def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
 
     @asynccontextmanager
     async def open_judge(config: Config, settings: AskingSettings) -> AsyncIterator[Score]:
-        async with open_client(config) as client:
+        from rollout_server.rewards.judge.client import open_client  # imports openai, which takes a second
+
+        async with open_client(config, share_of_rate(config)) as client:
             yield getattr(Judge(client, settings), method)
 
     return open_judge
@@ -309,8 +307,8 @@ def _judge_of(config: Config) -> Any:
 
 JUDGE = Reward(
     open=_opens("score"), settings=ScoreSettings, is_function_of_input=True, inputs=_judge_of,
-    modules=("rollout_server.rewards.judge.prompts", "rollout_server.rewards.judge.replies"),
-    limits=_limits_of_score, check=_checks(("answer",), _limits_of_score, ("low", "high")),
+    modules=("rollout_server.rewards.judge.verdicts",),
+    limits=_limits_of_score, check=_checks(("answer",), _limits_of_score),
 )
 """The reward `judge`."""
 JUDGE_PAIRWISE = Reward(

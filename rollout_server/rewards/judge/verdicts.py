@@ -1,13 +1,22 @@
-"""The prompts of a judge: templates whose places are filled in one pass, and the JSON schemas of verdicts."""
+"""The prompts of a judge, the JSON schemas of its verdicts, and how a verdict is read in a reply.
+
+A reply that is one JSON object has its verdict there: endpoints with structured outputs send nothing else. In another
+reply one pattern is sought for each kind of verdict. If it finds two different verdicts, there is none, because one may
+be quoted from an answer.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from rollout_server.question import Question
+
+T = TypeVar("T")
 
 SCORE_PROMPT = """Judge an answer to a question.
 
@@ -55,36 +64,12 @@ Reply with JSON alone, the numbers of all answers from the best to the worst: {"
 """The default of `prompt` of the reward judge_listwise."""
 
 
-_BRACES = re.compile(r"(?<!\{)\{\{([^\W\d]\w*)\}\}(?!\})|\{([^\W\d]\w*)\}")
-"""A word in double braces, which stands for the word in braces itself, or a word in braces."""
-_IN_FORMULA = re.compile(r"(?:\\[A-Za-z]+\*?(?:\[[^\]]*\])?(?:\{[^{}]*\})*|[$^_])$")
-"""The end of a text after which a word in braces is no place but an argument in LaTeX, or ${name} in a program."""
-
-
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with each {name} in `values` replaced once, and each {{word}} by {word}; braces in the
-    values, and others, stay.
-    """
-
-    def replaced(found: re.Match[str]) -> str:
-        return f"{{{found[1]}}}" if found[1] else values.get(found[2], found[0])
-
-    return _BRACES.sub(replaced, template)
+    """Return the template with each {name} in `values` replaced, in one pass; all other braces stay."""
+    return re.sub(rf"\{{({'|'.join(values)})\}}", lambda found: values[found[1]], template)
 
 
-def places_of(template: str, known: Collection[str]) -> list[str]:
-    """Return the names in the places of a template, in order: those that are known, and others that look like a place.
-    """
-    found = [match for match in _BRACES.finditer(template) if match[2]]
-    return [match[2] for match in found if match[2] in known or not _IN_FORMULA.search(template[: match.start()])]
-
-
-def in_braces(names: Iterable[str], between: str = ", ") -> str:
-    """Return names as they stand in a template."""
-    return between.join(f"{{{name}}}" for name in names)
-
-
-def told(question: Question) -> dict[str, str]:
+def values_of(question: Question) -> dict[str, str]:
     """Return the values of {question} and {reference}."""
     messages, truth = question.messages, question.ground_truth
     alone = len(messages) == 1
@@ -99,3 +84,68 @@ def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
         "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False
     }
     return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": described, "strict": True}}
+
+
+_JSON = re.compile(r"\s*(?:```(?:json)?)?\s*(\{.*\})\s*(?:```)?\s*", re.DOTALL)
+_NUMBER = r"[-\u2212]?(?:\d+(?:\.\d+)?|\.\d+)"
+_ANOTHER = rf"[.,]\d|[ \t]*(?:/|\.\.+|[-~\u2010-\u2015\u2026]|\bto|\bor)[ \t]*{_NUMBER}"
+_SCORE = rf"({_NUMBER}(?:\w|%|{_ANOTHER}|\s+(?:or|out)\b)?)"
+"""A number with a sign after it that makes it no score of its own: of a range, a choice, or another scale."""
+_LABELLED = re.compile(
+    rf"\A\W*?{_SCORE}\W*\Z|\b(?:score|rating)\b(?:\s+is)?\W{{0,6}}?{_SCORE}", re.IGNORECASE
+)
+_CHOICE = re.compile(
+    r"\A\W*(A|B|tie)\W*\Z|(?:\b(?:better|winner|verdict)\W{1,6}|\[\[)(A|B|C|tie)\b(?!\s+\w)", re.IGNORECASE
+)
+_RANKING = re.compile(r"\d+(?:\s*[,>]\s*\d+)+")
+_CHOICES = {"a": 1.0, "b": 0.0, "tie": 0.5, "c": 0.5}
+
+
+def read_score(reply: str, low: float, high: float) -> float | None:
+    """Return the score in a reply, such as `Score: 7` or `7/10`; None: there is none in low..high, or not one alone."""
+
+    def number(value: Any) -> float:
+        found = re.fullmatch(rf"({_NUMBER})(?:\s*/\s*{high:g})?", str(value).strip())
+        score = float(found[1].replace("\u2212", "-")) if found else math.nan
+        return score if low <= score <= high else math.nan
+
+    score = _read(reply, "score", _LABELLED, number)
+    return None if score is None or math.isnan(score) else score
+
+
+def read_choice(reply: str) -> float | None:
+    """Return 1 if a reply says that A is better, 0 if B is, 0.5 if it calls them equal; None: it says none of these."""
+    return _read(reply, "better", _CHOICE, lambda value: _CHOICES[str(value).strip().lower()])
+
+
+def read_ranking(reply: str, size: int) -> list[int] | None:
+    """Return the places 0..size - 1, best first, of the answers that a reply ranks by their numbers 1..size; None: it
+    does not name each of them once.
+    """
+
+    def places(value: Any) -> list[int]:
+        return [int(number) - 1 for number in (re.findall(r"\d+", value) if isinstance(value, str) else value)]
+
+    ranking = _read(reply, "ranking", _RANKING, places)
+    return ranking if ranking and sorted(ranking) == list(range(size)) else None
+
+
+def _read(reply: str, key: str, pattern: re.Pattern[str], meant: Callable[[Any], T]) -> T | None:
+    """Return the verdict in a reply: the value of `key` if it is JSON, or else what the pattern finds, always the same.
+
+    Args:
+        meant: returns the verdict for such a value; it may raise KeyError, TypeError or ValueError.
+    """
+    text = reply.rpartition("</think>")[2].rpartition("<|channel|>final<|message|>")[2]
+    if "<think>" in text or text.count("{") > text.count("}"):  # cut off
+        return None
+    try:
+        if whole := _JSON.fullmatch(text):
+            with suppress(json.JSONDecodeError):
+                (value,) = (each for name, each in json.loads(whole[1], object_pairs_hook=list) if name.lower() == key)
+                return meant(value)
+        found = [next(filter(None, match.groups()), match[0]) for match in pattern.finditer(text)]
+        verdicts = [meant(each) for each in found]
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return None
+    return verdicts[0] if verdicts and all(each == verdicts[0] for each in verdicts) else None

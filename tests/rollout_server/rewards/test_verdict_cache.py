@@ -201,7 +201,7 @@ def test_a_change_in_any_module_of_the_reward_code_makes_it_another_reward(
 
 def test_the_sandbox_of_programs_and_what_changes_a_judge_are_part_of_the_identity() -> None:
     assert CODE.inputs is not None and JUDGE.inputs is not None
-    assert set(JUDGE.modules) == {"rollout_server.rewards.judge.prompts", "rollout_server.rewards.judge.replies"}
+    assert set(JUDGE.modules) == {"rollout_server.rewards.judge.verdicts"}
     sandboxes = [CODE.inputs(changed(make_config(), task={"sandbox": sandbox})) for sandbox in ("auto", "none")]
     assert sandboxes == ["auto", "none"]
 

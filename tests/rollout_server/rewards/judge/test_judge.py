@@ -49,14 +49,14 @@ def test_a_score_is_a_share_of_the_scale_and_its_cost_is_counted() -> None:
 
 def test_places_of_the_prompt_are_filled_in_one_pass() -> None:
     question = Question(messages=({"role": "user", "content": "{answer}?"},), ground_truth={"n": "{question}"})
-    template = 'Q {question} R {reference} A {answer} {{other}} {{answer}} {"score": 1}'
+    template = 'Q {question} R {reference} A {answer} {other} {"score": 1}'
     _, _, fake = asked(
-        "judge", lambda body: score(4), "{reference}", question=question, prompt=template, system="be strict",
+        "judge", lambda body: score(4), "{reference}", question=question, prompt=template, system="be strict, {answer}",
         structured=False, max_tokens=9, temperature=0.5, body={"seed": 3},
     )
     (body,) = fake.asked
-    assert fake.prompts == ['Q {answer}? R {"n": "{question}"} A {reference} {other} {answer} {"score": 1}']
-    assert body["messages"][0] == {"role": "system", "content": "be strict"} and "response_format" not in body
+    assert fake.prompts == ['Q {answer}? R {"n": "{question}"} A {reference} {other} {"score": 1}']
+    assert body["messages"][0] == {"role": "system", "content": "be strict, {answer}"} and "response_format" not in body
     assert (body["max_tokens"], body["temperature"], body["seed"]) == (9, 0.5, 3)
 
 
@@ -151,8 +151,7 @@ def test_a_group_without_a_readable_ranking_has_no_verdict() -> None:
     [
         ("judge", {}, {"urls": ()}, "another reward without judge.path and judge.urls"),
         ("judge", {"prompt": "good?"}, {}, r"params.prompt must be a text with \{answer\}, got 'good\?'"),
-        ("judge_pairwise", {"prompt": "{answer_a}"}, {}, r"a text with \{answer_b\}"),
-        ("judge", {"prompt": "{{answer}}"}, {}, r"params.prompt must be a text with \{answer\}, got"),
+        ("judge_pairwise", {"prompt": "{answer_a}"}, {}, r"a text with \{answer_a\} and \{answer_b\}"),
         ("judge_listwise", {"prompt": "x"}, {}, r"a text with \{answers\}"),
         ("judge", {"low": 3.0, "high": 3.0}, {}, "high must be more than low = 3"),
         ("judge", {"opponents": 2}, {}, "unknown key task.rewards"),
@@ -164,43 +163,6 @@ def test_a_judge_that_can_not_work_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_rewards(judged_by("http://h/v1", reward, params, **judge), None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("reward", "place", "hint"),
-    [
-        ("judge", "{reference_answer}", "Did you mean {reference}? "), ("judge", "{refernce}", "Did you mean {refer"),
-        ("judge", "{Question}", "Did you mean {question}? "), ("judge", "{anwser}", "Did you mean {answer}? "),
-        ("judge", "{ground_truth}", "If the judge shall read this word in braces, write {{ground_truth}}."),
-        ("judge", "{system}", "If"), ("judge", "{question}{n}", "If"), ("judge", "{answers}", "Did you mean {answer}"),
-        ("judge_pairwise", "{answer}", "Did you mean {answer_"), ("judge_pairwise", "{low}", "If"),
-        ("judge_listwise", "{answer}", "Did you mean {answers}? "),
-    ],
-)
-def test_a_place_that_nothing_fills_is_refused_with_those_that_there_are(reward: str, place: str, hint: str) -> None:
-    needed = {"judge": "{answer}", "judge_pairwise": "{answer_a}, {answer_b}", "judge_listwise": "{answers}"}[reward]
-    own = f"{needed}, {{low}}, {{high}}" if reward == "judge" else needed
-    name = place[place.rindex("{"):]
-    message = "task.rewards[0].params.prompt must be a text with no other places than {question}, {reference}, "
-    with pytest.raises(ConfigError, match=re.escape(f"{message}{own}, got '{name}'. {hint}")):
-        open_rewards(judged_by("http://h/v1", reward, {"prompt": f"{needed} {place}"}), None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "braces",
-    ['{"score": 3}', "{'score': 3}", "{}", "{0}", "{ x }", "{a, b}", "{x: 1}", r"\frac{a}{b} x_{n} x^{n}", "${HOME}",
-     r"\sqrt[3]{x} \text{so} \operatorname*{argmax}", "f(x) { return x; }", '{"a": {"b": 1}}', "{{ x }}", "{x"],
-)
-def test_braces_that_are_no_places_are_sent_as_they_stand(braces: str) -> None:
-    _, _, fake = asked("judge", lambda body: score(4), "x", prompt="{answer} " + braces)
-    assert fake.prompts == ["x " + braces]
-
-
-def test_a_system_message_has_no_places_and_is_sent_as_it_stands() -> None:
-    _, _, fake = asked("judge", lambda body: score(4), "x", system="Reply {so}, {{so}}.", prompt="{answer}")
-    assert fake.asked[0]["messages"][0]["content"] == "Reply {so}, {{so}}."
-    with pytest.raises(ConfigError, match=r"params.system must be a text without .*\{low\}.* It is sent as it stands"):
-        open_rewards(judged_by("http://h/v1", "judge", {"system": "From {low} on"}), None)  # type: ignore[arg-type]
 
 
 def test_a_call_may_take_as_long_as_the_patience_and_the_rate_need() -> None:

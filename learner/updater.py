@@ -45,7 +45,7 @@ from learner.algorithms.objective import Objective
 from learner.algorithms.step_size import step_scale, weight_sums
 from learner.algorithms.token_advantages import batch_advantages
 from learner.log_ratios import LogRatioRecorder
-from learner.memory.checkpointing_choice import with_checkpointing
+from learner.memory.room import with_checkpointing
 from learner.models.critic import open_critic
 from learner.models.policy import layout_of, open_policy, shard
 from learner.models.reference import Reference

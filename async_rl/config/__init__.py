@@ -145,6 +145,12 @@ class Config:
         )
 
     @property
+    def max_running_replies(self) -> int:
+        """The largest number of replies that one server can be asked for at once, evaluations included."""
+        groups = min(self.rollout.concurrency, self.slots)
+        return groups * self.rollout.group_size + self.eval.size * self.eval.samples
+
+    @property
     def journal_kept_steps(self) -> int:
         """The number of steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever."""
         return kept_steps(self.buffer.journal_keep_steps, self.checkpoint.every_steps)

@@ -24,7 +24,7 @@ from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
 from async_rl.driver.gpu_driver import checked_gpu_bytes
-from async_rl.driver.memory import plan_placed
+from async_rl.driver.memory import plan_elsewhere
 from async_rl.errors import ConfigError
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network.ports import open_listener
@@ -238,9 +238,11 @@ class LearnerActor:
             server_bytes: 0: no GPU of a server is known, and their memory is not checked.
         """
         config = located(self._config)
-        plan = plan_placed(config, rank_bytes, gpus_there)
+        plan = plan_elsewhere(config, rank_bytes, gpus_there, is_placed=True)
         if server_bytes:
-            (plan if server_bytes == rank_bytes else plan_placed(config, server_bytes, gpus_there)).check_servers()
+            same = server_bytes == rank_bytes
+            of_servers = plan if same else plan_elsewhere(config, server_bytes, gpus_there, is_placed=True)
+            of_servers.check_servers()
         return plan.check_ranks()
 
     def start(self, master: tuple[str, int], buffer_address: str, engine_urls: list[str]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_rl.config import Config
 from async_rl.driver.gpu_driver import smallest_gpu_bytes
@@ -18,67 +16,16 @@ if TYPE_CHECKING:
     from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 
 GIB = 2**30
-SERVER_EXTRA_BYTES = 3 * GIB
-"""The bytes that a server takes of a GPU beside its share: activations and CUDA graphs. An estimate."""
 PROCESS_BYTES = 2**30 // 2
 """CPU memory of a process without weights: the interpreter and its libraries."""
 UNKNOWN_SIZE = "the CUDA driver does not say how large this host's GPUs are"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """The memory that the processes of a run have."""
-
-    device: str
-    """`cuda`, or `cpu`."""
-    total: int
-    """The bytes of the smallest GPU, or of this host."""
-    rank: int
-    """The bytes of it that a learner rank may use."""
-    server: int
-    """The bytes of it that a server may use for weights and KV cache; on a CPU all that is free."""
-    shared: bool = False
-    """Whether servers hold a share of the rank's GPU while it trains: rollout.mem_fraction."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerNeeds:
-    """The bytes that a server needs on one device."""
-
-    weights: int
-    token: int
-    """The KV cache of one token."""
-    tokens: int
-    """The tokens of all answers that may be in flight."""
-
-
-def room_of(config: Config, gpus: int, gpu_bytes: int, host_bytes: int, server: ServerNeeds) -> Room:
-    """Return the room on a host with `gpus` GPUs of `gpu_bytes`, or, without GPUs, with `host_bytes` of memory."""
-    from learner.memory.room import IN_TURNS_BYTES
-
-    placement = config.placement
-    if not gpus:
-        servers = placement.eval.servers if config.rollout.server_url else placement.num_servers
-        taken = servers * (server.weights + server.token * server.tokens + PROCESS_BYTES)
-        left = host_bytes - taken - placement.learner.ranks * PROCESS_BYTES
-        rank = max(0, left // placement.learner.ranks)
-        return Room(device="cpu", total=host_bytes, rank=rank, server=host_bytes // max(1, servers))
-    demands = host_demands(config, float(gpus))
-    shares = [share for demand in demands for name, share in demand.gpus_of.items() if name.startswith("learner")]
-    shared = min(shares) < 1 and not config.rollout.server_url
-    per_gpu = 1 if placement.colocated or not shared else placement.num_servers
-    rank = gpu_bytes
-    if config.shares_gpus:
-        rank = gpu_bytes - IN_TURNS_BYTES
-    elif shared:
-        rank = round(gpu_bytes * (1 - config.rollout.mem_fraction)) - per_gpu * SERVER_EXTRA_BYTES
-    server_bytes = round(gpu_bytes * config.rollout.mem_fraction / per_gpu)
-    held = shared and not config.shares_gpus
-    return Room(device="cuda", total=gpu_bytes, rank=max(0, rank), server=server_bytes, shared=held)
-
-
 class MemoryPlan:
     """The memory that the processes of a run need and have. Models are measured without their weights.
+
+    Args:
+        gpus: the number of GPUs of `gpu_bytes`; with 0 all processes share the `host_bytes` of one host.
 
     Raises:
         ConfigError: a model can't be loaded.
@@ -86,13 +33,51 @@ class MemoryPlan:
 
     def __init__(self, config: Config, gpus: int, gpu_bytes: int, host_bytes: int) -> None:
         from learner.memory.rank_memory import RankMemoryEstimate
+        from learner.memory.room import GRAPHS_BYTES, batch_bytes
+        from rollout_server.engines.kv_cache import kv_token_bytes
 
         self.config = config
+        self.on_gpu = gpus > 0
         self.estimate: RankMemoryEstimate = RankMemoryEstimate(config, "cuda" if gpus else "cpu")
-        self.server = _server_needs(config, self.estimate)
-        self.room = room_of(config, gpus, gpu_bytes, host_bytes, self.server)
+        policy, dtype, tp = self.estimate.networks[0], self.estimate.dtype, config.placement.rollout.tp
+        model = policy.config.get_text_config()
+        self.weights = dtype.itemsize * policy.base // tp
+        """The bytes of a server's weights on one device."""
+        self.kv_token = kv_token_bytes(model, str(dtype).removeprefix("torch."), tp)
+        """The bytes of one token in its KV cache."""
+        self.answer_tokens = config.max_running_replies * config.longest_tokens
+        """The tokens of all answers that may be in flight at a server."""
+        self.extra = GRAPHS_BYTES + batch_bytes(config, model)
+        """The bytes that a server takes of a GPU beside its share."""
+        self.total = gpu_bytes if gpus else host_bytes
+        """The bytes of the smallest GPU, or of this host."""
+        self.rank_room, self.server_room, self.is_shared = self._rooms(gpus)
         asked = config.learner.gradient_checkpointing
-        self.checkpoints = asked is True or (asked == "auto" and not self._fits(checkpoints=False))
+        self.checkpoints = asked is True or (asked == "auto" and not self.estimate.fits_plain(self.rank_room))
+
+    def _rooms(self, gpus: int) -> tuple[int, int, bool]:
+        """Return the bytes that a learner rank may use, and a server for weights and KV cache; and whether servers hold
+        a share of the rank's GPU while it trains. On a CPU a server may use all that is free.
+        """
+        from learner.memory.room import IN_TURNS_BYTES
+
+        config, placement, total = self.config, self.config.placement, self.total
+        if not gpus:
+            servers = placement.eval.servers if config.rollout.server_url else placement.num_servers
+            taken = servers * (self.weights + self.kv_token * self.answer_tokens + PROCESS_BYTES)
+            ranks = placement.learner.ranks
+            return max(0, (total - taken - ranks * PROCESS_BYTES) // ranks), total // max(1, servers), False
+        demands = host_demands(config, float(gpus))
+        shares = [share for demand in demands for name, share in demand.gpus_of.items() if name.startswith("learner")]
+        is_shared = min(shares) < 1 and not config.rollout.server_url
+        per_gpu = 1 if placement.colocated or not is_shared else placement.num_servers
+        rank = total
+        if config.shares_gpus:
+            rank = total - IN_TURNS_BYTES
+        elif is_shared:
+            rank = round(total * (1 - config.rollout.mem_fraction)) - per_gpu * self.extra
+        server = round(total * config.rollout.mem_fraction / per_gpu)
+        return max(0, rank), server, is_shared and not config.shares_gpus
 
     def rank_memory(self) -> RankMemory:
         """Return the memory of a learner rank as it is configured; NotImplementedError: it can't be computed."""
@@ -114,169 +99,104 @@ class MemoryPlan:
             needed = self.rank_memory().peak
         except NotImplementedError as error:
             return [f"the learner's memory is not checked: {error}"]
-        room = self.room.rank
-        if needed <= room:
+        if needed <= self.rank_room:
             return []
-        place = "a GPU" if self.room.device == "cuda" else "this host"
-        text = f"a learner rank needs {_size(needed)}, of {place} with {_size(self.room.total)} it has {_size(room)}"
-        offers = " or ".join(self._offers()) or "more learner ranks on more GPUs, or a smaller model"
-        fewest = self.estimate.rank_memory(checkpoints=True, max_tokens=self._fewest_tokens).peak
-        if fewest > room:
-            raise ConfigError(f"memory: {text}, and with the smallest micro-batches {_size(fewest)}. Set {offers}")
-        return [f"memory: where micro-batches are full, {text}. Set {offers}"]
+        place = "a GPU" if self.on_gpu else "this host"
+        has = f"of {place} with {_size(self.total)} it has {_size(self.rank_room)}"
+        text = f"a learner rank needs {_size(needed)}, {has}"
+        offload = "learner.offload: moments or all, more learner ranks on GPUs of their own, or " if self.on_gpu else ""
+        beside = "a lower rollout.mem_fraction, " if self.is_shared else ""
+        least = -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
+        fewest = self.estimate.rank_memory(checkpoints=True, max_tokens=least).peak
+        if fewest > self.rank_room:
+            raise ConfigError(
+                f"memory: {text}, and with checkpointing and the smallest micro-batches {_size(fewest)}. Set {beside}"
+                f"{offload}a smaller model"
+            )
+        return [
+            f"memory: where micro-batches are full, {text}. Set learner.gradient_checkpointing: auto, "
+            f"learner.max_tokens_per_microbatch down to {least}, {beside}{offload}a smaller model"
+        ]
 
     def table(self) -> list[str]:
         """Return the table of `async-rl train --dry-run`: lines by rank and server."""
-        config, room = self.config, self.room
-        placement = config.placement
-        ranks, evaluating = placement.learner.ranks, placement.eval.servers
-        servers = f"{placement.rollout.servers} rollout" + (f" and {evaluating} evaluation" if evaluating else "")
-        place = "smallest GPU" if room.device == "cuda" else "host"
-        lines = [f"{place}: {_size(room.total)}"]
+        config, placement = self.config, self.config.placement
+        lines = [f"{'smallest GPU' if self.on_gpu else 'host'}: {_size(self.total)}"]
+        ranks = f"each of {placement.learner.ranks} learner rank(s):"
         try:
             memory = self.rank_memory()
         except NotImplementedError as error:
-            lines.append(f"each of {ranks} learner rank(s): not computed: {error}")
+            lines.append(f"{ranks} not computed: {error}")
         else:
             fullest = max(memory.peaks, key=memory.peaks.__getitem__)
             how = "with" if self.checkpoints else "without"
             lines.append(
-                f"each of {ranks} learner rank(s): at most {_size(memory.peak)} at a time ({fullest}, {how} gradient "
-                f"checkpointing), has {_size(room.rank)}"
+                f"{ranks} at most {_size(memory.peak)} at a time ({fullest}, {how} gradient checkpointing), has "
+                f"{_size(self.rank_room)}"
             )
-            lines += [f"  {name:<32} {_size(size):>11}" for name, size in memory.parts.items() if size]
-            lines += [f"  {name + ' (host)':<32} {_size(size):>11}" for name, size in memory.host.items() if size]
+            held = memory.parts | {f"{name} (host)": size for name, size in memory.host.items()}
+            lines += [_line(name, size) for name, size in held.items() if size]
         if config.rollout.server_url:
             return lines
-        server, kv = self.server, self.kv_tokens
-        lines += [
-            f"each of {servers} server(s):",
-            f"  {'weights':<32} {_size(server.weights):>11}",
-            *([f"  {'staged weights':<32} {_size(self._staged_bytes):>11}"] if self._staged_bytes else []),
-            *self._held_line,
-            f"  {'KV cache':<32} {_size(kv * server.token):>11}  {kv} tokens; answers in flight have {server.tokens}",
-        ]
-        return lines
+        evaluating = f" and {placement.eval.servers} evaluation" if placement.eval.servers else ""
+        lines += [f"each of {placement.rollout.servers} rollout{evaluating} server(s):", _line("weights", self.weights)]
+        if self._staged_bytes:
+            lines.append(_line("staged weights", self._staged_bytes))
+        if config.weight_sync.delta:  # the weights that a sparse push is made against
+            pushed = self.estimate.networks[0].has.all * self.estimate.dtype.itemsize
+            lines.append(_line("pushed weights (host)", pushed) + "  of each GPU's process, and once at learner rank 0")
+        kv = _line("KV cache", self.kv_tokens * self.kv_token)
+        return [*lines, f"{kv}  {self.kv_tokens} tokens; answers in flight have {self.answer_tokens}"]
 
     @property
     def _staged_bytes(self) -> int:
         """The bytes of a server's device that hold its next weights while they arrive."""
-        return self.server.weights if self.config.weight_sync.staging == "device" else 0
-
-    @property
-    def _held_line(self) -> list[str]:
-        """The line for the weights that a sparse push is made against, if there are such pushes."""
-        if not self.config.weight_sync.delta:
-            return []
-        held = self.estimate.networks[0].parameters * self.estimate.dtype.itemsize
-        return [f"  {'pushed weights (host)':<32} {_size(held):>11}  of each GPU's process, and once at learner rank 0"]
-
-    @property
-    def _fewest_tokens(self) -> int:
-        """The least value of learner.max_tokens_per_microbatch with which the longest row can be trained."""
-        return -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
+        return self.weights if self.config.weight_sync.staging == "device" else 0
 
     @property
     def kv_tokens(self) -> int:
         """The tokens for which the KV cache of a server has room."""
-        left = max(0, self.room.server - self.server.weights) // self.server.token
-        return left if self.room.device == "cuda" else min(left, self.server.tokens)
-
-    @property
-    def _least_server(self) -> int:
-        """The bytes that a server needs for its weights and one answer."""
-        return self.server.weights + self.config.longest_tokens * self.server.token
+        left = max(0, self.server_room - self.weights) // self.kv_token
+        return left if self.on_gpu else min(left, self.answer_tokens)
 
     def check_servers(self) -> None:
         """Raise ConfigError if a server has too little memory for its weights and one answer, or in its turn for its
         share.
         """
-        rollout = self.config.rollout
-        left = self.room.total - self.room.server
-        if self.room.device == "cuda" and self._staged_bytes and left < self._staged_bytes + SERVER_EXTRA_BYTES:
+        rollout, left = self.config.rollout, self.total - self.server_room
+        if not self.on_gpu:
+            return
+        if self._staged_bytes and left < self._staged_bytes + self.extra:
             raise ConfigError(
                 f"weight_sync.staging device needs {_size(self._staged_bytes)} of a server's GPU once more, beside "
-                f"{_size(SERVER_EXTRA_BYTES)} for activations; rollout.mem_fraction {rollout.mem_fraction} leaves "
-                f"{_size(left)} of {_size(self.room.total)}. Lower it, or set weight_sync.staging: host"
+                f"{_size(self.extra)} for activations; rollout.mem_fraction {rollout.mem_fraction} leaves "
+                f"{_size(left)} of {_size(self.total)}. Lower it, or set weight_sync.staging: host"
             )
-        if self.room.device != "cuda" or rollout.server_url:
+        if rollout.server_url:
             return
-        if self.room.server < self._least_server:
+        least = self.weights + self.config.longest_tokens * self.kv_token
+        if self.server_room < least:
             raise ConfigError(
-                f"rollout.mem_fraction {rollout.mem_fraction} gives a server {_size(self.room.server)} of a GPU with "
-                f"{_size(self.room.total)}: too little for its weights and one answer, {_size(self._least_server)}. "
+                f"rollout.mem_fraction {rollout.mem_fraction} gives a server {_size(self.server_room)} of a GPU with "
+                f"{_size(self.total)}: too little for its weights and one answer, {_size(least)}. "
                 "Raise it, or placement.rollout.tp"
             )
-        if self.config.shares_gpus:
-            self._check_turn()
-
-    def _check_turn(self) -> None:
-        """Raise ConfigError if a server's share does not fit beside what the learner keeps in the server's turn."""
-        total, share, learner = self.room.total, self.config.rollout.mem_fraction, self.config.learner
-        left = {offload: total - SERVER_EXTRA_BYTES - self.estimate.kept(offload) for offload in learner.offloads}
-        if left[learner.offload] >= self.room.server:
-            return
-        fits = int(100 * left[learner.offload] / total) / 100
-        offers = [f"rollout.mem_fraction: {fits}"] if fits * total > self._least_server else []
-        offers += [f"learner.offload: {offload}" for offload, room in left.items() if room >= self.room.server]
-        raise ConfigError(
-            f"memory: in its turn a server has rollout.mem_fraction {share} of a GPU with {_size(total)}, "
-            f"{_size(self.room.server)}, and {_size(SERVER_EXTRA_BYTES)} for activations beside what the learner "
-            f"keeps there, {_size(self.estimate.kept(learner.offload))}: together more than the GPU has. Set "
-            + (" or ".join(offers) or "more learner ranks on more GPUs, or a smaller model")
-        )
-
-    def _fits(self, **settings: Any) -> bool:
-        try:
-            return self.estimate.rank_memory(**settings).peak <= self.room.rank
-        except NotImplementedError:
-            return False
-
-    def _offers(self) -> list[str]:
-        """Return at most three settings with which a rank would fit, the cheapest first."""
-        return list(islice((setting for setting, fits in self._settings() if fits), 3))
-
-    def _settings(self) -> Iterator[tuple[str, bool]]:
-        """Yield (settings that need less memory, whether a rank would fit with them), the cheapest first."""
-        checkpoints = self.checkpoints
-        if not checkpoints:
-            yield "learner.gradient_checkpointing: auto", self._fits(checkpoints=True)
-        tokens = self.config.learner.max_tokens_per_microbatch
-        while (tokens := tokens // 2) >= self._fewest_tokens:
-            fits = self._fits(checkpoints=checkpoints, max_tokens=tokens)
-            yield f"learner.max_tokens_per_microbatch: {tokens}", fits
-            if fits:
-                break
-        if self.room.shared:
-            needed = self.estimate.rank_memory(checkpoints=True).peak + SERVER_EXTRA_BYTES
-            share = int(100 * (1 - needed / self.room.total)) / 100
-            yield f"rollout.mem_fraction: {share}, with checkpointing", share * self.room.total > self._least_server
-        if self.room.device == "cpu":
-            return
-        for offload in self.config.learner.offloads[1:]:
-            yield f"learner.offload: {offload}, with checkpointing", self._fits(checkpoints=True, offload=offload)
-        for ranks in (self.config.placement.learner.ranks * more for more in (2, 4, 8)):
-            yield f"{ranks} learner ranks, on a GPU each, with checkpointing", self._fits(checkpoints=True, ranks=ranks)
+        kept = self.estimate.kept()
+        if self.config.shares_gpus and left < self.extra + kept:
+            fits = max(0, int(100 * (self.total - self.extra - kept) / self.total)) / 100
+            raise ConfigError(
+                f"memory: in its turn a server has rollout.mem_fraction {rollout.mem_fraction} of a GPU with "
+                f"{_size(self.total)}, {_size(self.server_room)}, and {_size(self.extra)} for activations beside what "
+                f"the learner keeps there, {_size(kept)}: together more than the GPU has. Set rollout.mem_fraction "
+                f"to {fits} or less, learner.offload: moments or all, or more learner ranks"
+            )
 
 
-def _server_needs(config: Config, estimate: RankMemoryEstimate) -> ServerNeeds:
-    from rollout_server.engines.kv_cache import kv_token_bytes, max_running_replies
-
-    policy, tp = estimate.networks[0], config.placement.rollout.tp
-    model = policy.config.get_text_config()
-    name = str(estimate.dtype).removeprefix("torch.")
-    return ServerNeeds(
-        weights=estimate.dtype.itemsize * policy.base // tp, token=kv_token_bytes(model, name, tp),
-        tokens=max_running_replies(config) * config.longest_tokens,
-    )
-
-
-def plan_memory(config: Config) -> MemoryPlan:
-    """Return the plan for a run on this host."""
-    from learner.memory.room import host_bytes
-
+def plan_memory(config: Config) -> MemoryPlan | None:
+    """Return the plan for a run on this host; None: the size of its GPUs is not known."""
+    total = _bytes_here()
     gpus = int(gpus_here())
-    return MemoryPlan(config, gpus, smallest_gpu_bytes() if gpus else 0, host_bytes())
+    return MemoryPlan(config, gpus, total, total) if total else None
 
 
 def plan_dry_run(config: Config, gpu_gb: float, gpus_there: float) -> MemoryPlan | None:
@@ -289,28 +209,24 @@ def plan_dry_run(config: Config, gpu_gb: float, gpus_there: float) -> MemoryPlan
     Raises:
         ConfigError: `gpu_gb` is given for a run on this host alone.
     """
-    if runs_here(config):
-        if gpu_gb:
-            raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
-        return plan_memory(config) if _bytes_here() else None
-    return plan_elsewhere(config, round(1e9 * gpu_gb), gpus_there or inf) if gpu_gb else None
+    if not runs_here(config):
+        return plan_elsewhere(config, round(1e9 * gpu_gb), gpus_there or inf) if gpu_gb else None
+    if gpu_gb:
+        raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
+    return plan_memory(config)
 
 
-def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan:
-    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes` together."""
-    gpus = sum(demand.gpus for demand in host_demands(config, gpus_there))
-    return MemoryPlan(config, round(gpus), gpu_bytes, host_bytes=0)
-
-
-def plan_placed(config: Config, gpu_bytes: int, gpus_there: float) -> MemoryPlan:
-    """Return the plan for a run that is placed on hosts with `gpus_there` GPUs.
+def plan_elsewhere(config: Config, gpu_bytes: int, gpus_there: float, *, is_placed: bool = False) -> MemoryPlan:
+    """Return the plan for a run over other hosts with `gpus_there` GPUs of `gpu_bytes` together.
 
     Args:
-        config: as `resolve_placement` returns it, where rollout.mem_fraction is what each server of a GPU has of it.
+        is_placed: `config` is as `resolve_placement` returns it: rollout.mem_fraction is what each server of a GPU has.
     """
-    share = config.rollout.mem_fraction * servers_per_gpu(host_demands(config, gpus_there))
-    whole = replace(config, rollout=replace(config.rollout, mem_fraction=share))
-    return plan_elsewhere(whole, gpu_bytes, gpus_there)
+    demands = host_demands(config, gpus_there)
+    if is_placed:
+        share = config.rollout.mem_fraction * servers_per_gpu(demands)
+        config = replace(config, rollout=replace(config.rollout, mem_fraction=share))
+    return MemoryPlan(config, round(sum(demand.gpus for demand in demands)), gpu_bytes, host_bytes=0)
 
 
 def check_memory(config: Config) -> list[str]:
@@ -319,14 +235,12 @@ def check_memory(config: Config) -> list[str]:
     """
     from learner.memory.room import is_surely_small
 
-    total = _bytes_here()
-    if not total:
-        return [f"memory: not checked, because {UNKNOWN_SIZE}"]
     processes = config.placement.learner.ranks + config.placement.num_servers
     in_turns = gpus_here() > 0 and config.shares_gpus
-    if not in_turns and is_surely_small(config, total // (2 * processes)):
+    if not in_turns and is_surely_small(config, _bytes_here() // (2 * processes)):
         return []
-    return plan_memory(config).check()
+    plan = plan_memory(config)
+    return plan.check() if plan else [f"memory: not checked, because {UNKNOWN_SIZE}"]
 
 
 def _bytes_here() -> int:
@@ -334,6 +248,10 @@ def _bytes_here() -> int:
     from learner.memory.room import host_bytes
 
     return smallest_gpu_bytes() if gpus_here() else host_bytes()
+
+
+def _line(name: str, num_bytes: int) -> str:
+    return f"  {name:<32} {_size(num_bytes):>11}"
 
 
 def _size(num_bytes: int) -> str:

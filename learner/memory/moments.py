@@ -6,18 +6,18 @@
     embedding    the gradients of embeddings and of what else is no block, until they are split over the ranks
 
 FSDP2 shards each block by itself and all the rest, the root, together: the root is gathered in the whole pass, and its
-gradients are split when the pass is over. With learner.sequence_parallel embeddings and head are no part of it, but
-units of their own: each is gathered only while it computes, and the head's gradient is split before the blocks' are
-computed, unless both are the same tensor.
+gradients are split when the pass is over. With learner.sequence_parallel embeddings and head are units of their own:
+each is gathered only while it computes, and the head's gradient is split before the blocks' are computed, unless both
+are the same tensor.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from learner.memory.activations import PassMemory
-from learner.memory.network_sizes import NetworkSizes
+from learner.memory.networks import NetworkSizes
 from learner.memory.optimizer_state import MASTER_BYTES
+from learner.memory.passes import PassMemory
 from learner.models import token_scores
 
 
@@ -59,8 +59,7 @@ class Moments:
     @property
     def gathered(self) -> int:
         """The most weights in the compute type at a time: those of a block or three, and of what is no block."""
-        rests = (self._rest("logits"), self._rest("first block"), self._rest("embedding"))
-        return self._blocks + max(rests)
+        return self._blocks + max(self._rest(moment) for moment in ("logits", "first block", "embedding"))
 
     @property
     def scores(self) -> int:
@@ -70,76 +69,73 @@ class Moments:
         in the compute type, is left of them.
         """
         network, size = self.network, self.itemsize
-        if not network.head:
+        if not network.has.head:
             return 0
         limit = token_scores.LOGITS_BYTES[self.device_type]
         wanted, is_narrow = 4 * self.tokens * -(-network.config.vocab_size // self.slices), size < MASTER_BYTES
-        logits, head = min(wanted, limit), network.trained_head // self.slices
+        logits, head = min(wanted, limit), network.trains.head // self.slices
         is_added = self.slices > 1 or (is_narrow and wanted > limit)
-        gradient = head * (MASTER_BYTES if is_added else size)
         made = round(logits * (1.5 if is_narrow else 1.3))
-        return gradient + max(made, logits * size // 4 + head * size * is_added)
+        return head * (MASTER_BYTES if is_added else size) + max(made, logits * size // 4 + head * size * is_added)
 
     def at_each(self) -> dict[str, float]:
         """Return the bytes at each moment."""
-        network, block = self.network, self._unsplit(self.network.trained_block)
-        of_block = self.rows * (self.passes.peak - self.passes.kept) + block
+        network = self.network
+        of_block = self.rows * (self.passes.peak - self.passes.kept) + self._unsplit(network.trains.block)
+        if self._waits:  # the gradient of the head, whole, until the pass is over
+            of_block += self.itemsize * network.trains.head // self.slices
         loss = {
-            "logits": self.kept + self.scores,
-            "last block": self.kept + of_block + self._head_gradient,
-            "first block": self.kept / max(1, network.layers) + of_block + self._head_gradient,
+            "logits": self.kept + self.scores, "last block": self.kept + of_block,
+            "first block": self.kept / max(1, network.layers) + of_block, "embedding": self._embedding,
         }
-        found = {name: size + self._blocks + self._rest(name) + self._gradients(name) for name, size in loss.items()}
-        return found | {"embedding": self._blocks + self._embedding + self._gradients("embedding")}
+        rest = {name: 0 if name == "embedding" else self._rest(name) for name in loss}
+        return {name: size + self._blocks + rest[name] + self._gradients(name) for name, size in loss.items()}
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the head stays gathered and its gradient whole in the whole pass."""
+        return self.slices == 1 or self.network.is_tied
 
     @property
     def _blocks(self) -> int:
         """The bytes of gathered blocks: the one that computes, and the next one, flat and taken apart."""
-        return self.itemsize * self.network.block * (1 if self.split == 1 else 3)
+        return self.itemsize * self.network.has.block * (1 if self.split == 1 else 3)
 
     def _rest(self, moment: str) -> int:
         """Return the gathered weights of what is no block."""
-        network = self.network
+        has, is_tied = self.network.has, self.network.is_tied
         if self.slices == 1:
-            return self.itemsize * network.rest
-        untied = 0 if network.is_tied else network.head
-        numbers = network.rest - network.embeddings - untied  # the root
-        if network.is_tied or moment == "embedding":
-            numbers += network.embeddings // self.slices
+            return self.itemsize * has.rest
+        numbers = has.rest - has.embeddings - (0 if is_tied else has.head)  # the root
+        if is_tied or moment == "embedding":
+            numbers += has.embeddings // self.slices
         elif moment == "logits":
-            numbers += network.head // self.slices
+            numbers += has.head // self.slices
         return self.itemsize * numbers
-
-    @property
-    def _head_gradient(self) -> int:
-        """The gradient of the head that waits, whole, until the pass is over."""
-        is_split_already = self.slices > 1 and not self.network.is_tied
-        return 0 if is_split_already else self.itemsize * self.network.trained_head // self.slices
 
     def _gradients(self, moment: str) -> int:
         """Return the gradients that are split over the ranks already."""
-        network = self.network
+        trains, numbers = self.network.trains, 0
         if not self.keeps_gradients:
             return 0
         if not self.is_first:
-            return MASTER_BYTES * network.trained // self.split
-        numbers = 0
-        if moment != "logits" and self.slices > 1 and not network.is_tied:
-            numbers += network.trained_head
+            return MASTER_BYTES * trains.all // self.split
+        if moment != "logits" and not self._waits:
+            numbers += trains.head
         if moment in ("first block", "embedding"):
-            numbers += network.trained - network.trained_rest
+            numbers += trains.all - trains.rest
         return MASTER_BYTES * numbers // self.split
 
     @property
     def _embedding(self) -> int:
-        """The gradients of what is no block, beside what is gathered of it, and then as they are split."""
-        network, size = self.network, self.itemsize
+        """The gradients of what is no block, with what is gathered of it, and then as they are split."""
+        trains, is_tied, size = self.network.trains, self.network.is_tied, self.itemsize
         if self.slices == 1:
-            numbers = network.trained_rest
-            made = size * (numbers + network.trained_embeddings * network.is_tied)  # and those of the head
+            numbers = trains.rest
+            made = size * (numbers + trains.embeddings * is_tied)  # and those of the head
         else:
-            numbers = network.trained_embeddings // self.slices
-            made = (MASTER_BYTES + size + size * network.is_tied) * numbers
+            numbers = trains.embeddings // self.slices
+            made = (MASTER_BYTES + size + size * is_tied) * numbers
         return max(made + self._rest("embedding"), self._unsplit(numbers))
 
     def _unsplit(self, numbers: int) -> int:

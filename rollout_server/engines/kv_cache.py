@@ -20,13 +20,7 @@ def kv_tokens(config: Config, token_bytes: int, row_tokens: int, free_memory_byt
         row_tokens: tokens that are set aside for one row, its prompt included.
     """
     affordable = int(_KV_SHARE * free_memory_bytes / config.placement.servers_per_node / token_bytes)
-    return max(row_tokens, min(max_running_replies(config) * row_tokens, affordable))
-
-
-def max_running_replies(config: Config) -> int:
-    """Return the largest number of replies that one server can be asked for at once, evaluations included."""
-    groups = min(config.rollout.concurrency, config.slots)
-    return groups * config.rollout.group_size + config.eval.size * config.eval.samples
+    return max(row_tokens, min(config.max_running_replies * row_tokens, affordable))
 
 
 MAX_GRAPH_REPLIES = 1024
@@ -38,7 +32,7 @@ def graph_replies(config: Config) -> int:
 
     The engines' own choice, 256 or 512, leaves larger batches without a graph, and captures sizes that never occur.
     """
-    return min(max_running_replies(config), MAX_GRAPH_REPLIES)
+    return min(config.max_running_replies, MAX_GRAPH_REPLIES)
 
 
 def kv_token_bytes(model: Any, dtype: str, tp: int = 1) -> int:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from async_rl.config import LearnerConfig, ModelConfig
-from learner.memory.live_bytes import LiveBytes
+from learner.memory.passes import LiveBytes
 from learner.models import loading
 from learner.models.policy import open_policy, shard
 from learner.ranks import Ranks

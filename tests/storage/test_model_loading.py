@@ -16,7 +16,7 @@ from async_rl.config import LoraConfig, ModelConfig
 from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.model_loading import load_without_weights, quiet_loading
-from learner.memory.network_sizes import networks_of
+from learner.memory.networks import networks_of
 from learner.sft import base_tokenizer
 from rollout_server.eval_command import evaluate_model
 from tests.kit.configs import make_config

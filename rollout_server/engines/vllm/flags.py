@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from async_rl.config import Config
-from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens, max_running_replies
+from rollout_server.engines.kv_cache import graph_replies, kv_token_bytes, kv_tokens
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes for which vLLM 0.32 has an attention kernel on CPUs."""
@@ -32,7 +32,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "model": os.path.abspath(config.model.path), "host": config.network.host, "dtype": dtype,
         "seed": seed,
         "max-model-len": min(length, positions or length),
-        "max-num-seqs": min(_MAX_RUNNING, max_running_replies(config)),
+        "max-num-seqs": min(_MAX_RUNNING, config.max_running_replies),
         "tokens-only": True,  # tokens in, tokens out: nothing to detokenize
         "generation-config": "vllm",  # not the model's: it narrows the support
         "logprobs-mode": "processed_logprobs",  # at the sampling temperature

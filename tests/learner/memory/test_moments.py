@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from learner.memory.activations import PassMemory
 from learner.memory.moments import Moments
-from learner.memory.network_sizes import NetworkSizes
+from learner.memory.networks import Counts, NetworkSizes
+from learner.memory.passes import PassMemory
 from learner.models import token_scores
 
 VOCAB, HIDDEN, LAYERS, BLOCK, NORM = 1000, 8, 4, 500, 8
@@ -21,17 +21,13 @@ def large_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(token_scores.LOGITS_BYTES, "cpu", 10**9)
 
 
-def sizes(**changes: Any) -> NetworkSizes:
-    whole: dict[str, Any] = {
-        "role": "policy", "config": SimpleNamespace(vocab_size=VOCAB), "block": BLOCK, "largest": TABLE,
-        "layers": LAYERS, "head": TABLE, "embeddings": TABLE, "is_tied": False, "rest": 2 * TABLE + NORM, "state": 0,
-    } | changes
-    every = whole["rest"] + LAYERS * BLOCK
-    trained = {
-        "trained": every, "trained_rest": whole["rest"], "trained_block": BLOCK, "trained_head": whole["head"],
-        "trained_embeddings": TABLE,
-    }
-    return NetworkSizes(parameters=every, base=every, **trained | whole)
+def sizes(is_tied: bool = False, trains: Counts | None = None) -> NetworkSizes:
+    rest = TABLE * (1 if is_tied else 2) + NORM
+    has = Counts(all=rest + LAYERS * BLOCK, rest=rest, block=BLOCK, head=TABLE, embeddings=TABLE)
+    return NetworkSizes(
+        role="policy", config=SimpleNamespace(vocab_size=VOCAB), has=has, trains=trains or has, base=has.all, state=0,
+        largest=TABLE, is_tied=is_tied, layers=LAYERS,
+    )
 
 
 def moments(network: NetworkSizes, **changes: Any) -> Moments:
@@ -63,7 +59,7 @@ def test_a_split_head_is_gathered_and_has_a_gradient_only_while_it_computes() ->
 
 
 def test_a_split_head_that_is_the_embeddings_stays_and_its_gradient_waits() -> None:
-    found = moments(sizes(is_tied=True, rest=TABLE + NORM), split=2, slices=2).at_each()
+    found = moments(sizes(is_tied=True), split=2, slices=2).at_each()
     gathered = 4 * NORM + 12 * BLOCK + 2 * TABLE
     assert found["last block"] == 8000 + gathered + 2 * TABLE + 1200 + 8 * BLOCK
     assert found["embedding"] == gathered + 2 * LAYERS * BLOCK + 12 * TABLE // 2
@@ -79,12 +75,12 @@ def test_gradients_of_earlier_micro_batches_are_there_unless_the_host_has_them()
         moments(sizes(), is_first=is_first, keeps_gradients=keeps).at_each()["logits"]
         for is_first, keeps in ((True, True), (False, True), (False, False))
     )
-    assert later - first == 4 * sizes().trained and offloaded == first
+    assert later - first == 4 * sizes().trains.all and offloaded == first
 
 
 def test_frozen_weights_and_those_under_adapters_have_no_gradient() -> None:
-    adapters = {"trained": 400, "trained_rest": 0, "trained_block": 100, "trained_head": 0, "trained_embeddings": 0}
-    found = moments(sizes(**adapters)).at_each()
+    adapters = Counts(all=400, rest=0, block=100, head=0, embeddings=0)
+    found = moments(sizes(trains=adapters)).at_each()
     gathered = 4 * (2 * TABLE + NORM) + 4 * BLOCK
     assert found["logits"] == 8000 + gathered + 1.3 * 4 * 100 * VOCAB
     assert found["last block"] == 8000 + gathered + 1200 + 800

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.memory.live_bytes import LiveBytes
+from learner.memory.passes import LiveBytes
 from learner.models import token_scores as scoring
 from learner.models.token_scores import score_tokens
 

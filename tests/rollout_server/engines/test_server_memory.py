@@ -16,6 +16,6 @@ def test_the_kv_cache_of_a_server_takes_what_the_plan_says(sglang_server: SGLang
     (state,) = sglang_server.admin.server_info()["internal_states"]
     held = state["memory_usage"]
     assert held["token_capacity"] == pytest.approx(plan.kv_tokens, rel=0.02)  # a few more for each answer
-    assert held["kvcache"] * GIB == pytest.approx(plan.kv_tokens * plan.server.token, rel=0.15)
+    assert held["kvcache"] * GIB == pytest.approx(plan.kv_tokens * plan.kv_token, rel=0.15)
     loaded = load_model(plan.config.model.path)
-    assert plan.server.weights == sum(parameter.nbytes for parameter in loaded.parameters())
+    assert plan.weights == sum(parameter.nbytes for parameter in loaded.parameters())

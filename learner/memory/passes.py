@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
 
-from learner.memory.live_bytes import LiveBytes
 from learner.models.sequence import head_repeats
 
 _LAYERS = (2, 3)
@@ -22,7 +26,7 @@ _ROWS = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """The bytes that a forward and backward pass takes for each row, beside weights and their gradients."""
+    """The bytes that a forward and backward pass takes for each row, without weights and their gradients."""
 
     kept: float
     """The bytes that the forward pass keeps for the backward pass."""
@@ -35,13 +39,11 @@ def measure_pass(
 ) -> PassMemory:
     """Return the memory of a row in a pass of the model that `config`, a transformers config, describes.
 
-    With learner.sequence_parallel it is that of one of the `slices` ranks that split the row.
-
-    Attention is SDPA, unless the config says eager; flex and flash attention keep as much. The passes are made with two
-    and with three layers, with one row and with two, and all other sizes follow from these.
+    With learner.sequence_parallel it is the memory of one of the `slices` ranks that split the row. Attention is SDPA,
+    unless the config says eager; flex and flash attention keep as much. The passes are made with two and with three
+    layers, with one row and with two, and all other sizes follow from these.
 
     Args:
-        row_tokens: the number of tokens in a row.
         checkpoints: keep only the inputs of each block.
         masked: attention has a mask [rows, 1, S, S], which counts, for each rank that splits the row; else it is
             causal.
@@ -50,29 +52,26 @@ def measure_pass(
         NotImplementedError: the sizes of the model's tensors depend on its data, so that data would be needed; or the
             ranks that split a row gather its keys.
     """
-    if slices > 1:
-        heads = config.num_attention_heads
-        if not head_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, slices):
-            raise NotImplementedError(
-                f"learner.sequence_parallel {slices} does not divide the {heads} heads, so that its ranks gather keys"
-            )
-    if dtype == torch.float32 and getattr(config, "num_experts", None):  # experts compute without data in bfloat16 only
-        half = measure_pass(
-            config, row_tokens, torch.bfloat16, checkpoints=checkpoints, masked=masked, slices=slices
+    heads = config.num_attention_heads
+    if slices > 1 and not head_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, slices):
+        raise NotImplementedError(
+            f"learner.sequence_parallel {slices} does not divide the {heads} heads, so that its ranks gather keys"
         )
+    if dtype == torch.float32 and getattr(config, "num_experts", None):  # experts compute without data in bfloat16 only
+        half = measure_pass(config, row_tokens, torch.bfloat16, checkpoints=checkpoints, masked=masked, slices=slices)
         return PassMemory(2 * half.kept, 2 * half.peak)
     found = {
         (layers, rows): _pass_bytes(config, layers, rows, row_tokens, dtype, checkpoints, masked)
         for layers in _LAYERS for rows in _ROWS
     }  # fmt: skip
+    mask = dtype.itemsize * row_tokens**2 * masked
 
-    def extrapolated(index: int) -> float:
+    def of_row(index: int) -> float:
         """Return the bytes of one more row at the config's number of layers."""
         few, more = (found[layers, _ROWS[1]][index] - found[layers, _ROWS[0]][index] for layers in _LAYERS)
-        return few + (more - few) * (config.num_hidden_layers - _LAYERS[0])
+        return (few + (more - few) * (config.num_hidden_layers - _LAYERS[0])) / slices + mask
 
-    mask = dtype.itemsize * row_tokens**2 * masked
-    return PassMemory(extrapolated(0) / slices + mask, extrapolated(1) / slices + mask)
+    return PassMemory(of_row(0), of_row(1))
 
 
 def _pass_bytes(
@@ -112,5 +111,37 @@ def _pass_bytes(
     return kept, counter.peak
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
+def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made within the `with` block while they live: `peak` is their most.
+
+    Tensors without data count too. What one operation allocates for itself alone is not seen. `existing` are tensors
+    from before the block, of which views may be made in it.
+    """
+
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in existing}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count((leaf._local_tensor if isinstance(leaf, DTensor) else leaf).untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._seen:
+            return
+        self._seen.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= num_bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Ernie4_5_MoeConfig, GptOssConfig, GptOssForCausalLM
 
-from learner.memory.activations import measure_pass
+from learner.memory.passes import measure_pass
 from learner.memory.rank_memory import RankMemoryEstimate
 from tests.kit.configs import make_config
 
@@ -29,6 +29,6 @@ def test_a_model_without_sdpa_has_its_sizes_and_its_activations_are_not_computed
     ))  # fmt: skip
     lm.save_pretrained(tmp_path)
     estimate = RankMemoryEstimate(make_config(tmp_path, model={"attn_implementation": "flex_attention"}), "cpu")
-    assert estimate.networks[0].parameters == lm.num_parameters()
+    assert estimate.networks[0].has.all == lm.num_parameters()
     with pytest.raises(NotImplementedError, match="a model of type gpt_oss can't run without data"):
         estimate.rank_memory(checkpoints=False)

@@ -1,0 +1,99 @@
+"""Reads the sizes of the learner's networks from their folders, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.storage.model_loading import load_without_weights
+from learner.algorithms.objective import Objective
+from learner.memory.optimizer_state import state_bytes
+from learner.models.frozen import freeze
+from learner.models.lora import add_adapters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How many parameters a network has, or how many of them are trained; with adapters only these are."""
+
+    all: int
+    rest: int
+    """Those in no transformer block: embeddings, output head and the last norm."""
+    block: int
+    """Those of the largest block."""
+    head: int
+    """Those of the output head; 0: the network computes no logits."""
+    embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSizes:
+    """The sizes of a network of the learner, with its role."""
+
+    role: str
+    config: Any
+    has: Counts
+    trains: Counts
+    base: int
+    """How many parameters it has without adapters."""
+    state: int
+    """The bytes that the optimizer keeps for those that are trained."""
+    largest: int
+    """How many the largest tensor has."""
+    is_tied: bool
+    """Whether the output head is the embeddings."""
+    layers: int
+
+
+def networks_of(config: Config) -> list[NetworkSizes]:
+    """Return the networks that the learner holds, the policy first; only headers of weight files are read.
+
+    Raises:
+        ConfigError: a model can't be loaded.
+    """
+    objective, model = Objective(config), config.model
+    networks = [_network("policy", "model.path", model.path, config)]
+    if objective.advantage.needs_critic:
+        networks.append(_network("critic", "critic.path", config.critic.path or model.path, config))
+    if objective.needs_reference and (not model.lora.rank or config.reference.path):
+        networks.append(_network("reference", "reference.path", config.reference.path or model.path, config))
+    if config.reward_model.path:
+        networks.append(_network("reward model", "reward_model.path", config.reward_model.path, config))
+    return networks
+
+
+def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
+    lm = load_without_weights(key, path, "eager")  # which every model has, and sizes are the same with any other
+    lm.config._attn_implementation = config.model.attn_implementation
+    base = sum(parameter.numel() for parameter in lm.parameters())
+    if role == "policy" and config.model.lora.rank:
+        add_adapters(lm, config.model.lora)
+    if role == "policy" and config.model.frozen:
+        freeze(lm, config.model.frozen)
+    if role not in ("policy", "critic"):
+        lm.requires_grad_(False)
+    names = set(lm._no_split_modules or ())
+    blocks = [list(module.parameters()) for module in lm.modules() if type(module).__name__ in names]
+    embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    of_head = [head.weight] if head is not None and role in ("policy", "reference") else []
+    parameters = list(lm.parameters())
+
+    def counts(only_trained: bool) -> Counts:
+        def count(tensors: Iterable[Tensor]) -> int:
+            return sum(tensor.numel() for tensor in tensors if tensor.requires_grad or not only_trained)
+
+        return Counts(
+            all=count(parameters), rest=count(parameters) - sum(map(count, blocks)),
+            block=max(map(count, blocks), default=0), head=count(of_head), embeddings=count([embeddings.weight]),
+        )
+
+    return NetworkSizes(
+        role=role, config=lm.config, has=counts(False), trains=counts(True), base=base, layers=len(blocks),
+        state=state_bytes(config.learner, [parameter.shape for parameter in parameters if parameter.requires_grad]),
+        largest=max(parameter.numel() for parameter in parameters),
+        is_tied=bool(of_head) and head.weight is embeddings.weight,
+    )

@@ -169,10 +169,9 @@ def _add_commands(commands: Any) -> None:
     status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    view = add("view", _view, "show a run or a sweep in the browser, live while it goes on", "runs/quickstart")
-    view.add_argument("folder", type=Path, metavar="RUN_OR_SWEEP")
+    view = add("view", _view, "show a run, or the list of runs, in the browser, live while they go on", "runs/quickstart")
+    view.add_argument("folder", type=Path, metavar="FOLDER")
     view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
-    view.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on; loopback by default")
 
     doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
     _add_config(doctor, is_needed=False)
@@ -318,7 +317,7 @@ def _view(args: argparse.Namespace) -> int:
     check_extra("page", "async-rl view")
     from async_rl.view.command import serve
 
-    serve(args.folder, args.port, args.host)
+    serve(args.folder, args.port)
     return 0
 
 

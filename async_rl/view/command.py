@@ -1,4 +1,4 @@
-"""`async-rl view`: serves the page of a run or a sweep from a process of its own, at low priority."""
+"""`async-rl view`: serves the page of a run or of several from a process of its own, at low priority."""
 
 from __future__ import annotations
 
@@ -13,46 +13,39 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_rl.errors import ConfigError
-from async_rl.view.library import Library
 
 DEFAULT_PORT = 8717
 """A fixed port, so that a link to a group works for everyone who has the run directory."""
 NICENESS = 10
 LOOPBACK = "127.0.0.1"
+"""The only address: there is no password, so only programs of this machine may reach the page."""
 SHUTDOWN_LIMIT_S = 5
 END_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(folder: Path, port: int, host: str) -> None:
+def serve(folder: Path, port: int) -> None:
     """Serve the page until Ctrl-C.
 
     Raises:
-        ConfigError: the folder is neither a run nor a sweep, or the port can't be opened.
+        ConfigError: the folder has no run, or the port can't be opened.
     """
-    library = Library(folder)
-    listener = open_port(host, port)
+    from async_rl.view.runs import Runs
+
+    runs = Runs(folder)
+    listener = open_port(port)
     import uvicorn
 
     from async_rl.view.app import make_app
-    from async_rl.view.connections import TimedConnection
-    from async_rl.view.hosts import is_loopback, own_names, shown_name
 
     os.nice(NICENESS)  # the run needs the cores more
-    is_local = is_loopback(listener)
-    app = make_app(library, is_local, [] if is_local else [host, *own_names()])
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, http=TimedConnection,
-        timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
-    )  # fmt: skip
+        make_app(runs), log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_LIMIT_S
+    )
     advice = "  (Ctrl-C ends it)" if sys.stdin.isatty() else ""
-    print(f"{folder}: http://{shown_name(listener)}:{listener.getsockname()[1]}{advice}", flush=True)
-    if not is_local:
-        print(f"Whoever reaches {host} can read this run: there is no password.", file=sys.stderr, flush=True)
+    print(f"{folder}: http://localhost:{listener.getsockname()[1]}{advice}", flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order
-        server = uvicorn.Server(config)
-        app.state.is_ending = lambda: server.should_exit
-        server.run(sockets=[listener])
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 @contextmanager
@@ -62,7 +55,7 @@ def shown(run_dir: Path) -> Iterator[None]:
     The port is DEFAULT_PORT, or a free one if that is taken.
     """
     try:
-        open_port(LOOPBACK, DEFAULT_PORT).close()
+        open_port(DEFAULT_PORT).close()
         port = DEFAULT_PORT
     except ConfigError:
         port = 0
@@ -86,27 +79,23 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def open_port(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the port; 0 takes a free one.
+def open_port(port: int) -> socket.socket:
+    """Return a socket that listens on a port of this machine; 0 takes a free one.
 
     Raises:
-        ConfigError: the port is out of range or taken, or this machine does not have the address.
+        ConfigError: the port is out of range or taken.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be in 0..65535, got {port}; 0 takes a free port")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"--host must be an address of this machine, got {host!r}: {error}") from None
-    listener = socket.socket(family, kind, protocol)
+    listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        listener.bind((LOOPBACK, port))
         listener.listen()  # so that the address works as soon as it is printed
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"--port {port} on {host} can't be opened: {error.strerror}. Another page may be open there; take another "
-            "port, or --port 0 for a free one"
+            f"--port {port} can't be opened: {error.strerror}. Another page may be open there; take another port, or "
+            "--port 0 for a free one"
         ) from None
     return listener

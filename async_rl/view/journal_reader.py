@@ -6,7 +6,6 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.messages.codec import decode_group
 from async_rl.messages.limits import Limits
-from async_rl.storage.resuming import resuming_since_s
 from async_rl.types import Group
 from buffer.journal.journal import check_schema, payload_folder
 from buffer.journal.payload_files import Place, read_payload
@@ -26,53 +24,26 @@ QUERY_LIMIT_S = 2.0
 LOCK_LIMIT_S = 1.0
 PAGE_ROWS = 50
 PROMPT_BYTES = 64 * 2**10
-"""The part of a payload, from its start, in which the list of groups looks for the prompt."""
+"""The list of groups looks for the prompt in so many bytes at the start of a payload."""
 OPCODES_BETWEEN_CHECKS = 10_000
-
-_STALENESS = (
-    "(SELECT MAX(version) FROM uses WHERE uses.group_id = groups.group_id) - "
-    "(SELECT MIN(oldest_version) FROM rows WHERE rows.group_id = groups.group_id)"
-)
-_COLUMNS = f"""NULLIF(finished_version, -1) AS finished_version, NULLIF(newest_version, -1) AS newest_version,
-    NULLIF(data_row, -1) AS data_row, {_STALENESS} AS staleness,
-    (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
-    (SELECT MAX(episode) + 1 FROM rows WHERE rows.group_id = groups.group_id) AS answers, groups.*"""
-"""The columns of `groups`, of which those before it replace some: sqlite3.Row reads the first one of a name."""
-ORDERS = {
-    "newest": "group_id DESC", "oldest": "group_id", "reward_high": "reward DESC, group_id DESC",
-    "reward_low": "reward IS NULL, reward, group_id DESC", "longest": "response_tokens DESC, group_id DESC",
-    "stalest": "staleness DESC, group_id DESC",
-}  # fmt: skip
-"""The orders in which groups can be listed."""
-_CONDITIONS = {
-    "step": "group_id IN (SELECT group_id FROM uses WHERE version = :step - 1)",
-    "reward_min": "reward >= :reward_min",
-    "reward_max": "reward <= :reward_max",
-    "staleness_min": f"{_STALENESS} >= :staleness_min",
-    "staleness_max": f"{_STALENESS} <= :staleness_max",
-    "tokens_min": "response_tokens >= :tokens_min",
-    "tokens_max": "response_tokens <= :tokens_max",
-    "state": "state = :state",
-    "drop_reason": "drop_reason = :drop_reason",
-    "worker": "worker = :worker",
-    "end": "group_id IN (SELECT group_id FROM episodes WHERE end = :end)",
-    "prompt": "prompt_index = :prompt",
-}
-
-_CHOICES = {"state": "groups", "drop_reason": "groups", "worker": "groups", "end": "episodes"}
-"""The filters that offer the values of a column, and the table of each."""
+LONGEST_TEXT = 100_000
+"""The longest value in a user's query. One call of a function of SQLite can't be interrupted, so it must be short."""
+NEWEST_TRAINED = "step IS NULL, step DESC, group_id DESC"
+"""The order of groups unless the user writes another: the newest trained first, then the others."""
+_GROUPS = """
+    SELECT group_id, prompt_index, NULLIF(data_row, -1) AS data_row, state, drop_reason, worker, start_version,
+        NULLIF(finished_version, -1) AS finished_version, reward, response_tokens AS tokens, duration_s,
+        (SELECT MAX(version) + 1 FROM uses WHERE uses.group_id = groups.group_id) AS step,
+        (SELECT MAX(version) FROM uses WHERE uses.group_id = groups.group_id)
+        - (SELECT MIN(oldest_version) FROM rows WHERE rows.group_id = groups.group_id) AS staleness,
+        (SELECT MAX(episode) + 1 FROM rows WHERE rows.group_id = groups.group_id) AS answers
+    FROM groups"""
+"""One line for each group, with the columns that a WHERE clause may name."""
+_READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 
 
 class JournalError(AsyncRLError):
     """The journal can't be shown. The message says why, and what may be done."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPage:
-    """One page of a list of groups: their rows, and whether there are more pages."""
-
-    rows: list[dict[str, Any]]
-    has_more: bool
 
 
 class JournalReader:
@@ -81,60 +52,46 @@ class JournalReader:
     def __init__(self, file: Path) -> None:
         self._file = file
 
-    @property
-    def exists(self) -> bool:
-        return self._file.is_file()
-
-    @property
-    def inode(self) -> int | None:
-        """The number by which its disk knows the file; another one after a resume, which begins a new journal."""
-        with suppress(OSError):
-            return self._file.stat().st_ino
-        return None
-
-    def groups(self, filters: dict[str, Any], order: str, page: int, ids: Sequence[int] | None = None) -> GroupPage:
-        """Return one page of the groups that meet all filters.
+    def groups(self, where: str = "", order: str = "", page: int = 0) -> tuple[list[dict[str, Any]], bool]:
+        """Return one page of the groups that meet an SQL condition, and whether there are more pages.
 
         Args:
-            filters: values by the names in _CONDITIONS.
-            order: a name in ORDERS.
+            where: the user's WHERE clause over the columns of _GROUPS, e.g. `reward > 0.5 AND staleness >= 2`; it may
+                query other tables. Empty: all groups.
+            order: the user's ORDER BY clause, e.g. `reward DESC`; empty: NEWEST_TRAINED.
             page: number of the page, from 0 on.
-            ids: the groups to choose from; None: all.
 
         Raises:
-            JournalError: the journal can't be read, or the query took too long.
+            JournalError: the journal can't be read, a clause is wrong, or the query took too long.
         """
-        conditions = [_CONDITIONS[name] for name in filters]
-        values: dict[str, Any] = {**filters, "limit": PAGE_ROWS + 1, "offset": page * PAGE_ROWS}
-        if ids is not None:
-            conditions.append(f"group_id IN ({', '.join(map(str, map(int, ids)))})")
-        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-        query = f"SELECT {_COLUMNS} FROM groups {where} ORDER BY {ORDERS[order]} LIMIT :limit OFFSET :offset"
-        rows = self.rows(query, values)
-        return GroupPage(rows[:PAGE_ROWS], len(rows) > PAGE_ROWS)
+        # The user's text chooses ids. All that is shown comes from a query without it.
+        query = (
+            f"SELECT group_id FROM ({_GROUPS})\nWHERE {where or 'TRUE'}\nORDER BY {order or NEWEST_TRAINED}\n"
+            f"LIMIT {PAGE_ROWS + 1} OFFSET {page * PAGE_ROWS}"
+        )
+        with self._open() as database:
+            database.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY)
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_TEXT)
+            database.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 200)
+            found = [row[0] for row in database.execute(query).fetchmany(PAGE_ROWS + 1)]
+        ids = [each for each in found if isinstance(each, int)]
+        rows = {row["group_id"]: row for row in self.rows(f"{_GROUPS} WHERE group_id IN ({', '.join(map(str, ids))})")}
+        return [rows[each] for each in ids[:PAGE_ROWS] if each in rows], len(ids) > PAGE_ROWS
+
+    def newest_trained(self, number: int) -> list[int]:
+        """Return the ids of the groups that were trained last."""
+        query = f"SELECT DISTINCT group_id FROM uses ORDER BY version DESC, group_id LIMIT {number}"
+        return [row["group_id"] for row in self.rows(query)]
 
     def group(self, group_id: int) -> dict[str, Any] | None:
-        """Return what the journal has of a group; or None.
-
-        `rows` are its rows, `steps` those that used it, `errors` its errors.
-        """
-        groups = self.rows(f"SELECT {_COLUMNS} FROM groups WHERE group_id = ?", (group_id,))
+        """Return the facts of a group, or None: its `rows`, the `steps` that used it, and its `errors`."""
+        groups = self.rows(f"{_GROUPS} WHERE group_id = ?", (group_id,))
         if not groups:
             return None
         rows = self.rows("SELECT * FROM rows WHERE group_id = ? ORDER BY row", (group_id,))
         steps = self.rows("SELECT version + 1 AS step FROM uses WHERE group_id = ? ORDER BY version", (group_id,))
         errors = self.rows("SELECT what, error FROM errors WHERE group_id = ?", (group_id,))
         return groups[0] | {"rows": rows, "steps": [row["step"] for row in steps], "errors": errors}
-
-    def choices(self) -> dict[str, list[str]]:
-        """Return the values that occur in the columns of _CHOICES, by the name of the filter."""
-        found = {}
-        for column, table in _CHOICES.items():
-            query = (
-                f"SELECT DISTINCT {column} AS value FROM {table} WHERE ifnull({column}, '') <> '' ORDER BY 1 LIMIT 200"
-            )
-            found[column] = [str(row["value"]) for row in self.rows(query)]
-        return found
 
     def payload(self, group_id: int) -> Group | None:
         """Return a group with its tokens; None if these were removed or not copied, or the group never arrived.
@@ -167,58 +124,37 @@ class JournalReader:
                 found[group_id] = _prompt(read_payload(payload_folder(self._file), head))
         return found
 
-    def rows(self, query: str, values: Any = (), limit_s: float = QUERY_LIMIT_S) -> list[dict[str, Any]]:
-        """Return the rows of an SQL query, each as a dict by column.
+    def rows(self, query: str, values: Any = ()) -> list[dict[str, Any]]:
+        """Return the rows of an SQL query of ours, each as a dict by column.
 
         Raises:
-            JournalError: there is no journal, it can't be read, or the query took longer than `limit_s`.
+            JournalError: there is no journal, it can't be read, or the query took longer than QUERY_LIMIT_S.
         """
-        with self._open(limit_s) as database:
+        with self._open() as database:
             return [dict(row) for row in database.execute(query, values)]
 
     @contextmanager
-    def _open(self, limit_s: float) -> Iterator[sqlite3.Connection]:
+    def _open(self) -> Iterator[sqlite3.Connection]:
         if not self._file.is_file():
-            if resuming_since_s(self._file.parent) is not None:
-                raise JournalError(
-                    "A resume of this run is starting. Its groups are listed as soon as its buffer has restored them."
-                )
             raise JournalError(
-                f"{self._file} does not exist: the run has not begun, it had buffer.journal=false, or the journal was "
-                "not copied here."
+                f"{self._file} does not exist: the run or its resume has not begun, it had buffer.journal=false, or "
+                "the journal was not copied here."
             )
-        end_s = time.monotonic() + limit_s
+        # Without a write-ahead log no process writes to the journal. As a file that does not change it needs no file
+        # next to it, which SQLite would otherwise create, and the run directory may be read-only.
+        has_log = self._file.with_name(f"{self._file.name}-wal").exists()
+        uri = f"{self._file.absolute().as_uri()}?mode=ro" + ("" if has_log else "&immutable=1")
+        end_s = time.monotonic() + QUERY_LIMIT_S
         try:
-            with closing(self._connect()) as database:
+            with closing(sqlite3.connect(uri, uri=True, timeout=LOCK_LIMIT_S)) as database:
                 database.set_progress_handler(lambda: int(time.monotonic() > end_s), OPCODES_BETWEEN_CHECKS)
                 database.row_factory = sqlite3.Row
                 check_schema(database, self._file)
                 yield database
-        except sqlite3.Error as error:
+        except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
             if time.monotonic() > end_s:
-                raise JournalError(f"The search took longer than {limit_s:g} s and was ended. Narrow it.") from None
-            raise JournalError(
-                f"{self._file} can't be read: {error}. Load the page again; the file may be half copied."
-            ) from None
-
-    def _connect(self) -> sqlite3.Connection:
-        """Return a connection to the journal that writes no file beside it.
-
-        Without a write-ahead log no process writes to the journal, and it is opened as a file that does not change:
-        otherwise SQLite would create files in the run directory, which may be read-only.
-        """
-        has_log = self._file.with_name(f"{self._file.name}-wal").exists()
-        uri = f"{self._file.absolute().as_uri()}?mode=ro" + ("" if has_log else "&immutable=1")
-        try:
-            database = sqlite3.connect(uri, uri=True, timeout=LOCK_LIMIT_S)
-            database.execute("SELECT 1 FROM sqlite_master").fetchone()
-        except sqlite3.OperationalError:
-            if not has_log:
-                raise
-            # A copy in a folder that can't be written to, with a log: show all that the log's owner has merged.
-            uri = f"{self._file.absolute().as_uri()}?mode=ro&immutable=1"
-            database = sqlite3.connect(uri, uri=True, timeout=LOCK_LIMIT_S)
-        return database
+                raise JournalError(f"The search took longer than {QUERY_LIMIT_S:g} s. Narrow it.") from None
+            raise JournalError(f"The journal can't answer that: {error}.") from None
 
 
 def _prompt(head: bytes) -> list[int]:

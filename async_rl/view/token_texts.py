@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.storage.hub import cached_folder
-from async_rl.view.run_files import RunFiles
 
 TOKENIZER_FILE = "tokenizer.json"
 _INVISIBLE = re.compile(
@@ -30,30 +29,33 @@ def called_tools(text: str) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """Return a text with the code of each invisible character in its place, e.g. ⟨U+202E⟩: these change how others are
-    shown, or hide what a model wrote.
+    """Return a text with the code of each invisible character in its place, e.g. ⟨U+202E⟩.
+
+    Such characters hide what a model wrote, or change how other text is shown.
     """
     return _INVISIBLE.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
 class TokenTexts:
-    """Decodes token ids of a run into text without invisible characters, see `visible`.
+    """Decodes token ids of a run into text without invisible characters.
 
-    Without a tokenizer every text is None, and `missing` says what to do about it.
+    Args:
+        run_dir: directory of the run.
+        model: model.path of the run.
     """
 
-    def __init__(self, run: RunFiles) -> None:
+    def __init__(self, run_dir: Path, model: object) -> None:
         self._tokenizer: Any = None
         self._marks: re.Pattern[str] | None = None
         self.missing = ""
-        """One sentence for the user if there is no tokenizer; else empty."""
+        """One sentence for the user if there is no tokenizer, and every text is its ids; else empty."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the run needs the cores more
-        file = find_tokenizer(run)
+        file = find_tokenizer(run_dir, model)
         if file is None:
             self.missing = (
                 f"Token ids are shown without text: no {TOKENIZER_FILE} is in the run's folder model, in its "
-                f"checkpoints, or at model.path, {run.setting('model.path', 'which config.yaml does not tell')}. Copy "
-                f"the model's {TOKENIZER_FILE} to {run.folder / 'model'}."
+                f"checkpoints, or at model.path, {model or 'which config.yaml does not tell'}. Copy the model's "
+                f"{TOKENIZER_FILE} to {run_dir / 'model'}."
             )
             return
         try:
@@ -65,32 +67,32 @@ class TokenTexts:
         except Exception as error:  # the library raises bare Exceptions for files that it can't read
             self.missing = f"Token ids are shown without text: {file} can't be read: {error}."
 
-    def decode(self, ids: Sequence[int]) -> str | None:
-        """Return the text of a sequence, special tokens included; None without a tokenizer."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of a sequence, special tokens included."""
         if self._tokenizer is None:
-            return None
+            return " ".join(map(str, ids))
         return visible(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def messages(self, ids: Sequence[int]) -> list[str] | None:
+    def messages(self, ids: Sequence[int]) -> list[str]:
         """Return what was said in a part of a conversation, message by message, without the marks of a chat template.
 
         Marks are the tokens that were added to the tokenizer's vocabulary, names of roles, and lines with nothing but
-        a tag. None without a tokenizer.
+        a tag.
         """
         text = self.decode(ids)
-        if text is None:
-            return None
         parts = self._marks.split(text) if self._marks else [text]
         said = (_TAG_LINE.sub("", _ROLE.sub("", part)).strip() for part in parts)
         return [message for message in said if message]
 
-    def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        """Return the text that each token adds. The token that completes a character adds all of it, others of it "".
+    def question(self, prompt: Sequence[int]) -> str:
+        """Return the last message of a prompt, in which prompts differ, or all of its text if it holds no message."""
+        messages = self.messages(prompt)
+        return messages[-1] if messages else self.decode(prompt)
 
-        None without a tokenizer.
-        """
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds. The last token of a character adds all of it, the others ""."""
         if self._tokenizer is None:
-            return None
+            return [f"{token} " for token in ids]
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
@@ -104,15 +106,14 @@ class TokenTexts:
         return pieces
 
 
-def find_tokenizer(run: RunFiles) -> Path | None:
-    """Return the tokenizer file of a run, its own copy or that of the model that it began with; None without any.
+def find_tokenizer(run_dir: Path, model: object) -> Path | None:
+    """Return the tokenizer file of a run, its own copy or the one of model.path; None without any.
 
     A relative model.path is looked for in the working directory and in the folders above the run directory, a name of
     the hub in this host's cache.
     """
-    folders = [run.folder / "model", *sorted((run.folder / "checkpoints").glob("step_*/model"), reverse=True)]
-    model = run.setting("model.path")
+    folders = [run_dir / "model", *sorted((run_dir / "checkpoints").glob("step_*/model"), reverse=True)]
     if isinstance(model, str) and model:
-        folders += [Path(model), *(above / model for above in run.folder.absolute().parents)]
+        folders += [Path(model), *(above / model for above in run_dir.absolute().parents)]
         folders += filter(None, [cached_folder(model)])
     return next((folder / TOKENIZER_FILE for folder in folders if (folder / TOKENIZER_FILE).is_file()), None)

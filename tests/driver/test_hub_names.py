@@ -14,7 +14,6 @@ from async_rl.config.loading import dump_config, load_config
 from async_rl.doctor.host import Check, _examine_config
 from async_rl.driver.dry_run import dry_run
 from async_rl.storage.hub import located, pinned
-from async_rl.view.run_files import RunFiles
 from async_rl.view.token_texts import find_tokenizer
 from tests.kit.hub import HubServer, open_hub
 from tests.kit.models import save_tiny_model
@@ -74,11 +73,11 @@ def test_the_page_of_a_run_finds_the_tokenizer_in_the_cache(hub: HubServer, tmp_
     folder = tmp_path / "runs" / "run"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config))
-    assert find_tokenizer(RunFiles(folder)) is None
+    assert find_tokenizer(folder, config.model.path) is None
     requests = hub.requests.copy()
     model = Path(located(config).model.path)
     fetched = hub.requests - requests
-    assert find_tokenizer(RunFiles(folder)) == model / "tokenizer.json"
+    assert find_tokenizer(folder, config.model.path) == model / "tokenizer.json"
     assert hub.requests - requests == fetched  # the page asks nobody
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from async_rl.view.answers import episode_facts, parts, sibling, turns, version_shares
-from async_rl.view.run_files import RunFiles
+from async_rl.storage.log_ratios import RowLogRatios
+from async_rl.types import Group
+from async_rl.view.answers import answer_parts, episode_facts, legend, sibling, version_shares
 from async_rl.view.token_texts import TokenTexts, called_tools, find_tokenizer
 from tests.kit.view.run_dirs import (
     CHAT_PROMPT,
-    CHAT_TURNS,
+    HOSTILE,
     RIGHT_TO_LEFT,
     make_chat,
     make_episodes,
@@ -23,29 +24,64 @@ from tests.kit.view.run_dirs import (
 )
 
 
-def test_a_sibling_is_described_by_its_reward_length_and_versions(run_dir: Path) -> None:
-    found = sibling(text_group(5, ["x", "right"], version=3), 1, TokenTexts(RunFiles(run_dir)))
-    assert (found["reward"], found["tokens"], found["preview"]) == (1.0, 5, "right")
-    assert found["versions"] == [(3, 2 / 5), (4, 3 / 5)]
+@pytest.fixture
+def texts(run_dir: Path) -> TokenTexts:
+    return TokenTexts(run_dir, None)
 
 
-@pytest.mark.parametrize("mask, number", [("111", 1), ("1101", 2), ("0110101", 3), ("000", 0)])
-def test_turns_are_stretches_of_sampled_tokens(mask: str, number: int) -> None:
-    row = text_group(0, ["a" * len(mask)]).rows[0]
-    assert turns(dataclasses.replace(row, mask=np.array([each == "1" for each in mask]))) == number
+def spans_of(group: Group, texts: TokenTexts, color: str, ratios: RowLogRatios | None) -> list[tuple[str, str, str]]:
+    """Return (class, facts, text) of each token of the first answer, which version 3 trained on."""
+    html = "".join(part.spans for part in answer_parts(group, 0, texts, 3, ratios, color))
+    return re.findall(r'<span class="t (\w+)" data-facts="(.*?)">(.*?)</span>', html, re.DOTALL)
+
+
+def test_tokens_are_coloured_by_version_or_by_ratio_and_say_what_is_known_of_them(texts: TokenTexts) -> None:
+    group = text_group(0, ["right answer"], version=1)
+    ratios = RowLogRatios(np.array([np.nan] + [0.5] * 11, np.float16), None)
+    spans = spans_of(group, texts, "version", ratios)
+    assert [name for name, _, _ in spans] == ["v0"] * 6 + ["v1"] * 6
+    assert "".join(text for _, _, text in spans) == "right answer"
+    assert spans[0][1].endswith("version 1 · logprob -0.1000 (90.48%) · masked")
+    assert spans[11][1].endswith("staleness 1 · importance ratio 1.6487 · on KV of older weights")
+    assert [name for name, _, _ in spans_of(group, texts, "ratio", ratios)] == ["m0"] + ["r5"] * 11
+    assert {name for name, _, _ in spans_of(group, texts, "ratio", None)} == {"m0"}
+
+
+def test_html_in_an_answer_is_text(texts: TokenTexts) -> None:
+    html = "".join(part.spans for part in answer_parts(text_group(0, [HOSTILE]), 0, texts, None, None, "version"))
+    assert html.count("<span") == html.count("<") / 2 == len(HOSTILE)
+
+
+def test_a_legend_names_each_version_and_why_there_are_no_ratios() -> None:
+    row = text_group(0, ["ab"], version=9).rows[0]
+    assert legend(row, 2, 11, True, "version") == [("v7", "version 9, staleness 2"), ("v0", "version 10, staleness 1")]
+    assert len(legend(row, 2, 11, True, "ratio")) == 8
+    assert len(legend(row, 2, 11, False, "ratio")) == len(legend(row, 2, None, False, "ratio")) == 1
+
+
+def test_a_sibling_is_described_by_its_reward_length_and_versions(texts: TokenTexts) -> None:
+    found = sibling(text_group(5, ["x", "right"], version=3), 1, texts)
+    assert (found["reward"], found["preview"], found["facts"]) == (1.0, "right", "5 tokens · stop · v3-4")
+    assert found["versions"] == [(0, 2 / 5), (1, 3 / 5)]
 
 
 def test_rows_of_one_episode_share_its_facts() -> None:
-    found = [episode_facts(make_episodes(0), number) for number in range(3)]
-    assert [(each["number"], each["row"], each["rows"], each["turns"]) for each in found if each] == [
-        (0, 1, 1, 2), (1, 1, 2, 4), (1, 2, 2, 4),
-    ]  # fmt: skip
-    assert episode_facts(text_group(0, ["a"]), 0) is None
+    found = [episode_facts(make_episodes(0), number)[0] for number in range(3)]
+    assert found == ["episode 0", "episode 1, row 1 of 2", "episode 1, row 2 of 2"]
+    assert episode_facts(make_chat(0), 1)[-1] == "ended by timeout"
+    assert episode_facts(text_group(0, ["a"]), 0) == []
     assert version_shares(make_episodes(0, version=3).rows[0]) == [(3, 0.5), (4, 0.5)]
 
 
-def test_one_version_has_all_tokens() -> None:
-    assert version_shares(text_group(0, ["a"], version=6).rows[0]) == [(7, 1.0)]
+def test_turns_have_their_rewards_and_tools_and_what_others_said_is_folded(texts: TokenTexts) -> None:
+    found = answer_parts(make_chat(0), 0, texts, None, None, "version")
+    assert [(part.is_turn, part.title) for part in found] == [
+        (True, "turn 1 · 53 tokens · calls price · reward 0.000"),
+        (False, "3 euros a piece · 68 tokens that the model did not sample"),
+        (True, "turn 2 · 18 tokens · reward 1.000"),
+    ]  # fmt: skip
+    (only,) = answer_parts(text_group(0, ["one answer"]), 0, texts, None, None, "version")
+    assert only.title == ""
 
 
 def test_a_character_of_several_tokens_is_the_text_of_its_last_one(tmp_path: Path) -> None:
@@ -56,40 +92,31 @@ def test_a_character_of_several_tokens_is_the_text_of_its_last_one(tmp_path: Pat
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="a"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    texts = TokenTexts(RunFiles(tmp_path))
-    assert texts.pieces([2, 0, 1, 2]) == ["a", "", "\N{LATIN SMALL LETTER E WITH ACUTE}", "a"]
+    assert TokenTexts(tmp_path, None).pieces([2, 0, 1, 2]) == ["a", "", "\N{LATIN SMALL LETTER E WITH ACUTE}", "a"]
 
 
 def test_the_tokenizer_of_a_relative_model_path_is_found_above_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "project" / "runs" / "mine"
     run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text("model:\n  path: models/tiny\n")
-    assert find_tokenizer(RunFiles(run_dir)) is None
+    assert find_tokenizer(run_dir, "models/tiny") is None
     write_tokenizer(tmp_path / "project" / "models" / "tiny")
-    assert find_tokenizer(RunFiles(run_dir)) == tmp_path / "project/models/tiny/tokenizer.json"
+    assert find_tokenizer(run_dir, "models/tiny") == tmp_path / "project/models/tiny/tokenizer.json"
 
 
-def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+def test_without_a_tokenizer_ids_are_shown_and_the_reason_is_named(tmp_path: Path) -> None:
+    assert "no tokenizer.json" in TokenTexts(tmp_path, "models/tiny").missing
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{")
-    texts = TokenTexts(RunFiles(tmp_path))
+    texts = TokenTexts(tmp_path, None)
     assert "can't be read" in texts.missing
-    assert (texts.decode([1]), texts.pieces([1])) == (None, None)
+    assert (texts.decode([1, 2]), texts.pieces([1, 2])) == ("1 2", ["1 ", "2 "])
 
 
-def test_messages_of_a_prompt_come_without_the_marks_of_its_template(run_dir: Path) -> None:
-    texts = TokenTexts(RunFiles(run_dir))
+def test_messages_of_a_prompt_come_without_the_marks_of_its_template(texts: TokenTexts) -> None:
     assert texts.messages(tokens_of(CHAT_PROMPT)) == ["You are a shop. Answer in one line.", "What does a pear cost?"]
-    assert texts.messages(tokens_of("3 + 4 =")) == ["3 + 4 ="]
+    assert texts.question(tokens_of(CHAT_PROMPT)) == "What does a pear cost?"
+    assert texts.question(tokens_of("3 + 4 =")) == "3 + 4 ="
     assert texts.messages(tokens_of("<|im_start|>")) == []
-
-
-def test_a_turn_names_the_tool_that_it_calls_and_a_result_begins_with_its_text(run_dir: Path) -> None:
-    found = parts(make_chat(0).rows[0], TokenTexts(RunFiles(run_dir)))
-    assert [(part["is_sampled"], part["calls"], part["said"]) for part in found] == [
-        (True, ["price"], ""), (False, [], "3 euros a piece"), (True, [], ""),
-    ]  # fmt: skip
-    assert [part["to"] - part["from"] for part in found] == [len(tokens_of(turn)) for turn in CHAT_TURNS]
 
 
 @pytest.mark.parametrize(
@@ -105,15 +132,7 @@ def test_tools_are_named_in_the_formats_of_the_model_families(text: str, tools: 
     assert called_tools(text) == tools
 
 
-def test_an_episode_that_hung_says_where_its_time_went_and_what_it_called_last(run_dir: Path) -> None:
-    texts = TokenTexts(RunFiles(run_dir))
-    done, hung = (sibling(make_chat(0), number, texts) for number in (0, 1))
-    assert (done["last_calls"], done["episode"]["rest_s"]) == ([], 0.0)
-    assert (hung["last_calls"], hung["episode"]["rest_s"], hung["episode"]["end"]) == (["price"], 60.0, "timeout")
-
-
-def test_characters_that_hide_or_turn_others_are_shown_by_their_code(run_dir: Path) -> None:
-    texts = TokenTexts(RunFiles(run_dir))
+def test_characters_that_hide_or_turn_others_are_shown_by_their_code(texts: TokenTexts) -> None:
     ids = tokens_of(f"a{RIGHT_TO_LEFT}b\nc")
     assert texts.decode(ids) == "a⟨U+202E⟩b\nc"
     assert texts.pieces(ids) == ["a", "⟨U+202E⟩", "b", "\n", "c"]

@@ -59,26 +59,24 @@ def test_the_page_of_a_real_run_follows_it_within_two_seconds(
     page, problems = browser.new_context(base_url=url).new_page(), []
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto("/run/overview")
+    page.goto("/run/shown/")
     page.wait_for_selector("body[data-ready]", timeout=60_000)
     page.wait_for_selector(".live.on")
     delays_s = [delay_of_next_step(page, run_dir) for _ in range(MEASURED_STEPS)]
     print("seconds from a step in metrics.jsonl to the page:", *(f"{delay_s:.2f}" for delay_s in sorted(delays_s)))
     assert sorted(delays_s)[MEASURED_STEPS // 2] < LIVE_LIMIT_S
-    page.goto("/run/groups?state=trained")
-    page.locator("tbody a").first.click()
-    page.get_by_label("importance ratio").check()
-    page.wait_for_selector(".t.r3")  # about 1: a young policy hardly moves in a step
-    page.goto("/run/overlap")
-    page.wait_for_selector("body[data-ready]", timeout=60_000)
     assert "a batch, while rollout generated" in page.locator("#waits").inner_text()
+    page.goto("/run/shown/groups")
+    page.locator("tbody a").first.click()
+    page.get_by_role("link", name="importance ratio").click()
+    page.wait_for_selector(".t.r3")  # about 1: a young policy hardly moves in a step
     assert problems == []
 
 
 def test_train_with_view_serves_the_page_until_the_run_ends(shown_run: Shown) -> None:
     """It comes last, because it ends the run that the tests share."""
     command, url, run_dir = shown_run
-    with urllib.request.urlopen(f"{url}/run/overview", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/run/shown/", timeout=30) as answer:
         text = answer.read().decode()
     assert 'class="pill running"' in text
     assert "learner/0" in text and "Who waits on whom now" in text
@@ -87,7 +85,7 @@ def test_train_with_view_serves_the_page_until_the_run_ends(shown_run: Shown) ->
     assert f"async-rl view {run_dir} shows the run again" in command.text()
     assert command.orphans() == []
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"{url}/run/overview", timeout=5)
+        urllib.request.urlopen(f"{url}/run/shown/", timeout=5)
 
 
 def delay_of_next_step(page: Page, run_dir: Path) -> float:

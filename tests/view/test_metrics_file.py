@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from async_rl.view.metrics_file import MAX_POINTS, RECENT_STEPS, MetricsFile, thinned
+from async_rl.view.metrics_file import CHARTS, MAX_POINTS, MOST_STEPS, MetricsFile, thinned
+
+KEY = "reward/mean"
 
 
 def lines(*records: dict[str, float | None]) -> str:
@@ -17,72 +18,66 @@ def lines(*records: dict[str, float | None]) -> str:
 
 def test_a_half_written_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(lines({"step": 1, "a": 1.0}) + '{"step": 2, "a"')
+    path.write_text(lines({"step": 1, KEY: 1.0}) + '{"step": 2, "reward/mean"')
     metrics = MetricsFile(path).refresh()
-    assert metrics.values("a") == {1.0: 1.0}
+    assert metrics.values(KEY) == [(1.0, 1.0)]
     with path.open("a") as file:
         file.write(": 5.0}\n")
-    assert metrics.refresh().values("a") == {1.0: 1.0, 2.0: 5.0}
+    assert metrics.refresh().values(KEY) == [(1.0, 1.0), (2.0, 5.0)]
 
 
-def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_null_and_earlier_values_of_a_step_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("garbage\n[1, 2]\n" + lines({"step": 1, "a": 1.0}) + '{"no": "step"}\n')
+    good = lines({"step": 2, KEY: 1.0}, {"step": 2, KEY: 2.0}, {"step": 3, KEY: None}, {"step": 1, KEY: 0.5})
+    path.write_text("garbage\n[1, 2]\n" + good + '{"no": "step"}\n')
     metrics = MetricsFile(path).refresh()
-    assert (metrics.broken_lines, metrics.values("a")) == (3, {1.0: 1.0})
-
-
-def test_later_values_of_a_step_win_and_null_is_no_value(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(lines({"step": 1, "a": 1.0}, {"step": 1, "a": 2.0}, {"step": 2, "a": None}))
-    metrics = MetricsFile(path).refresh()
-    assert metrics.values("a") == {1.0: 2.0}
-    assert metrics.last("a") == 2.0
+    assert metrics.values(KEY) == [(1.0, 0.5), (2.0, 2.0)]
+    assert metrics.last(KEY) == 2.0
 
 
 def test_a_file_that_a_resume_replaced_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(lines({"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}))
+    path.write_text(lines({"step": 1, KEY: 1.0}, {"step": 2, KEY: 2.0}))
     metrics = MetricsFile(path).refresh()
     partial = tmp_path / "partial"
-    partial.write_text(lines({"step": 1, "a": 7.0}))
+    partial.write_text(lines({"step": 1, KEY: 7.0}))
     partial.replace(path)
-    assert metrics.refresh().values("a") == {1.0: 7.0}
-    assert metrics.generation == 1
+    assert metrics.refresh().values(KEY) == [(1.0, 7.0)]
 
 
 def test_a_missing_file_holds_no_metrics(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl").refresh()
-    assert (metrics.keys, metrics.last_step, metrics.last("a"), metrics.recent().all()) == ([], 0, None, {})
+    start, now, _ = metrics.start_and_now()
+    assert (metrics.last_step, metrics.last(KEY), start.all(), now.all(), metrics.alarms()) == (0, None, {}, {}, {})
+    assert [chart["lines"] for chart in metrics.charts()] == [[]] * len(CHARTS)
 
 
-def test_recent_figures_are_those_of_the_last_steps_weighted_by_their_time(tmp_path: Path) -> None:
+def test_tiles_show_the_first_and_the_last_steps_weighted_by_their_time(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    steps = [
+    steps: list[dict[str, float | None]] = [
         {"step": i, "time/written_at_s": i, "time/step_s": (0.4, 9.0)[i % 2], "utilisation/learner": (0.5, 0)[i % 2]}
-        for i in range(1, 2 * RECENT_STEPS + 1)
+        for i in range(1, 2 * MOST_STEPS + 1)
     ]
-    path.write_text(lines({**steps[0], "utilisation/learner": 1.0}, *steps[1:], {"step": 2, "eval/accuracy": 0.5}))
-    found = MetricsFile(path).refresh().recent()
-    assert found.get("time/step_s") == pytest.approx(4.7)
-    assert found.get("utilisation/learner") == pytest.approx(0.5 * 0.4 / 9.4)
-    assert found.total("time/step_s") == pytest.approx(RECENT_STEPS * 4.7)
+    path.write_text(lines(*steps, {"step": 2, "eval/accuracy": 0.5}))
+    start, now, number = MetricsFile(path).refresh().start_and_now()
+    assert number == 8
+    assert now.get("time/step_s") == pytest.approx(4.7)
+    assert now.get("utilisation/learner") == pytest.approx(0.5 * 0.4 / 9.4)
+    assert start.get("eval/accuracy") == 0.5
 
 
-def test_thinning_keeps_the_last_step_the_largest_value_and_the_weighted_mean() -> None:
-    points = [(float(step), float(step % 2), 1.0 + 2.0 * (step % 2)) for step in range(1, 2 * MAX_POINTS + 1)]
-    shown = thinned("utilisation/learner", points)
-    assert len(shown) == MAX_POINTS
-    assert shown[-1] == (2.0 * MAX_POINTS, 0.75, 4.0)
-    assert thinned("staleness/max", points)[-1][:2] == (2.0 * MAX_POINTS, 1.0)
-    assert thinned("batch/episodes", [(step, 8.0, 0.0) for step, _, _ in points])[-1] == (2.0 * MAX_POINTS, 8.0, 2.0)
-    assert thinned("utilisation/learner", points[:5]) == points[:5]
-
-
-def test_thinned_series_keep_gaps_in_the_data(tmp_path: Path) -> None:
+def test_an_alarm_is_on_by_its_newest_value(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    steps = [step for step in range(1, 4 * MAX_POINTS + 1) if not 100 < step <= 200]
-    path.write_text("".join(lines({"step": step, "a": 1.0}) for step in steps))
-    found = MetricsFile(path).refresh().series(["a"])["a"]
-    distances = {after - before for before, after in itertools.pairwise(found["step"])}
-    assert (found["stride"], distances) == (4, {4.0, 104.0})
+    path.write_text(lines(
+        {"step": 1, "alarm/kl": 1.0, "alarm/ess": 0.0, "alarm/gold_gap": 0.0},
+        {"step": 2, "alarm/kl": 0.0, "alarm/ess": 0.0, "alarm/gold_gap": 1.0},
+    ))  # fmt: skip
+    assert MetricsFile(path).refresh().alarms() == {"gold gap": (True, 2), "kl": (False, 1)}
+
+
+def test_long_lines_are_thinned_to_means_and_largest_values() -> None:
+    points = [(float(step), float(step % 2)) for step in range(1, 2 * MAX_POINTS + 1)]
+    shown = thinned("utilisation/learner", points)
+    assert (len(shown["step"]), shown["step"][-1], shown["value"][-1]) == (MAX_POINTS, 2.0 * MAX_POINTS, 0.5)
+    assert thinned("staleness/max", points)["value"][-1] == 1.0
+    assert thinned("utilisation/learner", points[:2]) == {"step": [1.0, 2.0], "value": [1.0, 0.0]}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 
 from async_rl.telemetry.chrome_trace import ChromeTrace
 from async_rl.telemetry.timeline import Sample, Span
-from async_rl.view.timeline_file import MAX_SEGMENTS, Segment, TimelineFile, _merged, step_ends_s
+from async_rl.view.timeline_file import Segment, TimelineFile, step_ends_s
 from tests.kit.view.run_dirs import write_timeline
 
 
@@ -22,7 +21,6 @@ def test_a_window_has_the_states_of_both_pools(tmp_path: Path) -> None:
     assert window.step_ends_s == pytest.approx([1.0, 2.0])
     names = [(segment.state, segment.name) for segment in window.lanes["learner/0"]]
     assert names == [("wait_data", "batch"), ("busy", "update"), ("sync", "push")] * 2
-    assert window.shares["rollout/0"] == pytest.approx({"busy": 0.9, "sync": 0.1})
     assert window.waits_s == pytest.approx({"batch/busy": 0.6, "push": 0.2})
 
 
@@ -124,11 +122,3 @@ def test_a_step_ends_where_the_wait_for_the_next_batch_begins() -> None:
         Span("l", "sync", 3, 4, "push"), Span("l", "wait_data", 4.5, 5, "batch"), Span("l", "busy", 5, 6, "update"),
     ]  # fmt: skip
     assert step_ends_s(spans) == [4, 6]
-
-
-def test_very_many_segments_are_merged_without_a_gap() -> None:
-    segments = [Segment("busy" if i % 3 else "sync", "", i / 10, (i + 1) / 10) for i in range(3 * MAX_SEGMENTS)]
-    merged = _merged(segments, 3 * MAX_SEGMENTS / 10 / MAX_SEGMENTS)
-    assert len(merged) <= MAX_SEGMENTS
-    assert all(a.end_s == b.start_s for a, b in itertools.pairwise(merged))
-    assert merged[-1].end_s == segments[-1].end_s

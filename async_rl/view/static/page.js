@@ -1,16 +1,12 @@
-// What every page does: switches the theme, and follows the run's changes by server-sent events.
-const main = document.getElementById("main");
-export const base = main.dataset.base || "";
+// What every page does: it follows the run's files, and shows what is known of a token that is pointed at.
+const { base = "", changes } = document.body.dataset;
+const LOOK_EVERY_MS = 1000;
 
 export async function getJson(path) {
-  const response = await fetch(path);
+  const response = await fetch(base + path);
   const found = await response.json();
   if (!response.ok) throw new Error(found.error);
   return found;
-}
-
-export function color(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
 export function element(tag, properties = {}, ...children) {
@@ -21,69 +17,56 @@ export function element(tag, properties = {}, ...children) {
 
 const listeners = [];
 
-/** Call `listener` with a set of the files that changed: metrics, status, journal, timeline, or cells of a sweep. */
-export function onChange(listener) {
-  listeners.push(listener);
-}
+/** Call `listener` with the kinds of files that changed: a set of metrics, status, journal, timeline. */
+export const onChange = (listener) => listeners.push(listener);
 
-export function onTheme(listener) {
-  document.addEventListener("theme-changed", listener);
-}
-
-document.getElementById("theme").addEventListener("click", () => {
-  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  document.documentElement.dataset.theme = theme;
-  try { localStorage.setItem("async-rl-theme", theme); } catch { /* storage may be off */ }
-  document.dispatchEvent(new Event("theme-changed"));
-});
-
+/** Ask for this page again, and take over its parts with data-live that name a kind of file that changed. */
 async function replaceParts(changed) {
-  for (const part of document.querySelectorAll("[data-live]")) {
-    if (!part.dataset.on.split(" ").some((kind) => changed.has(kind))) continue;
-    const response = await fetch(part.dataset.live);
-    if (response.ok) part.innerHTML = await response.text(); // made by our templates, which escape all text
-  }
-  document.dispatchEvent(new Event("parts-replaced"));
+  const parts = [...document.querySelectorAll("[data-live]")].filter((part) => part.dataset.live.split(" ").some((kind) => changed.has(kind)));
+  if (!parts.length) return;
+  const response = await fetch(location.href);
+  if (!response.ok) throw new Error(response.statusText);
+  const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
+  for (const part of parts) part.replaceWith(fresh.getElementById(part.id));
 }
 
-function follow() {
-  if (!main.dataset.events) return;
-  const sign = document.getElementById("live");
-  let events = null;
-  let isNews = document.hidden; // the first change names every file: no news to a page that has just been loaded
-  let working = Promise.resolve();
-  const say = (text, state) => {
-    sign.hidden = false;
-    sign.textContent = text;
-    sign.className = `live ${state}`;
-  };
-  const sayStanding = () => say(document.querySelector(".pill:is(.running, .waiting, .resuming)") ? "live" : "up to date", "on");
-  const take = (event) => {
-    if (!isNews) {
-      isNews = true;
-      return;
+const sign = document.getElementById("live");
+let seen = null;
+
+async function look() {
+  try {
+    if (!document.hidden) {
+      const now = await (await fetch(changes)).json();
+      const changed = new Set(seen ? Object.keys(now).filter((kind) => String(now[kind]) !== String(seen[kind])) : []);
+      seen = now;
+      if (changed.size) await Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]);
+      sign.textContent = document.querySelector(".pill:is(.running, .resuming, .paused)") ? "live" : "up to date";
+      sign.className = "live on";
     }
-    const changed = new Set(JSON.parse(event.data));
-    working = working.then(() => Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]))
-      .then(() => events?.readyState === EventSource.OPEN && sayStanding()) // the run may have ended, or go on again
-      .catch((error) => say(`not updated: ${error.message}`, "off"));
-  };
-  const close = () => {
-    events?.close();
-    events = null;
-    isNews = true;
-  };
-  const open = () => {
-    if (events || document.hidden) return;
-    events = new EventSource(main.dataset.events);
-    events.addEventListener("open", sayStanding);
-    events.addEventListener("error", () => say("not connected", "off"));
-    events.addEventListener("change", take);
-  };
-  // A browser has six connections to a server, for all of its tabs: one that nobody sees needs none.
-  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
-  addEventListener("pagehide", close);
-  addEventListener("pageshow", open); // also if the browser had kept the page and goes back to it
+  } catch (error) {
+    sign.textContent = `not updated: ${error.message}`;
+    sign.className = "live";
+  }
+  sign.hidden = false;
+  setTimeout(look, LOOK_EVERY_MS);
 }
 
-follow();
+const tokens = document.getElementById("tokens");
+
+function choose(span) {
+  if (!span?.classList.contains("t")) return;
+  tokens.querySelector(".chosen")?.classList.remove("chosen");
+  span.classList.add("chosen");
+  document.getElementById("token-facts").textContent = span.dataset.facts;
+}
+
+tokens?.addEventListener("mouseover", (event) => choose(event.target));
+tokens?.addEventListener("keydown", (event) => {
+  const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!move) return;
+  event.preventDefault();
+  const spans = [...tokens.querySelectorAll(".t")], at = spans.findIndex((span) => span.classList.contains("chosen"));
+  choose(spans[Math.max(0, Math.min(at + move, spans.length - 1))]);
+  tokens.querySelector(".chosen").scrollIntoView({ block: "nearest" });
+});
+look();

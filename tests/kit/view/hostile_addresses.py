@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from async_rl.view.app import HEADERS, make_app
-from async_rl.view.library import Library
+from async_rl.view.runs import Runs
 
 SCRIPT = "<script>window.hacked=1</script>"
 TEXTS = (
@@ -22,18 +22,16 @@ TEXTS = (
     "right+answer", "hacked", '"', "%22*%22+OR", "a'b;DROP", "late", "trained", "rollout/0", "newest", "stalest",
     "reward/mean", "true", "None", "{{7*7}}", "%0d%0aX:1",
 )  # fmt: skip
-NAMES = (
-    "page", "step", "prompt", "text", "order", "state", "drop_reason", "worker", "reward_min", "reward_max",
-    "tokens_min", "staleness_max", "from", "to", "after", "key", "answer", "color", "metric", "axis", "cell", SCRIPT,
-    "%00", "ended",
+NAMES = ("page", "where", "order", "from", "to", "answer", "color", SCRIPT, "%00")
+CLAUSES = (
+    "1", "1=1--", "1;DROP+TABLE+groups", "reward>'a'", "1)UNION+SELECT+1", "/*", "load_extension('x')", "step", "x.y.z",
+    "writefile('a',1)", "randomblob(1e9)", "group_id+IN+(SELECT+1+FROM+rows)", "1+LIMIT+1", "PRAGMA+x", "(" * 500,
 )  # fmt: skip
 PATHS = (
-    "/", "/run", "/run/", "/run/overview", "/run/overview/", "/run/overview/live", "/run/header", "/run/overlap",
-    "/run/staleness", "/run/groups", "/run/groups/{}", "/run/groups/{}/", "/run/data/series", "/run/data/window",
-    "/run/data/histogram", "/run/data/answers/{}/{}", "/run/data/prediction", "/run/data/{}", "/run/events", "/run/{}",
-    "/sweep", "/sweep/{}", "/sweep/data/points", "/sweep/events", "/cells/{}/overview", "/cells/{}/data/series",
-    "/cells/{}", "/static/{}", "/static/view.css/{}", "/bokeh/{}", "/{}", "//{}", "{}", "/run//{}", "/RUN/overview",
-    "*", "http://evil.example/{}",
+    "/", "/run", "/run/run", "/run/run/", "/run/run/groups", "/run/run/groups/{}", "/run/run/groups/{}/",
+    "/run/run/data/charts", "/run/run/data/lanes", "/run/run/data/changes", "/run/run/data/{}", "/run/run/{}",
+    "/run/{}", "/run/{}/groups", "/data/changes", "/report/{}", "/static/{}", "/static/view.css/{}", "/bokeh/{}", "/{}",
+    "//{}", "{}", "/run//{}", "/RUN/run/", "*", "http://evil.example/{}",
 )  # fmt: skip
 METHODS = ("GET",) * 60 + ("HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "get", "X")
 HOSTS = ("localhost",) * 120 + (
@@ -63,7 +61,7 @@ def random_attempt(source: random.Random) -> Attempt:
     path = source.choice(PATHS)
     while "{}" in path:
         path = path.replace("{}", source.choice(TEXTS), 1)
-    query = [f"{source.choice(NAMES)}={source.choice(TEXTS)}" for _ in range(source.choice((0, 0, 1, 1, 2, 4)))]
+    query = [f"{source.choice(NAMES)}={source.choice(TEXTS + CLAUSES)}" for _ in range(source.choice((0, 0, 1, 1, 2, 4)))]
     if source.random() < 0.05:
         query.append(source.choice(("&&==&", "%", "=" * 50, "a;b;c", "&".join(["key=a"] * 1500))))
     target = path + ("?" + "&".join(query) if query else "")
@@ -80,8 +78,8 @@ def random_attempt(source: random.Random) -> Attempt:
 class HostileClient:
     """Asks an application as a server with lax rules would: it passes on whatever came."""
 
-    def __init__(self, folder: Path, is_loopback: bool = True) -> None:
-        self._app = make_app(Library(folder), is_loopback)
+    def __init__(self, folder: Path) -> None:
+        self._app = make_app(Runs(folder))
 
     async def ask(self, attempt: Attempt) -> Answer:
         raw_path, _, query = attempt.target.partition("?")

@@ -169,7 +169,7 @@ def _add_commands(commands: Any) -> None:
     status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    view = add("view", _view, "show a run, or the list of runs, in the browser, live while they go on", "runs/quickstart")
+    view = add("view", _view, "show a run or a list of runs in the browser, live", "runs/quickstart")
     view.add_argument("folder", type=Path, metavar="FOLDER")
     view.add_argument("--port", type=int, default=8717, metavar="PORT", help="default 8717; 0: a free one")
 

@@ -1,4 +1,4 @@
-"""Finds the settings of a run that differ from the defaults, for the page of the run and the dry run."""
+"""Finds the settings of a run that differ from the defaults, for the dry run."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from async_rl.errors import ConfigError
 
 EXTRAS = {
-    "page": ("bokeh", "h11", "starlette", "uvicorn"),
+    "page": ("bokeh", "starlette", "uvicorn"),
     "reasoning-gym": ("reasoning_gym",),
     "tensorboard": ("tensorboardX",),
 }

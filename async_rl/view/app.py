@@ -113,9 +113,6 @@ def bokeh_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "server" / "static" / "js"
 
 
-# The pages
-
-
 def runs_page(request: Request) -> Response:
     runs: Runs = request.app.state.runs
     all_runs = runs.all()
@@ -148,8 +145,7 @@ def run_page(request: Request) -> Response:
 
 
 def samples(run: RunFiles) -> list[dict[str, Any]]:
-    """Return some of the groups that were trained last: the question, and the answers of the highest and lowest reward.
-    """
+    """Return the groups that were trained last: the question, and the answers of the highest and lowest reward."""
     found = []
     try:
         for group_id in run.journal.newest_trained(SAMPLES):
@@ -209,12 +205,8 @@ def group_page(request: Request) -> Response:
     return _page(request, "group.html", facts, run, "groups")
 
 
-# The data of the pages
-
-
 def charts(request: Request) -> Response:
-    metrics = run_of(request).metrics
-    return JSONResponse({"last_step": metrics.last_step, "charts": metrics.charts()})
+    return JSONResponse(run_of(request).metrics.charts())
 
 
 def lanes(request: Request) -> Response:
@@ -229,8 +221,10 @@ def lanes(request: Request) -> Response:
     first = whole_number("from", query.get("from", str(max(1, last - STEPS_SHOWN + 1))))
     found = timeline.window(max(first, last - MAX_STEPS_SHOWN + 1), last, number_of_first)
     if found is None:
-        known = f"it has the steps {number_of_first} to {newest}" if newest >= number_of_first else "it is empty"
-        raise ConfigError(f"timeline.json has nothing of the steps {first} to {last}: {known} so far.")
+        raise ConfigError(
+            f"The timeline has nothing of the steps {first} to {last}: it begins with step {number_of_first} and has "
+            f"{max(0, newest - number_of_first + 1)} steps so far."
+        )
     return JSONResponse(asdict(found))
 
 
@@ -240,9 +234,6 @@ def changes_of_run(request: Request) -> Response:
 
 def changes_of_all(request: Request) -> Response:
     return JSONResponse({"runs": [[run.name, run.changes()["status"]] for run in request.app.state.runs.all()]})
-
-
-# What they share
 
 
 def run_of(request: Request) -> RunFiles:

@@ -7,8 +7,8 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 from async_rl.telemetry.figures import Figures, kind_of, over_steps
@@ -22,22 +22,23 @@ MOST_STEPS = 20
 CHARTS: tuple[dict[str, Any], ...] = (
     {"title": "Reward", "format": "0.00",
      "lines": (("reward/mean", "reward"), ("eval/accuracy", "held-out accuracy"))},
-    {"title": "Staleness, versions", "format": "0.0", "lines": (("staleness/mean", "mean"), ("staleness/max", "max"))},
-    {"title": "Utilisation", "format": "0%",
+    {"title": "Staleness, versions", "format": "0.0", "axis": (0, None),
+     "lines": (("staleness/max", "max"), ("staleness/mean", "mean"))},
+    {"title": "Utilisation", "format": "0%", "axis": (0, 1.03),
      "lines": (("utilisation/learner", "learner"), ("utilisation/rollout", "rollout"))},
-    {"title": "ESS (left) and KL (right, nats a token)", "format": "0%",
+    {"title": "ESS (left) and KL (right, nats a token)", "format": "0%", "axis": (0, 1.03),
      "lines": (("offpolicy/ess", "ESS / tokens"),),
      "right": (("offpolicy/kl_behaviour_proximal_k3", "KL since sampled"), ("kl/reference", "KL to reference"))},
-    {"title": "Time of a step, seconds", "format": "0.00",
+    {"title": "Time of a step, seconds", "format": "0.0", "axis": (0, None),
      "lines": (("time/step_s", "step"), ("time/wait_data_s", "waits for a batch"), ("time/train_s", "update"),
                ("time/sync_s", "push"))},
-    {"title": "Trained tokens a second", "format": "0,0", "lines": (("throughput/trained_tokens_per_s", "tokens/s"),)},
+    {"title": "Trained tokens a second", "format": "0,0", "axis": (0, None),
+     "lines": (("throughput/trained_tokens_per_s", "tokens/s"),)},
 )  # fmt: skip
-"""The charts of a run: the metrics of each, and the format of its left axis as Bokeh's NumeralTickFormatter has it."""
+"""The charts of a run: the metrics on its left and right axis, and the left one's ends (None: by the data) and format
+for Bokeh's NumeralTickFormatter."""
 _LINES = {key for chart in CHARTS for key, _ in (*chart["lines"], *chart.get("right", ()))}
-KEYS = _LINES | {
-    "time/written_at_s", "time/since_first_step_s", "batch/episodes", "batch/response_tokens",
-}  # fmt: skip
+KEYS = _LINES | {"time/written_at_s", "time/since_first_step_s", "batch/episodes", "batch/response_tokens"}
 """The metrics that are kept, and all that begin with `alarm/`. Those behind _LINES weigh the others in means."""
 
 
@@ -128,16 +129,14 @@ class MetricsFile:
 
     def charts(self) -> list[dict[str, Any]]:
         """Return CHARTS with the points of each line; lines that nothing has measured are left out."""
-        return [
-            {
-                "title": chart["title"], "format": chart["format"],
-                "lines": [
-                    {"name": name, "is_right": side == "right", **thinned(key, points)}
-                    for side in ("lines", "right") for key, name in chart.get(side, ()) if (points := self.values(key))
-                ],
-            }
-            for chart in CHARTS
-        ]  # fmt: skip
+        found = []
+        for chart in CHARTS:
+            lines = [
+                {"name": name, "is_right": side == "right", **thinned(key, points)}
+                for side in ("lines", "right") for key, name in chart.get(side, ()) if (points := self.values(key))
+            ]  # fmt: skip
+            found.append({"axis": (None, None), **chart, "lines": lines})
+        return found
 
 
 def thinned(key: str, points: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
@@ -147,11 +146,7 @@ def thinned(key: str, points: Sequence[tuple[float, float]]) -> dict[str, list[f
     `staleness/max`.
     """
     stride = math.ceil(len(points) / MAX_POINTS)
-    is_max = kind_of(key).how == "max"
-    steps, values = [], []
-    iterator = iter(points)
-    while part := list(islice(iterator, stride)):
-        numbers = [value for _, value in part]
-        steps.append(part[-1][0])
-        values.append(float(f"{max(numbers) if is_max else sum(numbers) / len(numbers):.5g}"))
-    return {"step": steps, "value": values}
+    joined = max if kind_of(key).how == "max" else mean
+    parts = [points[at : at + stride] for at in range(0, len(points), max(1, stride))]
+    values = [float(f"{joined([value for _, value in part]):.5g}") for part in parts]
+    return {"step": [part[-1][0] for part in parts], "value": values}

@@ -97,12 +97,12 @@ class RunFiles:
         name = state_of(note, age_s)
         if name == "ended":
             reason = read_json(self.folder / "summary.json").get("ended") if note == NORMAL_END else f"The run {note}"
-            return RunState(name, _sentence(str(reason or "")))
+            return RunState(name, str(reason or ""))
         if name == "stopped writing":
             silent = f"The run has not written its status for {age_s / 60:,.0f} minutes"
             return RunState(name, f"{silent}: it was killed, it hangs, or this is a copy.")
         processes = tuple(_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict))
-        return RunState(name, _sentence(f"The run is {note}") if name == "paused" else "", processes)
+        return RunState(name, f"The run is {note}" if name == "paused" else "", processes)
 
     @property
     def alarm_text(self) -> str:
@@ -153,13 +153,10 @@ class Runs:
         self.is_single = is_run(folder)
         self._lock = threading.Lock()
         self._runs: dict[str, RunFiles] = {}
-        if not folder.is_dir():
-            raise ConfigError(f"FOLDER must be a folder, got {folder}: there is no such folder")
-        if not self.all() and not is_sweep(folder):
+        if not folder.is_dir() or not (self.all() or is_sweep(folder)):
             raise ConfigError(
                 f"FOLDER must be the directory of a run or of several, got {folder}: it has no config.yaml, "
-                "metrics.jsonl or trajectories.sqlite, nor has a folder in it. Runs are in run.dir/run.name, e.g. "
-                "runs/quickstart"
+                "metrics.jsonl or trajectories.sqlite, nor has a folder in it. Runs are in run.dir/run.name"
             )
 
     def _folders(self) -> dict[str, Path]:
@@ -178,7 +175,7 @@ class Runs:
     def all(self) -> list[RunFiles]:
         """Return the runs, those with the newest status first."""
         folders = self._folders()
-        newest = sorted(folders, key=lambda name: _written_at_ns(folders[name]), reverse=True)
+        newest = sorted(folders, key=lambda name: _stamp(folders[name] / "status.json"), reverse=True)
         return [self._open(name, folders[name]) for name in newest]
 
     def run(self, name: str) -> RunFiles:
@@ -224,20 +221,9 @@ def _with_wait(entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"waited_s": max(0.0, entry.get("told_s", since_s) - since_s)}
 
 
-def _sentence(text: str) -> str:
-    return text if not text or text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _written_at_ns(folder: Path) -> int:
-    try:
-        return (folder / "status.json").stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
 def _stamp(path: Path) -> str:
     try:
         found = path.stat()
     except OSError:
         return "-"
-    return f"{found.st_ino}.{found.st_size}.{found.st_mtime_ns}"
+    return f"{found.st_mtime_ns}.{found.st_ino}.{found.st_size}"

@@ -217,7 +217,8 @@ HIDE = """hidden => {
 """A browser without a window shows all of its tabs."""
 
 OUTSIDE = """() => [...document.querySelectorAll("main *, header *")]
-  .filter((e) => e.checkVisibility() && !e.closest(".hidden, .skip, .scroll, .plot, #lanes, .tokens, .clip, svg, option"))
+  .filter((e) => e.checkVisibility())
+  .filter((e) => !e.closest(".hidden, .skip, .scroll, .plot, #lanes, .tokens, .clip, svg, option"))
   .filter((e) => e.getBoundingClientRect().right > innerWidth + 1)
   .map((e) => e.outerHTML.slice(0, 100))"""
 

@@ -15,7 +15,7 @@ FEW, MANY = 300, 10_000
 
 
 def problems_of(folder: Path, count: int, seed: int) -> list[str]:
-    """The faults of the answers to `count` attempts. An eighth of them at least must be answered with a page or data."""
+    """The faults of the answers to `count` attempts, an eighth of which must be answered with a page or data."""
     source, found, statuses = random.Random(seed), [], []
 
     async def ask_all() -> None:
@@ -52,7 +52,9 @@ def test_a_script_in_an_answer_is_found_by_this_test() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["/run/my-run/", "/nothing", "/run/my-run/groups?where=a%00b", "/run/my-run/data/lanes?to=x"])
+@pytest.mark.parametrize(
+    "target", ["/run/my-run/", "/nothing", "/run/my-run/groups?where=a%00b", "/run/my-run/data/lanes?to=x"]
+)
 @pytest.mark.parametrize("host", ["localhost", "evil.example"])
 def test_pages_errors_and_refusals_have_the_security_headers(run_dir: Path, target: str, host: str) -> None:
     attempt = Attempt("GET", target, (("host", host),))

@@ -17,35 +17,34 @@ const WAITS = {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
 
-/** Return a new figure in the colours of the page. */
 function newFigure(options) {
-  const muted = getComputedStyle(problem).color;
-  const figure = Bokeh.Plotting.figure({ sizing_mode: "stretch_width", toolbar_location: null, outline_line_color: null,
+  return Bokeh.Plotting.figure({ sizing_mode: "stretch_width", toolbar_location: null, outline_line_color: null,
     background_fill_alpha: 0, border_fill_alpha: 0, ...options });
-  for (const axis of [...figure.below, ...figure.left]) dressAxis(axis, muted);
+}
+
+/** Show a figure in the colours of the page, with a legend above it. */
+function show(figure, items, card) {
+  const muted = getComputedStyle(problem).color;
+  for (const axis of [...figure.below, ...figure.left, ...figure.right]) Object.assign(axis, { axis_line_color: null,
+    major_tick_line_color: null, minor_tick_line_color: null, major_label_text_color: muted, axis_label_text_color: muted });
   figure.grid.grid_line_alpha = 0.4;
-  return figure;
-}
-
-function dressAxis(axis, muted) {
-  return Object.assign(axis, { axis_line_color: null, major_tick_line_color: null, minor_tick_line_color: null,
-    major_label_text_color: muted, axis_label_text_color: muted });
-}
-
-function addLegend(figure, items) {
-  figure.add_layout(new Bokeh.Legend({ items, orientation: "horizontal", click_policy: "hide", margin: 0, padding: 2,
-    border_line_color: null, background_fill_alpha: 0, label_text_color: getComputedStyle(problem).color }), "above");
+  figure.add_layout(new Bokeh.Legend({ items, orientation: "horizontal", click_policy: "hide", ncols: innerWidth < 600 ? 3 : "auto",
+    margin: 0, padding: 2, border_line_color: null, background_fill_alpha: 0, label_text_color: muted }), "above");
+  card.replaceChildren();
+  Bokeh.Plotting.show(figure, card);
 }
 
 /** Draw a chart. Returns a function that takes the same chart with newer points. */
 function drawChart(card, chart) {
   const figure = newFigure({ height: 220, tools: "xpan,xbox_zoom,reset" });
   figure.yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: chart.format });
-  figure.y_range.only_visible = true;
+  const [start, end] = chart.axis;
+  if (start !== null) figure.y_range.start = start;
+  if (end !== null) figure.y_range.end = end;
   const items = [], sources = [];
   if (chart.lines.some((line) => line.is_right)) {
     figure.extra_y_ranges = { right: new Bokeh.DataRange1d() };
-    figure.add_layout(dressAxis(new Bokeh.LinearAxis({ y_range_name: "right" }), getComputedStyle(problem).color), "right");
+    figure.add_layout(new Bokeh.LinearAxis({ y_range_name: "right" }), "right");
   }
   chart.lines.forEach((line, index) => {
     const source = new Bokeh.ColumnDataSource({ data: columns(line) });
@@ -56,8 +55,7 @@ function drawChart(card, chart) {
     items.push(new Bokeh.LegendItem({ label: line.name, renderers: [drawn, dots] }));
     sources.push(source);
   });
-  addLegend(figure, items);
-  Bokeh.Plotting.show(figure, card);
+  show(figure, items, card);
   return (newer) => newer.lines.forEach((line, index) => { sources[index].data = columns(line); });
 }
 
@@ -66,7 +64,7 @@ const columns = ({ step, value }) => ({ step, value, size: step.map(() => (step.
 let updates = null, shape = "";
 
 async function showCharts() {
-  const { charts } = await getJson("/data/charts");
+  const charts = await getJson("/data/charts");
   const found = JSON.stringify(charts.map((chart) => chart.lines.map((line) => line.name)));
   if (found === shape) return updates.forEach((update, index) => update(charts[index]));
   shape = found; // a metric is measured for the first time
@@ -119,9 +117,7 @@ function drawLanes(shown) {
     items.push(new Bokeh.LegendItem({ label: state.replace("_", " "), renderers: [bars] }));
   }
   shown.step_ends_s.forEach((location) => figure.add_layout(new Bokeh.Span({ dimension: "height", location, line_color: "#888888", line_dash: [2, 3] })));
-  addLegend(figure, items);
-  lanes.replaceChildren();
-  Bokeh.Plotting.show(figure, lanes);
+  show(figure, items, lanes);
 }
 
 function writeWaits({ waits_s, duration_s }) {

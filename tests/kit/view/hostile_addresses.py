@@ -61,7 +61,8 @@ def random_attempt(source: random.Random) -> Attempt:
     path = source.choice(PATHS)
     while "{}" in path:
         path = path.replace("{}", source.choice(TEXTS), 1)
-    query = [f"{source.choice(NAMES)}={source.choice(TEXTS + CLAUSES)}" for _ in range(source.choice((0, 0, 1, 1, 2, 4)))]
+    number = source.choice((0, 0, 1, 1, 2, 4))
+    query = [f"{source.choice(NAMES)}={source.choice(TEXTS + CLAUSES)}" for _ in range(number)]
     if source.random() < 0.05:
         query.append(source.choice(("&&==&", "%", "=" * 50, "a;b;c", "&".join(["key=a"] * 1500))))
     target = path + ("?" + "&".join(query) if query else "")

@@ -19,7 +19,7 @@ from async_rl.telemetry.status import Status, write_status
 from async_rl.telemetry.timeline import Span
 from async_rl.types import EpisodeFacts, Group, Row
 from buffer.journal.journal import FILE_NAME, payload_folder
-from buffer.journal.payload_files import PayloadFiles
+from buffer.journal.payload_files import PayloadFiles, Place
 from buffer.journal.tables import SCHEMA
 from tests.kit.groups import make_group, make_row
 
@@ -123,7 +123,8 @@ class JournalWriter:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.executescript(SCHEMA)
         self._db.execute("REPLACE INTO state VALUES (0, '{}')")
-        self._payloads = PayloadFiles(payload_folder(self._file), [])
+        kept = [Place(*row) for row in self._db.execute("SELECT file, start, bytes FROM payloads")]
+        self._payloads = PayloadFiles(payload_folder(self._file), kept)
 
     def add(self, group: Group, step: int | None = None, drop_reason: str | None = None) -> None:
         lengths = [len(row.tokens) for row in group.rows]

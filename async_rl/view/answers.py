@@ -95,15 +95,12 @@ def _token_spans(
 
 def legend(row: Row, start_version: int, trained_at: int | None, has_ratios: bool, color: str) -> list[tuple[str, str]]:
     """Return (class, text) of the colours of one answer's tokens."""
-    masked = [] if row.mask.all() else [("m0", "not sampled by the model")]
     if color == "version":
-        return [
-            (
-                f"v{(version - start_version) % COLORS}",
-                f"version {version}" + ("" if trained_at is None else f", staleness {trained_at - version}"),
-            )
-            for version, _ in version_shares(row)
-        ] + masked
+        found = []
+        for version, _ in version_shares(row):
+            age = "" if trained_at is None else f", staleness {trained_at - version}"
+            found.append((f"v{(version - start_version) % COLORS}", f"version {version}{age}"))
+        return found if row.mask.all() else [*found, ("m0", "not sampled by the model")]
     if not has_ratios:
         why = "never trained on this answer" if trained_at is None else "recorded no ratios of this answer"
         return [("m0", f"The learner {why}.")]

@@ -118,7 +118,7 @@ def runs_page(request: Request) -> Response:
     all_runs = runs.all()
     if runs.is_single:
         return RedirectResponse(f"/run/{quote(all_runs[0].name)}/")
-    rows = []
+    request.state.seen, rows = _changes_of(runs), []
     for run in all_runs:
         start, now, _ = run.metrics.refresh().start_and_now()
         rows.append({"run": run, "state": run.state, "start": start.get, "now": now.get})
@@ -233,13 +233,18 @@ def changes_of_run(request: Request) -> Response:
 
 
 def changes_of_all(request: Request) -> Response:
-    return JSONResponse({"runs": [[run.name, run.changes()["status"]] for run in request.app.state.runs.all()]})
+    return JSONResponse(_changes_of(request.app.state.runs))
+
+
+def _changes_of(runs: Runs) -> dict[str, str]:
+    return {"runs": " ".join(run.changes()["status"] for run in runs.all())}
 
 
 def run_of(request: Request) -> RunFiles:
     """Return the run that the address of a request names, with its newest metrics."""
     runs: Runs = request.app.state.runs
     run = runs.run(request.path_params["name"])
+    request.state.seen = run.changes()  # before anything is read: the page asks for what changes later
     run.metrics.refresh()
     return run
 
@@ -277,6 +282,7 @@ def _page(
     """Return a page made of a template, under the head with the state of its run."""
     runs: Runs = request.app.state.runs
     head: dict[str, Any] = {"run": run, "tab": tab, "folder": runs.folder, "is_single": runs.is_single}
+    head["seen"] = getattr(request.state, "seen", {})
     if run:
         head |= {"base": f"/run/{quote(run.name)}", "state": run.state, "progress": run.progress}
     return HTMLResponse(_TEMPLATES.get_template(template).render(head | facts), status)

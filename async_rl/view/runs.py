@@ -38,7 +38,7 @@ class RunState:
     text: str = ""
     """One sentence for the user; empty if the name says it all."""
     processes: tuple[dict[str, Any], ...] = ()
-    """The activity of each process while the run goes on: the fields of telemetry.status.Status, and `waited_s`."""
+    """The fields of telemetry.status.Status and `waited_s` of each process; none once the run has ended."""
 
 
 class RunFiles:
@@ -73,11 +73,6 @@ class RunFiles:
             value = value.get(name) if isinstance(value, dict) else None
         return default if value is None else value
 
-    def number(self, key: str) -> float:
-        """Return the value of a setting; 0 if it is missing or no number."""
-        value = self.setting(key)
-        return value if isinstance(value, int | float) else 0
-
     @property
     def texts(self) -> TokenTexts:
         """The run's tokenizer, which is loaded at first use."""
@@ -98,11 +93,12 @@ class RunFiles:
         if name == "ended":
             reason = read_json(self.folder / "summary.json").get("ended") if note == NORMAL_END else f"The run {note}"
             return RunState(name, str(reason or ""))
-        if name == "stopped writing":
-            silent = f"The run has not written its status for {age_s / 60:,.0f} minutes"
-            return RunState(name, f"{silent}: it was killed, it hangs, or this is a copy.")
+        silent = f"The run has not written its status for {age_s / 60:,.0f} minutes"
+        text = {
+            "stopped writing": f"{silent}: it was killed, it hangs, or this is a copy.", "paused": f"The run is {note}",
+        }.get(name, "")  # fmt: skip
         processes = tuple(_with_wait(entry) for entry in saved.get("processes", []) if isinstance(entry, dict))
-        return RunState(name, f"The run is {note}" if name == "paused" else "", processes)
+        return RunState(name, text, processes)
 
     @property
     def alarm_text(self) -> str:
@@ -114,7 +110,7 @@ class RunFiles:
     @property
     def progress(self) -> tuple[str, float | None]:
         """How far the run is: in words, and as a share of run.steps or run.seconds; None if it has neither."""
-        step, steps, seconds = self.metrics.last_step, self.number("run.steps"), self.number("run.seconds")
+        step, steps, seconds = self.metrics.last_step, self.setting("run.steps", 0), self.setting("run.seconds", 0)
         since_s = self.metrics.last("time/since_first_step_s") or 0.0
         shares = [part / whole for part, whole in ((step, steps), (since_s, seconds)) if whole > 0]
         text = f"step {step}" + (f" of {steps:.0f}" if steps else "")
@@ -127,8 +123,8 @@ class RunFiles:
         pace_s = self.metrics.start_and_now()[1].get("time/step_s")
         if pace_s is None or self.state.name != "running":
             return None
-        left_s = [pace_s * (self.number("run.steps") - self.metrics.last_step)]
-        if seconds := self.number("run.seconds"):
+        left_s = [pace_s * (self.setting("run.steps", 0) - self.metrics.last_step)]
+        if seconds := self.setting("run.seconds", 0):
             left_s.append(seconds - (self.metrics.last("time/since_first_step_s") or 0.0))
         return max(0.0, min(left_s))
 

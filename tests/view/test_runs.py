@@ -113,7 +113,7 @@ def test_a_damaged_status_is_an_unknown_state(tmp_path: Path, text: str) -> None
 
 def test_a_missing_or_damaged_config_leaves_settings_out(tmp_path: Path) -> None:
     run = RunFiles(tmp_path)
-    assert (run.config, run.number("run.steps"), run.setting("a.b", 3)) == ({}, 0, 3)
+    assert (run.config, run.setting("run.steps", 0), run.setting("a.b", 3)) == ({}, 0, 3)
     (tmp_path / "config.yaml").write_text("run: [unclosed")
     assert RunFiles(tmp_path).config == {}
 

@@ -1,5 +1,6 @@
 // What every page does: it follows the run's files, and shows what is known of a token that is pointed at.
 const { base = "", changes } = document.body.dataset;
+let seen = JSON.parse(document.body.dataset.seen); // by kind of file, a text that differs after each change
 const LOOK_EVERY_MS = 1000;
 
 export async function getJson(path) {
@@ -31,13 +32,12 @@ async function replaceParts(changed) {
 }
 
 const sign = document.getElementById("live");
-let seen = null;
 
 async function look() {
   try {
     if (!document.hidden) {
       const now = await (await fetch(changes)).json();
-      const changed = new Set(seen ? Object.keys(now).filter((kind) => String(now[kind]) !== String(seen[kind])) : []);
+      const changed = new Set(Object.keys(now).filter((kind) => now[kind] !== seen[kind]));
       seen = now;
       if (changed.size) await Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]);
       sign.textContent = document.querySelector(".pill:is(.running, .resuming, .paused)") ? "live" : "up to date";

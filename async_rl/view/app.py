@@ -37,7 +37,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.log_ratios import read_log_ratios
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.view.answers import answer_parts, legend, sibling
-from async_rl.view.journal_reader import NEWEST_TRAINED, PAGE_ROWS, JournalError
+from async_rl.view.journal_reader import NEWEST_TRAINED, PAGE_ROWS
 from async_rl.view.runs import RunFiles, Runs, UnknownRunError
 
 FOLDER = Path(__file__).parent
@@ -154,7 +154,7 @@ def samples(run: RunFiles) -> list[dict[str, Any]]:
                 answers = [sibling(group, number, run.texts) for number in dict.fromkeys((by_reward[0], by_reward[-1]))]
                 question = run.texts.question(group.prompt_tokens.tolist())
                 found.append({"group_id": group_id, "question": question, "answers": answers})
-    except JournalError:
+    except AsyncRLError:
         return []  # the page of the groups says why
     return found
 
@@ -174,7 +174,7 @@ def groups_page(request: Request) -> Response:
         tokens = run.journal.prompts([row["group_id"] for row in rows])
         prompts = {group_id: run.texts.question(ids) for group_id, ids in tokens.items()}
         facts |= {"rows": rows, "has_more": has_more, "prompts": prompts}
-    except JournalError as error:
+    except AsyncRLError as error:
         facts["problem"] = str(error)
     return _page(request, "groups.html", facts, run, "groups")
 

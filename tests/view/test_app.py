@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import shutil
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,13 @@ def test_pages_of_a_run_that_lacks_a_file_are_shown(run_dir: Path, missing: str)
     (run_dir / missing).unlink()
     codes = {path: Client(run_dir).get(path).status_code for path in PAGES if "/1" not in path}
     assert set(codes.values()) == {200}
+
+
+def test_a_run_whose_journal_is_of_another_version_has_its_page(run_dir: Path) -> None:
+    with contextlib.closing(sqlite3.connect(run_dir / FILE_NAME)) as database, database:
+        database.execute("PRAGMA user_version = 99")
+    assert Client(run_dir).get("./").status_code == 200
+    assert "99" in Client(run_dir).get("./groups").text
 
 
 def test_a_single_run_is_the_first_page_and_several_are_listed(run_dir: Path) -> None:

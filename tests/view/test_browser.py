@@ -133,7 +133,7 @@ def test_tokens_are_coloured_and_say_what_is_known_of_them(page: Page) -> None:
     expect(page.locator("#token-facts")).to_contain_text("importance ratio 1.6487")
     page.locator(".t").last.hover()
     expect(page.locator("#token-facts")).to_contain_text("token 11")
-    page.get_by_role("link", name="answer 1").click()
+    page.locator(".sibling").nth(1).click()
     page.wait_for_url("**answer=1&color=ratio")
     assert page.locator("#tokens").inner_text() == HOSTILE
     assert page.evaluate("window.hacked") is None
@@ -162,10 +162,6 @@ def test_lanes_show_the_chosen_steps(page: Page) -> None:
     page.get_by_label("to", exact=True).fill("4")
     page.get_by_role("button", name="Show").click()
     expect(page.locator("#waits")).to_contain_text("0.60 s")
-    page.get_by_label("steps", exact=True).fill("70")
-    page.get_by_label("to", exact=True).fill("80")
-    page.get_by_role("button", name="Show").click()
-    expect(page.locator("#lanes-problem")).to_contain_text("nothing of the steps 70")
     page.get_by_role("button", name="Newest").click()
     expect(page.get_by_label("to", exact=True)).to_have_value("12")
 
@@ -229,7 +225,8 @@ NAMELESS = """() => [...document.querySelectorAll("input, select, button, a[href
   .map((e) => e.outerHTML.slice(0, 120))"""
 
 LOW_CONTRAST = """() => {
-  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number)
+    .map((part, at) => (text.startsWith("color(srgb") && at < 3 ? 255 * part : part));
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
     .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);

@@ -63,7 +63,7 @@ def restore_checkpoint(
             finished_version = min(found.finished_version, saved.version)
             arrived.append(row._replace(
                 payload=found.payload, arrival=found.arrival, finished_version=finished_version, worker=found.worker,
-                data_row=found.data_row, chance=found.chance,
+                data_row=found.data_row,
             ))
     arrived.sort(key=lambda row: (mode.deadline(row), row.group_id))
     for row, reason in zip(arrived, mode.drops_at_resume(arrived, state, saved.version), strict=True):

@@ -1,26 +1,29 @@
-"""The rule by which prompts that are always or never solved are sampled less (task.difficulty), and its records.
+"""Skips prompts that are always or never solved (task.difficulty), by a record of each prompt.
 
-The record of a prompt is its streak: the number of its last groups in a row in which all answers had one reward, from
-which advantages that compare answers learn nothing. It is positive if that reward counts as right (eval.right_above),
-negative if not, and 0 after a group with different rewards. When the prompt's turn in an epoch comes, it is taken with
+The record is a streak: the number of the prompt's last groups in a row in which all answers had one reward. It is
+positive if that reward counts as right (eval.right_above), negative if not, and 0 after a group with different rewards.
+When the prompt's turn in an epoch comes, it is taken with
 
     chance = max(least, 2^-|streak|),    least = task.difficulty.solved or .unsolved, by the sign of the streak,
 
-and else skipped. So no prompt is left out for good: in the mean it is taken in every (1 / least)-th epoch at the
-latest, and one group with different rewards makes its chance 1 again.
-
-Groups are biased by this towards prompts that are sometimes solved. Means in which a group counts 1 / chance are not:
-in the mean over draws, prompts count in them as often as in epochs without a skip (the estimator of Horvitz and
-Thompson, 1952).
+and else skipped. One group with different rewards makes the chance 1 again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
-Kind = Literal["solved", "unsolved", "mixed"]
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.config import Config
+from async_rl.errors import WireError
+from buffer.prompt_order import PromptOrder
+from buffer.stored_group import Arrival
+
 _LARGEST_STREAK = 60
 """Longer streaks count as this one: 2^-60 is below any chance that the configuration allows."""
 
@@ -38,18 +41,13 @@ def next_streak(streak: int, *, is_flat: bool, is_right: bool) -> int:
     return sign * min(_LARGEST_STREAK, max(0, sign * streak) + 1)
 
 
-def kind_of(streak: int) -> Kind:
-    """Return what the last group of a prompt says about it."""
-    return "mixed" if streak == 0 else "solved" if streak > 0 else "unsolved"
-
-
-def chance(streak: int, least: Mapping[Kind, float]) -> float:
-    """Return the chance with which a prompt is taken when its turn comes; `least` has the lowest one of each kind."""
-    return max(least[kind_of(streak)], 0.5 ** abs(streak))
+def chance(streak: int, solved: float, unsolved: float) -> float:
+    """Return the chance with which a prompt is taken, given the lowest chances of solved and unsolved ones."""
+    return max(solved if streak > 0 else unsolved, 0.5 ** abs(streak))
 
 
 class PromptRecords:
-    """The streak of each prompt of which a group has arrived, the numbers of skipped prompts, and the bias of skipping.
+    """The streak of each prompt of which a group has arrived, and the numbers of skipped prompts.
 
     It is part of the buffer's state: `restore` makes it again from the results of `scalars` and `streaks`.
 
@@ -62,77 +60,108 @@ class PromptRecords:
         self._record = record
         self.streaks: dict[int, int] = {}
         """[position of the question] its streak."""
-        self._kinds: Counter[Kind] = Counter()
         self.sources: list[list[int]] = []
-        """[size, per epoch] of each source of prompts, by which positions are numbered; [] before a worker told."""
-        self.skipped: Counter[Kind] = Counter()
-        self._sums = {"groups": 0.0, "reward": 0.0, "weight": 0.0, "weighted_reward": 0.0}
-        """Fading sums over the groups that arrived; the weight of a group is 1 / chance."""
-
-    def arrived(self, position: int, streak: int, reward: float, drawn_with: float, memory_groups: int) -> None:
-        """Record a group that has arrived, after which the prompt at `position` has the streak `streak`.
-
-        Args:
-            reward: the mean reward of its answers.
-            drawn_with: the chance with which its prompt was taken.
-            memory_groups: the number of groups after which a group counts 1 / e in the means of `metrics`.
-        """
-        self._set(position, streak)
-        if self._record:
-            self._record(position, streak)
-        weight = 1 / drawn_with
-        new = {"groups": 1.0, "reward": reward, "weight": weight, "weighted_reward": weight * reward}
-        self._sums = {name: total * (1 - 1 / memory_groups) + new[name] for name, total in self._sums.items()}
+        """[size, per epoch] of each source of prompts, which number the positions; [] until a worker sends it."""
+        self.skipped: Counter[str] = Counter()
 
     @property
     def num_per_epoch(self) -> int:
-        """The number of prompts in an epoch; 0 before a worker told."""
+        """The number of prompts in an epoch; 0 until a worker sends the sources."""
         return sum(per_epoch for _, per_epoch in self.sources)
 
-    def learn(self, sources: list[list[int]]) -> None:
-        """Take in the sources of prompts. If they are others, the streaks are forgotten: they are of other questions.
-        """
-        if self.sources == sources:
-            return
-        self.sources = sources
+    def add(self, position: int, streak: int | None) -> None:
+        """Set the streak of a prompt; None forgets it."""
+        if streak is None:
+            del self.streaks[position]
+        else:
+            self.streaks[position] = streak
         if self._record:
-            for position in self.streaks:
-                self._record(position, None)
-        self.streaks.clear()
-        self._kinds.clear()
+            self._record(position, streak)
+
+    def learn(self, sources: list[list[int]]) -> None:
+        """Set the sources of prompts. If they have changed, the streaks are forgotten: they are of other questions."""
+        if self.sources != sources:
+            self.sources = sources
+            for position in [*self.streaks]:
+                self.add(position, None)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of prompts skipped since the start, shares of prompts by kind, and the bias; or {}."""
+        """Return the numbers of prompts skipped and seen since the start; {} before the first group."""
         if not self.streaks:
             return {}
-        sums, seen = self._sums, len(self.streaks)
-        unbiased = sums["weighted_reward"] / sums["weight"] if sums["weight"] else 0.0
-        drawn = sums["reward"] / sums["groups"] if sums["groups"] else 0.0
         return {
             "difficulty/skipped_solved": float(self.skipped["solved"]),
             "difficulty/skipped_unsolved": float(self.skipped["unsolved"]),
-            "difficulty/prompts_seen": float(seen),
-            "difficulty/solved_fraction": self._kinds["solved"] / seen,
-            "difficulty/unsolved_fraction": self._kinds["unsolved"] / seen,
-            "difficulty/reward_without_skips": unbiased,
-            "difficulty/reward_bias": drawn - unbiased,
+            "difficulty/prompts_seen": float(len(self.streaks)),
         }
 
     def scalars(self) -> dict[str, Any]:
         """Return all but the streaks as plain values that JSON can hold."""
-        return {"sources": self.sources, "skipped": dict(self.skipped), "sums": self._sums}
+        return {"sources": self.sources, "skipped": dict(self.skipped)}
 
     def restore(self, scalars: Mapping[str, Any], streaks: Iterable[tuple[int, int]]) -> None:
         """Fill empty records with the `scalars` and `streaks` of others."""
         self.sources = [list(source) for source in scalars["sources"]]
         self.skipped = Counter(scalars["skipped"])
-        self._sums = dict(scalars["sums"])
-        for position, streak in streaks:
-            self._set(position, streak)
+        self.streaks.update(streaks)
 
-    def _set(self, position: int, streak: int) -> None:
-        before = self.streaks.get(position)
-        if before is not None:
-            self._kinds[kind_of(before)] -= 1
-        self.streaks[position] = streak
-        self._kinds[kind_of(streak)] += 1
+
+class PromptDraw:
+    """Takes or skips prompts when their turn comes. Which ones follows from run.seed and the records alone.
+
+    Only the workers read the task, so they send the sources of prompts: `learn` comes before `take`, or `restore` in a
+    buffer that was started again.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._least = config.task.difficulty
+        self._seed, self._shuffles, self._is_right = config.run.seed, config.task.shuffle, config.eval.is_right
+        self._order: PromptOrder | None = None
+        self._of_epoch = lru_cache(maxsize=4)(self._draws)
+
+    @property
+    def knows_order(self) -> bool:
+        return self._order is not None
+
+    def learn(self, sources: Sequence[tuple[int, int]], records: PromptRecords) -> None:
+        """Set the sources of prompts, (size, per epoch) of each, as a worker has read them.
+
+        Raises:
+            WireError: another worker has other sources.
+        """
+        sent = [list(source) for source in sources]
+        if self._order is None:
+            records.learn(sent)
+            self._order = PromptOrder(sources, self._seed, shuffles=self._shuffles)
+        elif records.sources != sent:
+            raise WireError(
+                f"sources: got {str(sent)[:200]}, allowed {str(records.sources)[:200]}, the numbers of prompts of "
+                "another worker: with task.difficulty, task.path must hold the same rows on all hosts"
+            )
+
+    def restore(self, records: PromptRecords) -> None:
+        """Set the sources of prompts that this run's buffer had before it was started again."""
+        if records.sources:
+            self.learn([(size, per_epoch) for size, per_epoch in records.sources], records)
+
+    def take(self, index: int, records: PromptRecords) -> int:
+        """Return the first prompt index from `index` on that is not skipped; count those that are."""
+        assert self._order is not None, "learn is called first"
+        while True:
+            streak = records.streaks.get(self._order.position(index), 0)
+            epoch, place = divmod(index, self._order.num_prompts)
+            if self._of_epoch(epoch)[place] < chance(streak, self._least.solved, self._least.unsolved):
+                return index
+            records.skipped["solved" if streak > 0 else "unsolved"] += 1
+            index += 1
+
+    def arrived(self, prompt_index: int, arrival: Arrival, records: PromptRecords) -> None:
+        """Record a group that has arrived."""
+        assert self._order is not None, "learn is called first"
+        position = self._order.position(prompt_index)
+        before, is_right = records.streaks.get(position, 0), self._is_right(arrival.reward)
+        records.add(position, next_streak(before, is_flat=arrival.equal_rewards, is_right=is_right))
+
+    def _draws(self, epoch: int) -> npt.NDArray[np.float64]:
+        assert self._order is not None, "learn is called first"
+        return np.random.default_rng([self._seed, epoch, 0, 1]).random(self._order.num_prompts)

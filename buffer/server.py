@@ -20,9 +20,9 @@ from async_rl.messages.codec import check_group
 from async_rl.messages.limits import Limits
 from async_rl.storage.checkpoints import TrainingState, past_file, resumed_training_state
 from buffer.checkpoint import restore_checkpoint
+from buffer.difficulty import PromptDraw
 from buffer.frames import receive, view
 from buffer.journal.journal import FILE_NAME, PAST_FILE_NAME, Journal, read_arrived
-from buffer.prompt_draw import PromptDraw
 from buffer.protocol.operations import Operations
 from buffer.protocol.socket import BufferSocket
 from buffer.staleness import Rules

@@ -18,10 +18,10 @@ from typing import Any
 from async_rl.config import EvalConfig
 from async_rl.errors import WireError
 from async_rl.types import Slot
+from buffer.difficulty import PromptDraw
 from buffer.flat_groups import FlatGroups
 from buffer.frames import Frame
 from buffer.modes import open_mode
-from buffer.prompt_draw import PromptDraw
 from buffer.staleness import Rules
 from buffer.store_state import StoreState
 from buffer.stored_group import Arrival, StoredGroup
@@ -62,9 +62,9 @@ class Store:
         slots = []
         for batch in self.mode.batches_of_new(self.state, min(max_groups, self.capacity())):
             assert self.state.served_version is not None
-            prompt_index, chance = self._next_prompt()
+            prompt_index = self._next_prompt()
             row = StoredGroup(
-                group_id=self.state.next_group_id, prompt_index=prompt_index, chance=chance,
+                group_id=self.state.next_group_id, prompt_index=prompt_index,
                 start_version=self.state.served_version, worker=worker, request_id=request_id, granted_s=now_s,
                 exact_batch=batch,
             )
@@ -99,7 +99,7 @@ class Store:
         arrived["data_row"] = data_row
         self.flat.add(arrival)
         if self.draw:
-            self.draw.arrived(row.prompt_index, row.chance, arrival, self.state.prompts)
+            self.draw.arrived(row.prompt_index, arrival, self.state.prompts)
         if drop_equal and arrival.equal_rewards:
             self.state.drop(row._replace(**arrived), "zero_variance", requeue=False)
             self.flat.num_dropped += 1
@@ -249,12 +249,11 @@ class Store:
                 self.state.aborts.setdefault(row.worker, []).append(row.group_id)
             self.state.drop(row, "late", requeue=True, now_s=now_s)
 
-    def _next_prompt(self) -> tuple[int, float]:
-        """Return (index, chance) of the prompt of the next group."""
-        state, draw = self.state, self.draw
+    def _next_prompt(self) -> int:
+        """Return the index of the prompt of the next group. Requeued ones are not drawn again."""
+        state = self.state
         if state.requeued:
-            index = state.requeued.popleft()
-            return index, draw.chance_of(index, state.prompts) if draw else 1.0
-        index, chance = draw.take(state.next_prompt, state.prompts) if draw else (state.next_prompt, 1.0)
+            return state.requeued.popleft()
+        index = self.draw.take(state.next_prompt, state.prompts) if self.draw else state.next_prompt
         state.next_prompt = index + 1
-        return index, chance
+        return index

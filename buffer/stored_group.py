@@ -54,8 +54,6 @@ class StoredGroup(NamedTuple):
     """When the slot was granted, on the buffer's clock; only for messages and durations."""
     exact_batch: int = -1
     """In exact mode the number of the batch that the group was admitted for, else -1."""
-    chance: float = 1.0
-    """The chance with which its prompt was taken when its turn came (task.difficulty), else 1."""
     state: State = "running"
     drop_reason: DropReason | Literal[""] = ""
     finished_version: int = -1

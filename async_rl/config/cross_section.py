@@ -9,7 +9,6 @@ from async_rl.config.alarms import check_alarms
 from async_rl.config.check import check, either
 from async_rl.config.compact import check_compact
 from async_rl.config.depths import check_slots
-from async_rl.config.difficulty import check_difficulty
 from async_rl.config.guard import check_guard
 from async_rl.config.held_out import check_best, check_eval_servers
 from async_rl.config.learning import check_average
@@ -37,7 +36,7 @@ def check_cross_section(config: Config) -> None:
     check_eval_servers(config.placement.eval.servers, config.eval, config.task, config.rollout.server_url)
     check_average(config.learner, config.eval, config.placement)
     _check_judge(config)
-    check_difficulty(config.task.difficulty, config.staleness.mode, config.reward_model.path, config.rollout.group_size)
+    _check_difficulty(config)
     check_alarms(config.alarms, config.checkpoint)
     check_guard(
         config.guard, config.task, config.eval, config.checkpoint, has_rule=config.reward_model.leaves_task_out,
@@ -187,6 +186,18 @@ def _check_replay(config: Config) -> None:
         f"{limits.smallest_depth:g} or more with buffer.max_uses {uses}",
         "With less there are too few fresh groups to begin the next batch while this one is trained.",
     )
+
+
+def _check_difficulty(config: Config) -> None:
+    """Check that the rewards within a group show whether a prompt is solved, and that prompts may differ by run."""
+    difficulty = config.task.difficulty
+    for unfit, where in (
+        (config.staleness.mode == "exact", "staleness.mode exact, which compares runs on the same prompts"),
+        (bool(config.reward_model.path), "reward_model.path, whose rewards the buffer does not have"),
+        (config.rollout.group_size == 1, "rollout.group_size 1, where one answer does not show it"),
+    ):
+        got = {"solved": difficulty.solved, "unsolved": difficulty.unsolved}
+        check(not (difficulty.skips and unfit), "task.difficulty", got, f"1 for both with {where}")
 
 
 def _check_judge(config: Config) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from async_rl.config.check import check
-from async_rl.config.difficulty import DifficultyConfig
 from async_rl.config.network import is_server_url
 from async_rl.config.params import OnePart
 from async_rl.config.section import List, Named, PathText, Section, checked, section
@@ -17,6 +16,7 @@ from async_rl.config.task_parts import (
     ColumnsConfig,
     DataConfig,
     DataPaths,
+    DifficultyConfig,
     RewardConfig,
     data_of,
 )

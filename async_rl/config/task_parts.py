@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, WithJsonSchema
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, WithJsonSchema
 
 from async_rl.config.section import PathText, Section, checked, section
 
@@ -85,6 +85,29 @@ class DataConfig:
     def short_name(self) -> str:
         """`name`, or the name of the file or folder without its ending."""
         return self.name or re.sub(r"[^\w.-]+", "-", Path(self.path).stem).strip("-") or "data"
+
+
+Chance = Annotated[float, Field(ge=0.01, le=1)]
+
+
+@section("task.difficulty")
+class DifficultyConfig:
+    """The lowest chances with which prompts are sampled whose answers all have one reward. 1: none is skipped.
+
+    Nothing is learned from such a group. With each one in a row the chance that a prompt is sampled in an epoch halves,
+    down to these; a group with different rewards makes it 1 again.
+    """
+
+    solved: Chance = 1.0
+    """The lowest chance of a prompt whose answers were all right, by eval.right_above."""
+    unsolved: Chance = 1.0
+    """The lowest chance of a prompt whose answers were not right, and all had one reward. A higher one than `solved`
+    gives hard prompts more tries."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether prompts may be skipped."""
+        return min(self.solved, self.unsolved) < 1
 
 
 def _read_data(given: Any) -> str | tuple[DataConfig, ...]:

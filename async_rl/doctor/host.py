@@ -29,7 +29,7 @@ from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
 from async_rl.seams.doc_pages import doc_page
-from async_rl.storage.free_space import RUN_BYTES, check_log_disk, existing_parent
+from async_rl.storage.free_space import RUN_BYTES, existing_parent
 from async_rl.storage.hub import NotInCacheError, data_files, located, model_folder, pinned
 from async_rl.storage.hub_names import hub_repos
 from rollout_server.sandbox.protection import find_protection
@@ -273,9 +273,7 @@ def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
     if is_driver:
         yield from _examine_inputs(inputs)
     else:
-        # On a disk that hosts share, the driver's check counts what the run needs; others hold their own logs alone.
-        logs = PreflightCheck("disk", f"room for logs in {config.run.dir}", lambda: check_log_disk(config))
-        yield from _examine_inputs([*(each for each in inputs if each.everywhere), logs])
+        yield from _examine_inputs([each for each in inputs if each.everywhere])
 
 
 def _sandbox() -> Check:

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,7 +18,6 @@ from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import NodeReport, Probe, compare
 from async_rl.doctor.host import Check, _examine_config
 from async_rl.driver.preflight import TASK
-from async_rl.storage.free_space import RUN_BYTES
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
@@ -79,22 +77,6 @@ def test_another_host_needs_the_files_of_the_run(config_file: Path, tmp_path: Pa
     assert not broken(checked().values())
     (tmp_path / "rows.jsonl").unlink()
     assert set(broken(checked().values())) == {TASK}
-
-
-def test_another_host_than_the_drivers_needs_room_for_logs_and_not_for_checkpoints(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = {"bytes": RUN_BYTES}
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free["bytes"]))
-    config = load_config(config_file, [f"run.resume={tmp_path}/runs/lacking"])  # only the driver's host has it
-
-    def disk(*, is_driver: bool) -> Check:
-        (found,) = [each for each in _examine_config(config, is_driver) if each.what == "disk"]
-        return found
-
-    assert disk(is_driver=False).state == "ok" and disk(is_driver=True).state == "broken"
-    free["bytes"] -= 1
-    assert disk(is_driver=False).state == "broken" and "logs of this host" in disk(is_driver=False).found
 
 
 def test_a_node_that_cannot_answer_is_named() -> None:

@@ -44,7 +44,7 @@ def test_a_run_skips_prompts_by_the_groups_before_them(smoke_yaml: Path, tmp_pat
     run = run_assembled(config)
     with contextlib.closing(sqlite3.connect(config.run_dir / FILE_NAME)) as journal:
         groups = journal.execute(
-            "SELECT prompt_index, chance, equal_rewards, reward FROM groups WHERE state = 'trained' ORDER BY group_id"
+            "SELECT prompt_index, equal_rewards, reward FROM groups WHERE state = 'trained' ORDER BY group_id"
         ).fetchall()
         streaks = dict(journal.execute("SELECT position, streak FROM streaks").fetchall())
     size = config.learner.prompts_per_step
@@ -55,13 +55,11 @@ def test_a_run_skips_prompts_by_the_groups_before_them(smoke_yaml: Path, tmp_pat
     skipped, turn = Counter[bool](), 0
     for start in range(0, len(groups), size):
         batch = groups[start : start + size]
-        for index, chance, *_ in batch:
+        for index, *_ in batch:
             for passed in range(turn, index):
                 count, is_right = last_in_a_row(past[order.position(passed)])
                 assert count > 0, "a prompt that was not played before, or whose rewards differed, is skipped"
                 skipped[is_right] += 1
-            count, is_right = last_in_a_row(past[order.position(index)])
-            assert chance == (max(LEAST[is_right], 0.5**count) if count else 1)
             turn = index + 1
         for index, _, is_flat, reward in batch:
             past[order.position(index)].append((bool(is_flat), reward == 1))

@@ -1,5 +1,6 @@
 """The errors of the project: one root class, and further classes where a caller handles an error differently."""
 
+import sysconfig
 import traceback
 
 
@@ -88,6 +89,11 @@ def shown(value: object) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the last `file:line` of an error's traceback that is not in importlib; "" if there is none."""
+    """Return the last `file:line` of an error's traceback outside of Python and its packages, so the user's own line.
+
+    Without one it is the last line that is not in importlib; "" if there is none.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    own = [f for f in frames if not f.filename.startswith(libraries)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.config import Config, Limit
 from async_rl.driver.placement import Reservation, reserve, resolve_placement, runs_here, servers_per_gpu
-from async_rl.driver.preflight import check_inputs
+from async_rl.driver.preflight import check_inputs, check_names
 from async_rl.driver.ray_start import open_ray, ray_messages_in
 from async_rl.driver.run_control import RunControl
 from async_rl.driver.run_log import RunLog
@@ -81,6 +81,7 @@ def run(
         with StopSignals() as signals:
             return run(config, signals, beside, control)
     with signals.deferred():
+        check_names(config)
         config = pinned(config)
         signals.check()
         cautions = check_inputs(located(config, check=signals.check))

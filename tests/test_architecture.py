@@ -36,6 +36,7 @@ LIGHT_MODULES = (
     "async_rl.storage.checkpoints",
     "async_rl.config.loading",
     "async_rl.cli",
+    "async_rl.driver.preflight",
     "buffer.staleness",
     "buffer.server",
     "buffer.client",

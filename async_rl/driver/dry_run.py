@@ -10,7 +10,7 @@ from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
 from async_rl.driver.memory import UNKNOWN_SIZE, plan_dry_run
 from async_rl.driver.placement import explain, find_hosts, runs_here
-from async_rl.driver.preflight import check_inputs, task_of
+from async_rl.driver.preflight import check_inputs, check_names, task_of
 from async_rl.storage.hub import located, pinned
 from async_rl.storage.model_folder import policy_lr
 
@@ -27,6 +27,7 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     Raises:
         ConfigError: the run can't work, or what it needs does not fit GPUs of `gpu_gb`.
     """
+    check_names(config)
     shown = pinned(config)
     config = located(shown, check=check)
     task = task_of(config)

@@ -23,13 +23,16 @@ from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus, take
 from async_rl.driver.memory import check_memory
 from async_rl.driver.placement import check_sharing, explain, find_hosts, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, raised_at
 from async_rl.network.ports import check_ports
+from async_rl.seams.lookup import import_object
 from async_rl.storage.checkpoints import check_measured
 from async_rl.storage.free_space import check_disk
 from async_rl.storage.hub import check_login
+from async_rl.storage.hub_names import DATA_KEYS, MODEL_KEYS, find_data, find_model, is_data, names_in
 from async_rl.storage.model_folder import (
     ROLES,
+    check_is_folder,
     check_model_folder,
     check_role_folder,
     check_trainable,
@@ -37,9 +40,11 @@ from async_rl.storage.model_folder import (
     load_tokenizer,
     weight_shapes,
 )
+from async_rl.storage.row_files import files_of
 
 if TYPE_CHECKING:
     from async_rl.seams import EngineEntry
+    from rollout_server.rewards.base import NamedReward
     from rollout_server.tasks.base import Task
 
 MODEL, TASK = "model and tokenizer", "task"
@@ -65,6 +70,27 @@ def task_of(config: Config) -> Callable[[], Task]:
     from rollout_server.tasks.base import open_task
 
     return cache(lambda: open_task(config, load_tokenizer(config.model.path)))
+
+
+def check_names(config: Config) -> None:
+    """Check that the files and functions that the configuration names exist, before anything slow is imported.
+
+    Raises:
+        ConfigError: a file is missing, or a `module:name` can't be imported.
+    """
+    for key, name in names_in(config, (*MODEL_KEYS, *DATA_KEYS)):
+        if is_data(key):
+            if find_data(name, key) is None:
+                files_of(name, key)
+        elif find_model(name, key) is None:
+            check_is_folder(key, name)
+    task = config.task
+    named = {"task.reward": task.reward, "task.env": task.env, "task.agent": task.agent, "task.name": task.name}
+    named |= {f"task.rewards[{number}].reward": each.reward for number, each in enumerate(task.rewards)}
+    named["eval.gold_reward"] = config.eval.gold_reward
+    for key, name in named.items():
+        if ":" in name and not (key == "task.agent" and task.agent_python):
+            import_object(name, key)
 
 
 def check_inputs(config: Config, task: Callable[[], Task] | None = None) -> list[str]:
@@ -285,9 +311,34 @@ def _check_reward(config: Config, task: Task) -> list[str]:
     from rollout_server.rewards.base import open_gold_reward, open_rewards
 
     rewards = (*open_rewards(config, task), *open_gold_reward(config, task))
+    for key, each in zip(config.task.named_rewards, rewards, strict=False):
+        if ":" in key.reward:
+            _try_reward(each, key.reward, task)
     if config.task.sandbox != "none":
         return []
     return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
+
+
+def _try_reward(named: NamedReward, name: str, task: Task) -> None:
+    """Call a reward function of the user's with the first prompt and its right answer, and check what it returns.
+
+    Calls that may wait for a network (`async def`, `open`) and rewards of episodes and groups are not tried.
+    """
+    from rollout_server.rewards.base import is_async
+    from rollout_server.rewards.contract import read_verdict
+
+    function = named.reward.function
+    if function is None or named.reward.of != "answer" or is_async(function):
+        return
+    question = task.prompt(0).question
+    settings = {} if named.settings is None else {"settings": named.settings}
+    try:
+        read_verdict(function(question, question.solution or str(question.ground_truth), **settings))
+    except Exception as error:
+        raise ConfigError(
+            f"the reward {name} must return a number for the right answer to the first prompt, got "
+            f"{type(error).__name__}: {error}, at {raised_at(error)}"
+        ) from error
 
 
 def _check_judge(config: Config) -> list[str]:

@@ -302,6 +302,12 @@ def forbidden_tokens(config: Config) -> tuple[int, ...]:
     return tuple(sorted((special | set(tokenizer.all_special_ids)) - set(end_tokens(config.model.path))))
 
 
+def check_is_folder(key: str, path: str | Path) -> None:
+    """Check that `path`, the value of `key`, is a folder. ConfigError: it is not; the message says how to get it."""
+    if not Path(path).is_dir():
+        raise ConfigError(f"{key} {path} is not a folder. {_how_to_get(Path(path), key)}")
+
+
 def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> PretrainedConfig:
     """Load the config.json of the model in `folder`, the value of `key`; returns its part on the text model.
 
@@ -313,8 +319,7 @@ def _load_model_config(folder: Path, key: str, endings: tuple[str, ...]) -> Pret
     """
     from transformers import AutoConfig
 
-    if not folder.is_dir():
-        raise ConfigError(f"{key} {folder} is not a folder. {_how_to_get(folder, key)}")
+    check_is_folder(key, folder)
     file = folder / "config.json"
     if not file.is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"

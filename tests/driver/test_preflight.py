@@ -35,7 +35,7 @@ from async_rl.config import (
 )
 from async_rl.config.loading import load_config
 from async_rl.driver.dry_run import dry_run
-from async_rl.driver.preflight import _check_loading, check_inputs
+from async_rl.driver.preflight import _check_loading, check_inputs, check_names
 from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.pipeline import run
@@ -121,7 +121,6 @@ class SilentTask(Task):
         ("def reward(a, b, c=1): ...", ""),
         ("reward = lambda *a: 1.0", ""),
         ("class Judge:\n    def __call__(self, a, b): ...\nreward = Judge()", ""),
-        ("reward = min", ""),
     ],
 )
 def test_a_reward_that_takes_other_arguments_is_refused(
@@ -345,3 +344,26 @@ def test_a_vocabulary_that_ranks_of_split_rows_would_miscount_is_refused(
     check_inputs(make_config(model.path, task=task, run={"dir": tmp_path / "runs"}, **split))
     with pytest.raises(ConfigError, match=rf"sequence_parallel must be 1 with {rows} rows of embeddings on 8 "):
         check_inputs(make_config(folder, task=task, run={"dir": tmp_path / "runs"}, **split))
+
+
+@pytest.mark.parametrize("body", ["json.loads(response)", "float('nan')", "'1.0'"])
+def test_a_reward_that_fails_for_the_right_answer_is_refused_with_the_users_line(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    module = f"tried_{hashlib.sha256(body.encode()).hexdigest()[:8]}"
+    (tmp_path / f"{module}.py").write_text(f"import json\n\n\ndef reward(question, response):\n    return {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = TaskConfig(name="reasoning_gym/spell_backward", reward=f"{module}:reward")
+    with pytest.raises(ConfigError, match=f"{module}:reward") as caught:
+        check_inputs(config_of(model, task, tmp_path))
+    assert "json.loads" not in body or f"{tmp_path}/{module}.py:5" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["model.path=./none", "task.eval_path=none.jsonl", "task.reward=none:f", "eval.gold_reward=none:f"]
+)
+def test_a_missing_file_or_function_is_named_with_its_key(tmp_path: Path, override: str) -> None:
+    settings = {"model": {"path": str(tmp_path)}, "task": {"name": "reasoning_gym/x"}}
+    with pytest.raises(ConfigError, match=re.escape(override.partition("=")[0])):
+        check_names(load_config(settings, [override]))
+    check_names(load_config(settings))

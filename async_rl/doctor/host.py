@@ -11,7 +11,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ import psutil
 
 from async_rl.config import Config
 from async_rl.cores import usable_cores
-from async_rl.driver.gpu_driver import UNSHARED, check_gpu_driver, exclusive_gpus
+from async_rl.driver.gpu_driver import check_gpu_driver
 from async_rl.driver.preflight import PreflightCheck, input_checks
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES, EngineEntry
@@ -75,7 +74,7 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
         if entry.python and (used or Path(entry.server_python("")).exists()):
             yield _own_environment(name, entry, config)
     yield _gpu(used.values())
-    yield from (_loopback(), _memory(), _shared_memory(), _cores(), _sandbox())
+    yield from (_memory(), _shared_memory(), _cores(), _sandbox())
     if config:
         yield from _examine_config(config, is_driver)
         return
@@ -167,9 +166,6 @@ def _gpu(engines: Collection[EngineEntry]) -> Check:
         uses_sglang = not engines or any("sglang" in engine.packages for engine in engines)
         if uses_sglang and (missing := _missing_gpu_tools()):
             return Check("GPU", "broken" if engines else "warn", f"{found}, but no {', '.join(missing)}", GPU_TOOLS)
-        if exclusive_gpus():
-            shared = "in compute mode EXCLUSIVE_PROCESS, which learner and server can't share"
-            return Check("GPU", "warn", f"{found}, {shared}", UNSHARED)
         return Check("GPU", "ok", found)
     try:
         check_gpu_driver()
@@ -187,42 +183,17 @@ def _missing_gpu_tools() -> list[str]:
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{cuda}/bin"])
     missing = [] if shutil.which("ninja", path=path) else ["ninja"]
     wanted = (torch.version.cuda or "").partition(".")[0]
-    nvcc = shutil.which("nvcc", path=f"{cuda}/bin" + os.pathsep + path)  # SGLang looks at CUDA_HOME first
-    if nvcc is None:
+    if nvcc := shutil.which("nvcc", path=f"{cuda}/bin{os.pathsep}{path}"):  # SGLang looks at CUDA_HOME first
+        found = re.search(r"release (\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+        if found and found[1] != wanted:
+            missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1]})")
+    else:
         missing.append("nvcc")
-    elif (release := _nvcc_release(nvcc)).partition(".")[0] != wanted:
-        missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {release})")
-    missing += [] if _loads("libnuma.so.1") else ["libnuma.so.1"]
-    return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
-
-
-def _loads(library: str) -> bool:
-    """Return whether the system's linker finds a library."""
     try:
-        ctypes.CDLL(library)
+        ctypes.CDLL("libnuma.so.1")
     except OSError:
-        return False
-    return True
-
-
-def _nvcc_release(nvcc: str) -> str:
-    """Return the version of CUDA to which the compiler `nvcc` belongs, such as 13.0."""
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return "an unknown version"
-    found = re.search(r"release ([0-9.]+)", done.stdout)
-    return found[1] if found else "an unknown version"
-
-
-def _loopback() -> Check:
-    """Return the check that a port of 127.0.0.1 can be opened and reached, as the processes of a run need it."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as error:
-        return Check("loopback ports", "broken", _first_line(error), "allow TCP on 127.0.0.1")
-    return Check("loopback ports", "ok", "can be opened and reached")
+        missing.append("libnuma.so.1")
+    return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
 
 
 def _memory() -> Check:

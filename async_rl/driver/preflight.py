@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_rl.config import Config
 from async_rl.config.check import check
@@ -107,79 +107,73 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     model, host = config.model.path, config.network.host
     has_questions = bool(config.task.path or config.task.name)
     task = task or task_of(config)
-    checks = [PreflightCheck(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)]
-    checks.append(PreflightCheck("settings without effect", "none", lambda: unused_settings(config)))
-    if not config.rollout.server_url:
-        for name in config.engine_entries:
-            server = config.server_names[config.engines.index(name)]
-            checks_model = partial(check_model, config.of_server(server))
-            checks.append(PreflightCheck("rollout.engine", name, checks_model, (MODEL,), everywhere=True))
+    checks: list[PreflightCheck] = []
+
+    def add(what: str, value: str, run: Callable[[], Any], *needs: str, everywhere: bool = False) -> None:
+        checks.append(PreflightCheck(what, value, run, needs, everywhere))
+
+    add(MODEL, model, lambda: check_model_folder(model, config.longest_tokens), everywhere=True)
+    add("settings without effect", "none", lambda: unused_settings(config))
     for name, entry in config.engine_entries.items():
-        what = "how the learner updates servers"
-        checks.append(PreflightCheck(what, name, partial(_check_admin, name, entry, config.weight_sync.verify)))
-    optimizer = partial(_check_optimizer, config)
-    checks.append(PreflightCheck("learner.optimizer", config.learner.optimizer, optimizer, everywhere=True))
+        if not config.rollout.server_url:
+            server = config.server_names[config.engines.index(name)]
+            add("rollout.engine", name, partial(check_model, config.of_server(server)), MODEL, everywhere=True)
+        admin = partial(_check_admin, name, entry, config.weight_sync.verify)
+        add("how the learner updates servers", name, admin)
+    add("learner.optimizer", config.learner.optimizer, lambda: _check_optimizer(config), everywhere=True)
     if pushed := config.checkpoint.push_to_hub:
-        checks.append(PreflightCheck("checkpoint.push_to_hub", pushed, lambda: check_login(config)))
+        add("checkpoint.push_to_hub", pushed, lambda: check_login(config))
     if best := config.checkpoint.keep_best:
-        checks.append(PreflightCheck("checkpoint.keep_best", f"{best}", lambda: check_measured(config)))
+        add("checkpoint.keep_best", f"{best}", lambda: check_measured(config))
     roles = {key: path for key in ROLES if (path := attrgetter(key)(config))}
     for key, path in roles.items():
-        checks.append(PreflightCheck(key, path, partial(check_role_folder, key, path)))
+        add(key, path, partial(check_role_folder, key, path))
     if judge := config.judge.path:
-        judges = partial(_check_judge, config)
-        checks.append(PreflightCheck("judge.path", judge, judges, everywhere=True))
-    room = f"room in {config.run.dir}"
-    checks.append(PreflightCheck("disk", room, lambda: _check_disk(config), (MODEL,)))
+        add("judge.path", judge, lambda: _check_judge(config), everywhere=True)
+    add("disk", f"room in {config.run.dir}", lambda: _check_disk(config), MODEL)
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
-        checks.append(PreflightCheck("network.host", host, lambda: check_addresses(config)))
+        add("network.host", host, lambda: check_addresses(config))
     if config.network.ports:
-        checks.append(PreflightCheck("network.ports", config.network.ports, lambda: check_ports(config)))
+        add("network.ports", config.network.ports, lambda: check_ports(config))
     if runs_here(config):
-        checks += _checks_of_this_host(config)
+        add("placement", _processes(config), lambda: _check_placement(config))
+        add("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config))
+        if keys := config.network.keys:
+            add("network.keys", keys, lambda: _check_keys(keys))
     # Another host may have packages for attention that this one lacks; every model has eager attention.
     eager = replace(config.model, attn_implementation="eager")
     loading = config if runs_here(config) else replace(config, model=eager)
     for key, path in {"model.path": model, **roles}.items():
-        load = partial(_check_loading, key, path, loading)
-        checks.append(PreflightCheck(f"{key} loads", path, load, (MODEL, key) if key in roles else (MODEL,)))
+        needs = (MODEL, key) if key in roles else (MODEL,)
+        add(f"{key} loads", path, partial(_check_loading, key, path, loading), *needs)
     if runs_here(config):
-        loads = tuple(f"{key} loads" for key in ("model.path", *roles))
-        checks.append(PreflightCheck("memory of the run", "learner, servers", lambda: check_memory(config), loads))
-    if config.rollout.top_p < 1:
-        checks.append(PreflightCheck("rollout.top_p", f"{config.rollout.top_p}", partial(_check_sampling, config)))
+        loads = [f"{key} loads" for key in ("model.path", *roles)]
+        add("memory of the run", "learner, servers", lambda: check_memory(config), *loads)
+    if (top_p := config.rollout.top_p) < 1:
+        biased = "samples from a narrowed distribution while the behaviour logprobs are those of the full one"
+        caution = f"rollout.top_p = {top_p} {biased}: importance ratios are biased. 1.0 is exact."
+        add("rollout.top_p", f"{top_p}", lambda: [caution])
     if config.task.has_turns:
         played = config.task.env or config.task.agent or ", ".join(config.task.tools)
-        checks.append(PreflightCheck("episodes", played, lambda: _check_episodes(config), (MODEL,), everywhere=True))
+        add("episodes", played, lambda: _check_episodes(config), MODEL, everywhere=True)
     if text := config.task.pretrain_path:
-        reads = partial(_check_pretraining, config)
-        checks.append(PreflightCheck("task.pretrain_path", text, reads, (MODEL,), everywhere=True))
+        add("task.pretrain_path", text, lambda: _check_pretraining(config), MODEL, everywhere=True)
     source = ", ".join(each.path for each in config.task.train_data) or config.task.name or config.task.env
-    rewards, check_reward = config.task.reward_names, lambda: _check_reward(config, task())
-    checks.append(PreflightCheck(TASK, source, lambda: _check_task(task(), has_questions), (MODEL,), everywhere=True))
-    checks.append(PreflightCheck("reward", rewards, check_reward, (TASK,), everywhere=True))
+    add(TASK, source, lambda: _check_task(task(), has_questions), MODEL, everywhere=True)
+    add("reward", config.task.reward_names, lambda: _check_reward(config, task()), TASK, everywhere=True)
     return checks
 
 
-def _checks_of_this_host(config: Config) -> list[PreflightCheck]:
+def _processes(config: Config) -> str:
+    placement = config.placement
+    servers = (f"{len(config.server_names)} server(s)", f"{placement.judge.servers} judge server(s)")
+    return ", ".join([f"{placement.learner.ranks} learner rank(s)", *servers[: 1 + bool(placement.judge.servers)]])
+
+
+def _check_keys(folder: str) -> None:
     from buffer.protocol.keys import check_keys
 
-    placement, keys = config.placement, config.network.keys
-    processes = f"{placement.learner.ranks} learner rank(s), {placement.rollout.servers} rollout server(s)"
-    if placement.eval.servers:
-        processes += f", {placement.eval.servers} evaluation server(s)"
-    if placement.judge.servers:
-        processes += f", {placement.judge.servers} judge server(s)"
-    checks = [
-        PreflightCheck("placement", processes, lambda: _check_placement(config)),
-        PreflightCheck("weight_sync.transport", config.weight_sync.transport, lambda: _check_transport(config)),
-        PreflightCheck("model.attn_implementation", config.model.attn_implementation, lambda: _check_attention(config)),
-    ]
-    if keys:
-        checks.append(PreflightCheck("network.keys", keys, lambda: check_keys(keys)))
-    if placement.pin_cpus:
-        checks.append(PreflightCheck("placement.pin_cpus", "true", lambda: _check_cores(config)))
-    return checks
+    check_keys(folder)
 
 
 def _check_loading(key: str, path: str, config: Config) -> list[str]:
@@ -258,25 +252,13 @@ def _check_admin(name: str, entry: EngineEntry, verifies: bool) -> None:
     from async_rl.weights.server_admin import lacking_calls
 
     admin = entry.load_admin()
-    if not isinstance(admin, type):
-        raise ConfigError(
-            f"rollout.engine {name}: open_admin of its entry must be a class with the calls of ServerAdmin "
-            f"(async_rl/weights/server_admin.py), got an object of type {type(admin).__name__}"
-        )
-    if lacking := lacking_calls(entry, admin, verifies=verifies):
+    lacking = lacking_calls(entry, admin, verifies=verifies) if isinstance(admin, type) else {"a class": "open_admin"}
+    if lacking:
         calls = ", ".join(f"{call} (for {why})" for call, why in lacking.items())
         raise ConfigError(
-            f"rollout.engine {name}: {admin.__module__}.{admin.__qualname__} must define {calls}: the calls of "
-            "ServerAdmin in async_rl/weights/server_admin.py. Write them, or let the engine's entry declare less"
-            + (", or set weight_sync.verify: false" if "score_tokens" in lacking or "erase_weights" in lacking else "")
+            f"rollout.engine {name}: {admin!r} must define {calls}: the calls of ServerAdmin in "
+            "async_rl/weights/server_admin.py. Write them, or let the engine's entry declare less"
         )
-
-
-def _check_sampling(config: Config) -> list[str]:
-    return [
-        f"rollout.top_p = {config.rollout.top_p} samples from a narrowed distribution while the behaviour logprobs are "
-        "those of the full one: importance ratios are biased. 1.0 is exact."
-    ]
 
 
 def _check_task(task: Task, has_questions: bool) -> list[str]:
@@ -378,17 +360,3 @@ def _check_transport(config: Config) -> None:
         "auto, gloo or disk on a host without GPUs",  # cuda_ipc runs there, over shared memory
     )
     check_sharing(config, host_demands(config, gpus))
-
-
-def _check_attention(config: Config) -> None:
-    name = config.model.attn_implementation
-    check(
-        gpus_here() > 0 or name != "flash_attention_2", "model.attn_implementation", name,
-        "sdpa, eager or flex_attention on a host without GPUs",
-    )
-
-
-def _check_cores(config: Config) -> None:
-    from async_rl.driver.actors import share_of_cores
-
-    share_of_cores(config, 0, sorted(os.sched_getaffinity(0)))

@@ -93,7 +93,7 @@ MADE_BY_A_FUNCTION = dataclasses.replace(COUNTING, open_admin=lambda config, url
     [
         ("UNFINISHED", r"must define load_folder \(for `receives` folder\), erase_weights \(for weight_sync\.ver"),
         ("INHERITING", r"must define is_ready \(for every push\), pause .*, score_tokens"),
-        ("MADE_BY_A_FUNCTION", "open_admin of its entry must be a class"),
+        ("MADE_BY_A_FUNCTION", "open_admin"),
     ],
 )
 def test_an_engine_whose_servers_cannot_be_updated_is_refused_before_anything_starts(

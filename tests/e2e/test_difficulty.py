@@ -61,7 +61,7 @@ def test_a_run_skips_prompts_by_the_groups_before_them(smoke_yaml: Path, tmp_pat
                 assert count > 0, "a prompt that was not played before, or whose rewards differed, is skipped"
                 skipped[is_right] += 1
             turn = index + 1
-        for index, _, is_flat, reward in batch:
+        for index, is_flat, reward in batch:
             past[order.position(index)].append((bool(is_flat), reward == 1))
     found = {position: last_in_a_row(each) for position, each in past.items()}
     assert streaks == {position: count if is_right else -count for position, (count, is_right) in found.items()}

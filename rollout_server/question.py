@@ -37,8 +37,3 @@ class Question:
                 f"{self.source} has: {str(self.messages[0])[:120]}"
             )
         return replace(self, messages=({"role": "system", "content": text}, *self.messages))
-
-    def __getattr__(self, name: str) -> Any:
-        """Say what a reward should read that asks for `answer`, the name of `ground_truth` in earlier versions."""
-        hint = ", but ground_truth: the right answer is called so" if name == "answer" else ""
-        raise AttributeError(f"a Question has no {name!r}{hint}")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from collections import Counter
 from typing import Any
@@ -246,10 +244,3 @@ def test_training_prompts_are_given_out_while_the_held_out_ones_are_tokenized() 
     tokenized.clear()
     assert len(task.eval_prompts()) == 50
     assert tokenized == []  # once is enough
-
-
-def test_a_reward_that_reads_the_old_name_of_the_right_answer_is_told_the_new_one() -> None:
-    question = Question(messages=(), ground_truth="4")
-    with pytest.raises(AttributeError, match="a Question has no 'answer', but ground_truth"):
-        question.answer  # noqa: B018
-    assert pickle.loads(pickle.dumps(copy.deepcopy(question))) == question and not hasattr(question, "reply")

@@ -120,7 +120,7 @@ def test_what_is_missing_is_named(config_file: Path, tmp_path: Path, capsys: pyt
         assert message in capsys.readouterr().err
     for key in ("path", "eval_path"):
         assert main(["reward-model", str(config_file), f"reward_training.{key}={tmp_path}/none.jsonl"]) == 2
-        assert f"reward_training.{key} must name files, got {tmp_path}/none.jsonl" in capsys.readouterr().err
+        assert f"reward_training.{key} {tmp_path}/none.jsonl" in capsys.readouterr().err
     row = {"data_source": "x", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": ["a"]}}
     (tmp_path / "task.jsonl").write_text(json.dumps(row))
     task = f"task={{path: {tmp_path}/task.jsonl, reward: 'tests.extensions.reward:answer_length'}}"

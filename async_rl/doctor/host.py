@@ -179,11 +179,13 @@ def _missing_gpu_tools() -> list[str]:
     """Return the programs, libraries and packages that SGLang's server needs on a GPU and that are missing here."""
     import torch
 
-    cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{cuda}/bin"])
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    path = os.pathsep.join(
+        [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath), f"{home or '/usr/local/cuda'}/bin"]
+    )
     missing = [] if shutil.which("ninja", path=path) else ["ninja"]
     wanted = (torch.version.cuda or "").partition(".")[0]
-    if nvcc := shutil.which("nvcc", path=f"{cuda}/bin{os.pathsep}{path}"):  # SGLang looks at CUDA_HOME first
+    if nvcc := shutil.which("nvcc", path=f"{home}/bin" if home else path):  # the one that SGLang takes
         found = re.search(r"release (\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
         if found and found[1] != wanted:
             missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1]})")

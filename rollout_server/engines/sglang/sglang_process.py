@@ -27,6 +27,7 @@ _RESERVED_TOKENS = 8
 _POLICIES_WITH_PRIORITY = ("fcfs", "lof")
 """The values of SGLang's schedule-policy with which it starts with priorities."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_BUILDS = "It builds kernels with nvcc, of the CUDA toolkit of torch's CUDA, and ninja: see `async-rl doctor`."
 _HINTS = (
     (
         "leave no GPU memory for the KV cache",
@@ -39,6 +40,7 @@ _HINTS = (
     ("MissingKernelError", "This model needs a kernel this host lacks: use a Qwen or Llama text model."),
     ("are not supported for now", "SGLang does not know this architecture: set rollout.engine=hf."),
     ("SafetensorError", "A weight file of model.path is damaged or cut off."),
+    ("Could not find CUDA installation", _BUILDS), ("nvcc", _BUILDS), ("ninja", _BUILDS),
     ("unrecognized arguments", "A key of rollout.server_args is no flag of this SGLang."),
 )
 

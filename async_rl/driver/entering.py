@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,10 +64,21 @@ def enter(origin: Origin, config: Config, name: str) -> Config:
     config = dataclasses.replace(config, network=network_of(config, name))
     take_client_keys(config.network.keys, origin.client_keys)
     use_interface(config.network.host)
+    if os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        see_own_gpus(ray.get_gpu_ids())
     agree_on_nccl()
     use_huge_pages()
     limit_spinning()
     return config
+
+
+def see_own_gpus(gpus: Sequence[object]) -> None:
+    """Show this process the `gpus` that Ray has given it, where Ray was told to leave CUDA_VISIBLE_DEVICES alone.
+
+    Without this every server of such a cluster would start on GPU 0. Call it before torch looks for GPUs.
+    """
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
 
 
 def use_huge_pages() -> None:

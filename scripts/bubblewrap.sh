@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs bubblewrap from the Debian or Ubuntu packages, for the programs in other languages than Python that a reward
-# runs. Without it their tests are skipped with a reason.
+# Installs bubblewrap from the Debian or Ubuntu packages; programs in answers run in it. Without it its tests are skipped
+# with a reason.
 set -euo pipefail
 if command -v bwrap >/dev/null; then
     exit 0

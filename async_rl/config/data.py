@@ -18,6 +18,7 @@ from async_rl.config.task_parts import (
     DataPaths,
     DifficultyConfig,
     RewardConfig,
+    SandboxConfig,
     data_of,
 )
 from async_rl.seams import ENGINES, EngineEntry, find_entry
@@ -78,9 +79,7 @@ class TaskConfig:
     rewards: List[tuple[RewardConfig, ...]] = ()
     """Several rewards in place of `reward`, each with a name, a weight and settings. With `env` or `agent` their
     weighted sum is added to what these give."""
-    sandbox: Literal["auto", "none"] = "auto"
-    """The containment of programs in answers, also of those that scorers of reasoning_gym may run. auto: the strongest
-    that this machine has; a run is refused where there is none. none: they have all rights of the user of the run."""
+    sandbox: Section[SandboxConfig] = field(default_factory=SandboxConfig)
     max_prompt_tokens: PositiveInt = 512
     """The longest allowed prompt, in tokens. Longer ones are left out and counted."""
     max_failures: PositiveInt = 20

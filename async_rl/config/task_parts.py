@@ -6,10 +6,12 @@ import os
 import re
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PlainValidator, PositiveFloat, WithJsonSchema
 
+from async_rl.config.check import check
+from async_rl.config.network import is_server_url
 from async_rl.config.section import PathText, Section, checked, section
 
 RESERVED_REWARD_NAMES = ("mean", "std", "rule_mean", "env", "reward_model")
@@ -48,6 +50,26 @@ class RewardConfig:
     def short_name(self) -> str:
         """The name of the rule or the function, or `task` for the task's own reward."""
         return self.reward.rpartition(":")[2] or "task"
+
+
+@section("task.sandbox")
+class SandboxConfig:
+    """Where programs in answers run, also answers that scorers of reasoning_gym may run."""
+
+    kind: Literal["bubblewrap", "none"] = "bubblewrap"
+    """bubblewrap: contained, in namespaces of their own. none: with all rights of the user of the run."""
+    url: str = ""
+    """A service that speaks SandboxFusion's API and runs programs in place of `kind`: http://host:8080."""
+
+    def __post_init__(self) -> None:
+        check(not self.url or is_server_url(self.url), "task.sandbox.url", self.url, "http://host:port or empty")
+
+    def __str__(self) -> str:
+        if self.url:
+            return f"run at {self.url} (task.sandbox.url)"
+        if self.kind == "none":
+            return "are not contained (task.sandbox.kind: none)"
+        return "are contained by bubblewrap"
 
 
 @section("task.columns")

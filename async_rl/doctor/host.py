@@ -31,8 +31,7 @@ from async_rl.seams.doc_pages import doc_page
 from async_rl.storage.free_space import RUN_BYTES, existing_parent
 from async_rl.storage.hub import NotInCacheError, data_files, located, model_folder, pinned
 from async_rl.storage.hub_names import hub_repos
-from rollout_server.sandbox.protection import find_protection
-from rollout_server.sandbox.subprocesses import bubblewrap_problem
+from rollout_server.sandbox.bubblewrap import THREE_WAYS, Bubblewrap
 
 MIN_FREE_MEMORY_BYTES = 4 * 2**30
 MIN_SHARED_MEMORY_BYTES = 256 * 2**20
@@ -250,19 +249,12 @@ def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
 
 
 def _sandbox() -> Check:
-    """Return the check that programs of answers can be contained, as `code` and some scorers of reasoning_gym need it.
-    """
-    mend = (
-        "the reward code, and scorers of reasoning_gym that may run answers, need Linux 5.13 or newer on x86_64 with "
-        "Landlock and seccomp; files and processes of programs need user namespaces"
-    )
+    """Return the check that bubblewrap can contain programs, as `code` and some scorers of reasoning_gym need it."""
     try:
-        found = find_protection()
+        Bubblewrap().check()
     except ConfigError as error:
-        return Check("sandbox", "warn", str(error), mend)
-    problem = bubblewrap_problem()
-    others = f"no bubblewrap for other languages: {problem}" if problem else "bubblewrap for other languages"
-    return Check("sandbox", "ok" if found.is_enough else "warn", f"{found}; {others}", mend)
+        return Check("sandbox", "warn", f"{error}".partition(". ")[0], THREE_WAYS)
+    return Check("sandbox", "ok", "programs in answers are contained by bubblewrap")
 
 
 def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:

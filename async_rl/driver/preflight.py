@@ -296,7 +296,7 @@ def _check_reward(config: Config, task: Task) -> list[str]:
     for key, each in zip(config.task.named_rewards, rewards, strict=False):
         if ":" in key.reward:
             _try_reward(each, key.reward, task)
-    if config.task.sandbox != "none":
+    if config.task.sandbox.kind != "none":
         return []
     return [f"task.sandbox: the reward {each.name}: {each.about}." for each in rewards if each.about]
 

@@ -17,8 +17,7 @@ from async_rl.errors import ConfigError
 from async_rl.storage.row_files import Rows, files_of, rows_of
 from async_rl.types import Prompt
 from rollout_server.question import Question
-from rollout_server.rewards.code.cases import CHEATABLE, HOW_TO_BE_HONEST
-from rollout_server.rewards.code.checker import refuses_cheatable
+from rollout_server.rewards.code.cases import CHEATABLE
 from rollout_server.rewards.rules import RULES, check_reference, rule_for_source
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.columns import (
@@ -169,10 +168,8 @@ class FilesTask(Task):
         return [make_question(row, columns, data.short_name, where) for row, where in rows]
 
     def _tell_cheatable(self, questions: str, first: str) -> None:
-        """Refuse questions with a test that a dishonest answer can pass, or add a caution, as the reward code says."""
+        """Add a caution for questions with a test that a dishonest answer can pass."""
         told = f"{questions} have a test that {CHEATABLE}; the first is {first}"
-        if refuses_cheatable(self._config):
-            raise ConfigError(f"{told}. {HOW_TO_BE_HONEST}")
         self.cautions.append(f"{told}. Their share in a step is reward/<name>/cheatable.")
 
     def _tell_repeated(self) -> None:

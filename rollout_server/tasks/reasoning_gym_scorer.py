@@ -1,62 +1,64 @@
-"""Scores answers with the scorers of reasoning_gym, of which some run an answer as Python.
+"""Scores answers with the scorers of reasoning_gym; some of them run an answer as Python.
 
     a scorer that only compares        in the caller's thread, which costs microseconds
     the right answer itself            there too: it is the dataset's own text, not a model's
-    any other answer                   in a process of its own, contained, which a server forks that has the dataset
+    any other answer                   in a process of its own in a sandbox, whose interpreter has loaded the dataset
 
-The process ends with its answer, so that no answer can change how the next one is scored.
+The process ends with its answer, and can't reach into the interpreter. So no answer changes the score of a later one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import pickle
-import sys
-import threading
+import queue
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
 
 from async_rl.errors import RewardError
 from rollout_server.question import Question
 from rollout_server.rewards.contract import RewardResult
-from rollout_server.sandbox.pool import Ended, RunLimits, SandboxPool
-from rollout_server.tasks.comparing_scorers import only_compares
+from rollout_server.rewards.math_checker import num_children
+from rollout_server.sandbox.bubblewrap import Bubblewrap, Ended, Interpreter, RunLimits
 
 CPU_S, WALL_S = 5.0, 10.0
 """An answer whose score takes more processor time, or longer on a machine that has other work, is late, and wrong."""
 _MEMORY_BYTES = 1 << 30
+_COMPARING = frozenset({
+    "ab", "chain_sum", "circuit_logic", "color_cube_rotation", "decimal_chain_sum", "dice", "emoji_mystery",
+    "family_relationships", "figlet_font", "game_of_life_halting", "needle_haystack", "number_format",
+    "palindrome_generation", "path_star", "products", "self_reference", "sentence_reordering", "spell_backward",
+    "zebra_puzzles",
+})  # fmt: skip
+"""Datasets of reasoning_gym 0.1.25 whose own scorers only compare an answer, and take a short time for any. Further ones
+have the scorer that all datasets inherit. The others may run an answer, or be busy for ever, as with 10 ** int(answer)."""
+_MOST_SANDBOXES = 8
+"""Each takes 90 MB and seconds to start."""
 _KEPT_SCORES = 1024
 """Enough for equal answers of a group, and for the answers that a warning of equal rewards is about."""
 _MOST_DIGITS = 32
 """The most characters of a score; a longer text would take long to read as a number."""
 _SETUP = """
-import base64, os, pickle, sys, sysconfig
-packages, home = {packages!r}, {home!r}
-sys.path += [path for path in packages if path not in sys.path]
-# Programs may read what is below these paths: none may be a folder with runs, as an editable project's may be.
-libraries = [*packages, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-sys.path[:] = [path for path in sys.path if (path + os.sep).startswith(tuple(each + os.sep for each in libraries))]
-os.environ["HOME"] = home  # where packages have their caches
+import base64, ctypes, pickle
 import reasoning_gym
 name, settings = pickle.loads(base64.b64decode({dataset!r}))
 dataset = reasoning_gym.create_dataset(name, **settings)
-os.environ["HOME"] = "/tmp"
+NOT_DUMPABLE = 4
+ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0, 0, 0, 0)  # so that no answer traces this process
 """
 _PROGRAM = """
-import base64, pickle, sys, traceback
-from prepared import dataset
+import base64, pickle, sys
 answer, entry = pickle.loads(base64.b64decode(sys.stdin.read()))
 try:
-    score = float(dataset.score_answer(answer=answer, entry=entry))
+    score = float(prepared["dataset"].score_answer(answer=answer, entry=entry))
 except Exception:
-    traceback.print_exc(limit=-3)
+    sys.excepthook(*sys.exc_info())
     score = None
 print()
 print(score)
@@ -64,30 +66,29 @@ print(score)
 
 
 class ReasoningGymScorer:
-    """Scores answers to the questions of a dataset, from any thread. Its server starts with `start`, or when first
-    needed, and ends with this object or this process.
+    """Scores answers to the questions of a dataset, from any thread. Its sandboxes start when needed, and end with this
+    object or this process.
 
     Args:
         dataset: the dataset.
         parts: the datasets that it is made of, by their names.
-        name: its name, by which together with `settings` the server makes it once more.
-        is_contained: contain the processes that score; task.sandbox says so.
+        name: its name, by which together with `settings` a sandbox makes it once more.
+        is_contained: use bubblewrap; task.sandbox says so.
     """
 
     def __init__(
         self, dataset: Any, parts: Mapping[str, Any], name: str, settings: Mapping[str, Any], *, is_contained: bool
     ) -> None:
         self._dataset = dataset
-        self._compares = {part: only_compares(type(each).score_answer) for part, each in parts.items()}
-        own = os.path.dirname(os.path.dirname(os.path.abspath(reasoning_gym.__file__)))  # it may be in another place
-        installed = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-        packages = list(dict.fromkeys([own, *installed]))
-        setup = _SETUP.format(
-            packages=packages, home=os.path.expanduser("~"), dataset=base64.b64encode(pickle.dumps((name, settings))),
-        )  # fmt: skip
-        self._pool = SandboxPool(setup=setup, is_contained=is_contained, reads_as_root=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
+        self._compares = {part: only_compares(part, each) for part, each in parts.items()}
+        package = os.path.dirname(os.path.abspath(reasoning_gym.__file__))
+        self.sandbox = Bubblewrap(libraries=[os.path.dirname(package)], is_contained=is_contained)
+        self._setup = _SETUP.format(dataset=base64.b64encode(pickle.dumps((name, settings))))
+        self._idle: queue.LifoQueue[Interpreter] = queue.LifoQueue()
+        for _ in range(min(_MOST_SANDBOXES, num_children())):
+            interpreter = Interpreter(self.sandbox, self._setup)
+            self._idle.put(interpreter)
+            weakref.finalize(self, interpreter.close)
         self._scores: OrderedDict[tuple[str, Any, Any], float | str] = OrderedDict()
         """[question, its right answer, answer] the score that a process has given, or why it has given none: the
         newest."""
@@ -98,7 +99,7 @@ class ReasoningGymScorer:
         return not all(self._compares.values())
 
     def start(self) -> None:
-        """Start the server, before the first answer is scored. AsyncRLError: it can't be started."""
+        """Start a sandbox, before the first answer is scored. AsyncRLError: it can't be started."""
         self._run("pass")
 
     def score(self, question: Question, answer: str) -> RewardResult:
@@ -156,21 +157,17 @@ class ReasoningGymScorer:
         return score
 
     def _run(self, program: str, stdin: str = "") -> Ended:
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_serve, args=(self._loop, self._pool), name="scorer", daemon=True).start()
-                weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
-        limits = RunLimits(wall_s=WALL_S, cpu_s=CPU_S, memory_bytes=_MEMORY_BYTES)
-        return asyncio.run_coroutine_threadsafe(self._pool.run(program, stdin, limits), self._loop).result()
+        interpreter = self._idle.get()
+        try:
+            limits = RunLimits(wall_s=WALL_S, cpu_s=CPU_S, memory_bytes=_MEMORY_BYTES)
+            return interpreter.run(program, stdin, limits)
+        finally:
+            self._idle.put(interpreter)
 
 
-def _serve(loop: asyncio.AbstractEventLoop, pool: SandboxPool) -> None:
-    """Run the event loop of a pool until it is stopped, and end the pool."""
-    loop.run_forever()
-    with suppress(RuntimeError):  # where the interpreter ends meanwhile: the server has been told to end all the same
-        loop.run_until_complete(pool.aclose())
-    loop.close()
+def only_compares(name: str, dataset: Any) -> bool:
+    """Return whether the scorer of a dataset only compares an answer."""
+    return name in _COMPARING or type(dataset).score_answer is ProceduralDataset.score_answer
 
 
 def _score(ended: Ended) -> float | str:

@@ -23,8 +23,7 @@ from async_rl.types import Prompt
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult, Score
 from rollout_server.rewards.math_checker import num_children
-from rollout_server.sandbox.pool import MARGIN_S
-from rollout_server.sandbox.protection import check_protection, find_protection
+from rollout_server.sandbox.bubblewrap import MARGIN_S
 from rollout_server.tasks.base import Task
 from rollout_server.tasks.reasoning_gym_scorer import WALL_S, ReasoningGymScorer
 
@@ -54,7 +53,7 @@ class ReasoningGymTask(Task):
         _check_params(self._name, config.task.params)
         self._parts = _parts(config.task.params) if self._name == _COMPOSITE else {}
         self._dataset = cache(self._create_dataset)
-        dataset, is_contained = self._dataset(_TRAIN, 0), config.task.sandbox != "none"
+        dataset, is_contained = self._dataset(_TRAIN, 0), config.task.sandbox.kind != "none"
         parts = dataset.datasets if self._parts else {self._name: dataset}
         self._scorer = ReasoningGymScorer(
             dataset, parts, self._name, self._dataset_settings(_TRAIN, 0), is_contained=is_contained
@@ -105,21 +104,14 @@ class ReasoningGymTask(Task):
             f"at least {needed_s:g} with task.name {config.task.name}",
             "Else an answer whose score takes long would cost its whole group the reward.",
         )
-        if config.task.sandbox == "none":
-            return
-        try:
-            check_protection(needs_namespaces=False)
-        except ConfigError as error:
-            raise ConfigError(
-                f"task.name {config.task.name}: its scorer may run an answer as Python, and {error}"
-            ) from None
+        check(
+            not config.task.sandbox.url, "task.sandbox.url", config.task.sandbox.url,
+            f"empty with task.name {config.task.name}", "Its scorer may run an answer as Python, in bubblewrap alone.",
+        )
+        self._scorer.sandbox.check()
 
     def _describe_containment(self, config: Config, settings: None) -> str:
-        if not self._scorer.runs_answers:
-            return ""
-        if config.task.sandbox == "none":
-            return "answers that its scorer runs as Python are not contained (task.sandbox: none)"
-        return f"answers that its scorer runs as Python are contained by {find_protection()}"
+        return f"answers that its scorer runs as Python {config.task.sandbox}" if self._scorer.runs_answers else ""
 
     def _draw(self, position: int) -> Question:
         for draw in range(_MAX_DRAWS):

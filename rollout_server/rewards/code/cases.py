@@ -5,7 +5,7 @@
     {assert_case: [code, ...]}                                    asserts, each appended to the answer
 
 The program of a case never holds what is expected. Its result comes out as text, or as values in JSON, and is compared
-outside of it. Only an assert that can't be taken apart runs inside; it is cheatable: refused, or counted if allowed.
+outside of it. Only an assert that can't be taken apart runs inside, where a dishonest answer can pass it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ _WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,99}")
 _SCHEMAS = "{inputs, outputs}, {fn_name, inputs, outputs} or {assert_case}"
 CHEATABLE = "runs beside the answer, so that a dishonest answer can pass it"
 """The fault of a cheatable test."""
-HOW_TO_BE_HONEST = (
-    "Compare what the answer's function returns with a literal (assert f(2) == 3), leave such questions out, or set "
-    "cheatable: count in the params of the reward code, to run these tests all the same"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +114,9 @@ def _call_case(name: str, given: Any, output: Any) -> Case:
     marker = secrets.token_hex(8)
     call = (
         f"(Solution().{name} if 'Solution' in _builtins.globals() and _builtins.hasattr(Solution, {name!r}) "
-        f"else {name})(*_builtins.__import__('json').loads({json.dumps(arguments)!r}))"
+        f"else {name})(*_json.loads({json.dumps(arguments)!r}))"
     )
-    suffix = f"{ENCODE}\n_builtins.print('\\n{marker} ' + _encode_result({call}), flush=True)"
+    suffix = f"import json as _json\n{ENCODE}\n_builtins.print('\\n{marker} ' + _encode_result({call}), flush=True)"
     expected = json.loads(output) if isinstance(output, str) else output
     return Case(suffix=suffix, marker=marker, expected=expected, kind="value")
 

@@ -1,4 +1,4 @@
-"""The reward `code`: runs the program in an answer against the tests of its question, contained.
+"""The reward `code`: runs the program in an answer against the tests of its question, in a sandbox.
 
 A program that fails, hangs, or does what it must not costs its own answer the reward, and nothing else. If the sandbox
 itself dies, there is no verdict.
@@ -6,31 +6,47 @@ itself dies, there is no verdict.
 
 from __future__ import annotations
 
+import builtins
 import re
-import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from async_rl.config import Config, TaskConfig
+from async_rl.config import Config
 from async_rl.config.check import check
-from async_rl.config.params import read_params
 from async_rl.config.section import PathText, section
+from async_rl.config.task_parts import SandboxConfig
 from async_rl.cores import usable_cores
 from rollout_server.question import Question
-from rollout_server.rewards.code.asserts import IMPORTS
-from rollout_server.rewards.code.cases import CHEATABLE, HOW_TO_BE_HONEST, Case, first_cheatable, read_cases
+from rollout_server.rewards.code.cases import Case, read_cases
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.sandbox.pool import MARGIN_S, Ended, RunLimits, SandboxDiedError, SandboxPool
-from rollout_server.sandbox.protection import check_protection, find_protection
-from rollout_server.sandbox.subprocesses import Bubblewrap, Uncontained
+from rollout_server.sandbox.bubblewrap import MARGIN_S, Bubblewrap, Run, RunLimits, SandboxDiedError
+from rollout_server.sandbox.service import Service
 
-_NOT_MAIN = '__name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
+_STARRED = ("typing", "collections", "functools", "heapq", "itertools", "bisect", "math")
+_MODULES = ("bisect", "collections", "datetime", "functools", "heapq", "itertools", "json", "math", "operator", "random",
+            "re", "string", "sys")  # fmt: skip
+
+
+def _provided() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for module in _STARRED:
+        names: dict[str, object] = {}
+        exec(f"from {module} import *", names)
+        of_module = [name for name in names if not name.startswith("_") and not hasattr(builtins, name)]
+        found |= {name: f"from {module} import {name}" for name in of_module}
+    return found | {module: f"import {module}" for module in _MODULES}
+
+
+PROVIDED = _provided()
+"""[name] the import that gives a program this name, as verl's checker does. Only what it uses is imported: all of it takes
+longer than Python takes to start."""
+_NOT_MAIN = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
 _BLOCK = re.compile(
     r"```[^\n`]+```(?![\w+#-]+[ \t]*\r?\n)"
@@ -50,84 +66,93 @@ class CodeSettings:
     """The reward is the share of the first `max_cases` tests that pass. Otherwise 1 if all tests pass, else 0."""
     max_cases: PositiveInt = 10
     """With `partial`: the tests that are run."""
-    cheatable: Literal["refuse", "count"] = "refuse"
-    """Tests that run beside the answer, which a dishonest answer can pass: refuse them, or run and count them."""
     timeout_s: PositiveFloat = 6.0
     """How long one run of a program may take."""
     answer_s: PositiveFloat = 20.0
     """How long all runs of an answer may take; the tests that are left then count as failed."""
     memory_bytes: Annotated[int, Field(ge=1 << 24)] = 512 << 20
     """The memory that a program may use."""
-    processes: PositiveInt = 1
-    """Processes that a program may have. More than 1 needs user namespaces."""
-    files: bool = False
-    """Give programs an empty folder /tmp. It needs user namespaces."""
+    processes: PositiveInt = 16
+    """Processes and threads that a program may have. Each may use `memory_bytes`."""
     python: PathText = ""
-    """The Python that runs the programs. Empty: that of the run, or the system's where other users can't read it."""
-    preload: list[str] = field(default_factory=list)
-    """Modules that are imported once for all programs, such as numpy, with those that `python` has installed."""
+    """The Python that runs the programs. Empty: the one of the run. Programs can import what it has installed."""
     wrap: str = ""
     """The program that is run, in which {answer} stands for the whole answer. Empty: the last block of code is run."""
     command: list[str] = field(default_factory=list)
-    """For other languages: the command that runs a file, such as [node] or [bash], in bubblewrap."""
+    """For other languages: the command that runs a file, such as [node] or [bash]."""
     languages: list[str] = field(default_factory=lambda: ["python", "py", "python3", "py3", ""])
     """The words after ``` that mark a program in an answer; the last such block is run. The empty word, for blocks
-    without one, counts only in an answer that has no block with another of these words."""
+    without one, counts only in an answer that has no block with another of these words. The first is also the language
+    that a service at task.sandbox.url is asked for."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether programs are Python."""
+        return not self.command and self.languages[0] in ("python", "py", "python3", "py3", "")
 
 
-class Runner(Protocol):
-    """Runs programs: a SandboxPool, Bubblewrap, or Uncontained."""
+class Sandbox(Protocol):
+    """Runs programs: Bubblewrap, or a Service."""
 
-    async def run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
-        """Run a program to its end or to its deadline."""
+    def open(self, setup: str) -> AbstractContextManager[Run]:
+        """Open a sandbox for one answer, in which a trusted program may run before."""
 
-    async def aclose(self) -> None:
-        """End what the runs needed."""
+    def check(self) -> None:
+        """Check that programs can run. ConfigError: they can't."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeChecker:
-    """Scores the programs in answers with a runner."""
+    """Scores the programs in answers in a sandbox."""
 
-    runner: Runner
+    sandbox: Sandbox
     settings: CodeSettings
 
-    async def score(self, question: Question, response: str) -> RewardResult:
+    def score(self, question: Question, response: str) -> RewardResult:
         """Return 1 or 0, or with `partial` the share of tests that pass, and what happened in the runs."""
         settings, cases = self.settings, read_cases(question.ground_truth)
-        if settings.command and any(case.suffix for case in cases):
-            raise ValueError("a test of a function or an assert is Python; task.rewards.params.command must be empty")
-        if settings.cheatable == "refuse" and (test := first_cheatable(cases)):
-            raise ValueError(f"the test {test} of a question {CHEATABLE}. {HOW_TO_BE_HONEST}")
+        if not settings.is_python and any(case.suffix for case in cases):
+            raise ValueError("a test of a function or an assert is Python; task.rewards.params must not ask for another")
         program = find_program(response, settings)
         if program is None:
             return RewardResult(0.0, {"no_code": 1.0, "passed": 0.0, "late": 0.0, "cheatable": 0.0})
         cases = cases[: settings.max_cases] if settings.partial else cases
         end_s = time.monotonic() + settings.answer_s
         passed, is_late = 0, False
-        for case in cases:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                is_late = True
-                break
-            limits = RunLimits(
-                wall_s=min(settings.timeout_s, left_s), cpu_s=settings.timeout_s, memory_bytes=settings.memory_bytes,
-                processes=settings.processes,
-            )
-            try:
-                ended = await self.runner.run(whole_program(program, case, settings), case.stdin, limits)
-            except SandboxDiedError as error:
-                return RewardResult(None, reason=str(error))
-            is_late |= ended.is_late
-            # The exit code alone never passes a test: what comes out must be what is expected.
-            is_passed = not ended.is_late and ended.exit_code == 0 and case.is_passed_by(ended.output)
-            passed += is_passed
-            if not is_passed and not settings.partial:
-                break
+        try:
+            with self.sandbox.open(self._setup(program, cases)) as run:
+                for case in cases:
+                    left_s = end_s - time.monotonic()
+                    if left_s <= 0:
+                        is_late = True
+                        break
+                    limits = RunLimits(
+                        wall_s=min(settings.timeout_s, left_s), cpu_s=settings.timeout_s,
+                        memory_bytes=settings.memory_bytes, processes=settings.processes,
+                    )
+                    ended = run(whole_program(program, case, settings), case.stdin, limits)
+                    is_late |= ended.is_late
+                    # The exit code alone never passes a test: what comes out must be what is expected.
+                    is_passed = not ended.is_late and ended.exit_code == 0 and case.is_passed_by(ended.output)
+                    passed += is_passed
+                    if not is_passed and not settings.partial:
+                        break
+        except SandboxDiedError as error:
+            return RewardResult(None, reason=str(error))
         score = passed / len(cases) if settings.partial else float(passed == len(cases))
         cheatable = sum(case.is_cheatable for case in cases) / len(cases)
         metrics = {"no_code": 0.0, "passed": passed / len(cases), "late": float(is_late), "cheatable": cheatable}
         return RewardResult(score, metrics, is_final=not is_late)  # on another day it may be fast enough
+
+    def _setup(self, program: str, cases: list[Case]) -> str:
+        """Return the imports that the runs of an answer share."""
+        return "\n".join(imports((program, *(case.suffix for case in cases)))) if self.settings.is_python else ""
+
+
+def imports(texts: Iterable[str]) -> list[str]:
+    """Return the imports of what programs are given and use."""
+    words = dict.fromkeys(word for text in texts for word in re.findall(r"[^\W\d]\w*", text))
+    return [PROVIDED[word] for word in words if word in PROVIDED]
 
 
 def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
@@ -137,11 +162,11 @@ def whole_program(program: str, case: Case, settings: CodeSettings) -> str:
     answer has, because nothing may stand before these. With a case that calls a function, a main guard
     of the answer does not run.
     """
-    if settings.command:
+    if not settings.is_python:
         return program
-    futures = "".join(f"{each[0].strip()}\n" for each in _FUTURE.finditer(program))
-    prelude = f"{futures}{IMPORTS}\n" + (f"{_NOT_MAIN}\n" if case.suffix else "")
-    return f"{prelude}{_FUTURE.sub('pass', program)}\n{case.suffix}"
+    futures = [each[0].strip() for each in _FUTURE.finditer(program)]
+    prelude = [*futures, *imports((program, case.suffix)), *([_NOT_MAIN] if case.suffix else [])]
+    return "\n".join((*prelude, _FUTURE.sub("pass", program), case.suffix))
 
 
 def find_program(response: str, settings: CodeSettings) -> str | None:
@@ -169,37 +194,16 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 @asynccontextmanager
-async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Callable[..., Awaitable[RewardResult]]]:
-    """Open what runs the programs of one worker, and yield the function that scores an answer."""
-    runner = open_runner(config.task.sandbox, settings)
-    try:
-        yield CodeChecker(runner=runner, settings=settings).score
-    finally:
-        await runner.aclose()
+async def open_code(config: Config, settings: CodeSettings) -> AsyncIterator[Callable[..., RewardResult]]:
+    """Yield the function that scores an answer."""
+    yield CodeChecker(sandbox=sandbox_of(config.task.sandbox, settings), settings=settings).score
 
 
-def open_runner(sandbox: str, settings: CodeSettings) -> Runner:
-    """Return what runs programs as task.sandbox says, started when the first program comes.
-
-    Raises:
-        ConfigError: programs can't be contained on this machine as the settings need it.
-    """
-    if sandbox == "none":
-        return Uncontained(settings.command or [settings.python or sys.executable, "-I"])
-    if settings.command:
-        return Bubblewrap(settings.command)
-    needs_namespaces = settings.files or settings.processes > 1
-    check_protection(needs_namespaces=needs_namespaces)
-    return SandboxPool(has_namespaces=needs_namespaces, python=settings.python, preload=settings.preload)
-
-
-def refuses_cheatable(task: TaskConfig) -> bool:
-    """Return whether a reward `code` of the task refuses tests that a dishonest answer can pass."""
-    settings = [
-        read_params(f"task.rewards[{index}].params", each.params, {"code": CodeSettings})["code"]
-        for index, each in enumerate(task.named_rewards) if each.reward == "code"
-    ]  # fmt: skip
-    return any(each.cheatable == "refuse" for each in settings)
+def sandbox_of(config: SandboxConfig, settings: CodeSettings) -> Sandbox:
+    """Return what runs programs, as task.sandbox says."""
+    if config.url:
+        return Service(url=config.url, language=settings.languages[0])
+    return Bubblewrap(python=settings.python, command=settings.command, is_contained=config.kind != "none")
 
 
 def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: str) -> None:
@@ -216,18 +220,16 @@ def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: st
         )
     else:  # a reward that is alone has no params
         check(needed_s <= timeout_s, "timeouts.reward_s", timeout_s, f"at least {needed_s:g} with {key} code", why)
-    open_runner(config.task.sandbox, settings)
+    sandbox_of(config.task.sandbox, settings).check()
 
 
 def describe_code(config: Config, settings: CodeSettings) -> str:
     """Return how programs are contained."""
-    if config.task.sandbox == "none":
-        return "programs are not contained (task.sandbox: none)"
-    return "programs are contained by " + ("bubblewrap" if settings.command else str(find_protection()))
+    return f"programs {config.task.sandbox}"
 
 
 CODE = Reward(
-    open=open_code, settings=CodeSettings, is_function_of_input=True, inputs=lambda config: config.task.sandbox,
+    open=open_code, settings=CodeSettings, is_function_of_input=True, inputs=lambda config: str(config.task.sandbox),
     modules=("rollout_server.rewards.code", "rollout_server.sandbox"), concurrency=max(2, usable_cores()),
     check=check_code, describe=describe_code,
 )

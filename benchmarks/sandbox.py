@@ -1,51 +1,44 @@
-"""Measures the sandbox against a bare subprocess of the same program: runs a second, processor time, memory, misdeeds.
+"""Measures programs in answers: answers and tests a second, processor time, and programs that misbehave side by side.
 
     python -m benchmarks.sandbox                                         # prints the tables
     python -m benchmarks.sandbox --out benchmarks/results/sandbox
 
-The rows are measured in turn, `--rounds` times, and the table has their medians. Processor time is that of all
-processes together; on a machine that has other work it says more than the rate.
-    subprocess    `python -I -S program`, a process of its own for each run
-    fork server   seccomp, Landlock and limits
-    namespaces    the same with namespaces of its own for each run
-Then 48 programs that misbehave, in 12 ways, beside 16 sound ones, all at once; the memory of the pool while 20 programs
-sleep, beside that of 20 subprocesses; and the processes that are left when a worker is killed.
+Two tasks, each in bubblewrap and not contained, with one and with four answers at once, `--rounds` times. The table has
+the medians. Processor time is the time of all processes together. Beside other work it says more than the rate.
+    one input    an answer of configs/code_cpu.yaml: an expression in a program that reads one input
+    ten calls    a function that is called ten times
+Then 48 programs that misbehave, in 12 ways, beside 16 sound ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import json
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
+from async_rl.config.task_parts import SandboxConfig
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import Table, write_page
-from rollout_server.sandbox.fork_server import PROJECT
-from rollout_server.sandbox.pool import Ended, RunLimits, SandboxPool
-from rollout_server.sandbox.protection import find_protection, find_python
-from rollout_server.sandbox.subprocesses import Uncontained
+from rollout_server.question import Question
+from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
+from rollout_server.sandbox.bubblewrap import Bubblewrap, Ended, RunLimits
 
-PROGRAM = """import sys
+SOLVE = """```python
 from collections import Counter
 def solve(words):
     count = Counter(words)
     best = sorted(count.items(), key=lambda kv: (-kv[1], kv[0]))
-    return best[:3]
-data = sys.stdin.read().split()
-total = sum(len(word) for word in data)
-for word, number in solve(data):
-    print(word, number, total)
-"""
-STDIN = "the quick brown fox jumps over the lazy dog the fox " * 20
+    return [[word, number] for word, number in best[:3]]
+```"""
+WORDS = ("the quick brown fox jumps over the lazy dog the fox " * 20).split()
 MISDEEDS = {
     "fork bomb": """import os, time
 n = 0
@@ -119,192 +112,95 @@ print("held")  # the others go on
 OF_EACH = 4
 """How many programs of each misdeed run at once."""
 SOUND = 16
-MISDEED_MEMORY_BYTES = 256 << 20
-SLEEPERS = 20
-KILLED_RUNS = 8
+MISDEED_LIMITS = RunLimits(cpu_s=1, wall_s=12.0, memory_bytes=256 << 20)
 
 
-class Way(NamedTuple):
-    """A way to run a program."""
+class Work(NamedTuple):
+    """One task: the settings of the reward, a question's tests, and a right answer."""
 
-    name: str
-    run: Callable[[str, str, RunLimits], Awaitable[object]]
-    server: Callable[[], int]
-    """Returns the process of the fork server, or 0."""
-
-
-class Rate(NamedTuple):
-    """How fast a way ran the program."""
-
-    per_s: float
-    median_ms: float
-    cpu_ms: float
+    settings: CodeSettings
+    tests: dict[str, Any]
+    answer: str
 
 
-async def measure(way: Way, seconds: float, at_once: int) -> Rate:
-    """Return how often a way runs the program for so long, with so many at once."""
-    times: list[float] = []
-    await way.run(PROGRAM, STDIN, RunLimits())
-    began_s, cpu_s = time.monotonic(), _cpu_s(way.server())
-    end_s = began_s + seconds
-
-    async def loop() -> None:
-        while time.monotonic() < end_s:
-            start_s = time.monotonic()
-            ended = await way.run(PROGRAM, STDIN, RunLimits())
-            times.append(time.monotonic() - start_s)
-            assert getattr(ended, "output", "").startswith("the "), ended
-
-    await asyncio.gather(*(loop() for _ in range(at_once)))
-    cpu_s = _cpu_s(way.server()) - cpu_s
-    took_s = time.monotonic() - began_s
-    return Rate(len(times) / took_s, statistics.median(times) * 1000, cpu_s / len(times) * 1000)
+def works() -> dict[str, Work]:
+    """Return the tasks by their names."""
+    wrap = "for x in map(int, input().split()):\n    print({answer})\n"
+    one = {"inputs": ["2 7 9 12 20"], "outputs": ["4\n14\n18\n24\n40"]}
+    given = [WORDS[first:] for first in range(10)]
+    wanted = [sorted(Counter(words).items(), key=lambda pair: (-pair[1], pair[0]))[:3] for words in given]
+    calls = {"fn_name": "solve", "inputs": [[each] for each in given], "outputs": list(map(json.dumps, wanted))}
+    return {
+        "one input": Work(CodeSettings(wrap=wrap), one, "x*2"),
+        "ten calls": Work(CodeSettings(partial=True), calls, SOLVE),
+    }
 
 
-def _cpu_s(server: int) -> float:
-    """Return the processor time of this process, of a server, and of all their children that have ended."""
-    times = os.times()
-    total = times.user + times.system + times.children_user + times.children_system
-    for process in _servers(server) if server else ():
-        used = process.cpu_times()
-        total += used.user + used.system + used.children_user + used.children_system
-    return total
+def measure(work: Work, kind: Any, at_once: int, seconds: float) -> tuple[float, float]:
+    """Return the answers scored a second, and the milliseconds of processor time of each."""
+    checker = CodeChecker(sandbox=sandbox_of(SandboxConfig(kind=kind), work.settings), settings=work.settings)
+    question = Question(messages=(), ground_truth=work.tests)
+    assert checker.score(question, work.answer).score == 1
+    began_s, began_cpu_s = time.monotonic(), sum(os.times()[:4])
+
+    def loop(_: int) -> int:
+        done = 0
+        while time.monotonic() < began_s + seconds:
+            assert checker.score(question, work.answer).score == 1
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(at_once) as threads:
+        done = sum(threads.map(loop, range(at_once)))
+    return done / (time.monotonic() - began_s), (sum(os.times()[:4]) - began_cpu_s) / done * 1000
 
 
-def _servers(server: int) -> list[psutil.Process]:
-    """Return the processes of a pool that runs no program: with namespaces the server is a child of the one started."""
-    return [psutil.Process(server), *psutil.Process(server).children()]
-
-
-async def rates(seconds: float, rounds: int) -> Table:
-    """Return the table of all ways, with one and with four programs at once."""
-    python = find_python()
-    plain, forked, spaced = Uncontained([python, "-I", "-S"]), SandboxPool(), SandboxPool(has_namespaces=True)
-    ways = [Way("subprocess", plain.run, lambda: 0), Way("fork server", forked.run, lambda: forked.server_pid)]
-    if find_protection().has_namespaces:
-        ways.append(Way("namespaces", spaced.run, lambda: spaced.server_pid))
-    found: dict[tuple[str, int], list[Rate]] = {}
+def rates(seconds: float, rounds: int) -> Table:
+    """Return the table of all tasks and ways."""
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for _ in range(rounds):
-        for at_once in (1, 4):
-            for way in ways:
-                found.setdefault((way.name, at_once), []).append(await measure(way, seconds, at_once))
-    await forked.aclose()
-    await spaced.aclose()
-    medians = {key: Rate(*map(statistics.median, zip(*each, strict=True))) for key, each in found.items()}
-    rows = [
-        [
-            name, str(at_once), f"{rate.per_s:.1f}", f"{rate.per_s / medians['subprocess', at_once].per_s:.1f}",
-            f"{rate.median_ms:.1f}", f"{rate.cpu_ms:.1f}",
-        ]
-        for (name, at_once), rate in medians.items()
-    ]  # fmt: skip
-    header = ("way", "at once", "runs/s", "times a subprocess", "median, ms", "processor time of a run, ms")
-    return Table(header, rows, "Runs a second")
+        for name, work in works().items():
+            for kind in ("bubblewrap", "none"):
+                for at_once in (1, 4):
+                    found.setdefault((name, kind, at_once), []).append(measure(work, kind, at_once, seconds))
+    rows = []
+    for (name, kind, at_once), each in found.items():
+        per_s, cpu_ms = (statistics.median(values) for values in zip(*each, strict=True))
+        num_tests = 10 if name == "ten calls" else 1
+        rows.append([name, kind, str(at_once), f"{per_s:.1f}", f"{per_s * num_tests:.1f}", f"{cpu_ms:.1f}"])
+    header = ("task", "task.sandbox.kind", "at once", "answers/s", "tests/s", "processor time of an answer, ms")
+    return Table(header, rows, "Answers a second")
 
 
-async def misdeeds(has_namespaces: bool, wall_s: float = 12.0) -> list[str]:
-    """Return a row: what became of 48 programs that misbehave and 16 sound ones beside them, all at once."""
-    pool = SandboxPool(has_namespaces=has_namespaces)
+def misdeeds() -> Table:
+    """Return a table: what became of 48 programs that misbehave and 16 sound ones beside them, all at once."""
     programs = [*MISDEEDS.values()] * OF_EACH
-    limits = RunLimits(
-        cpu_s=1, wall_s=wall_s, processes=8 if has_namespaces else 1, memory_bytes=MISDEED_MEMORY_BYTES
-    )
     every = len(programs) // SOUND
     mixed = [(program, False) for program in programs]
     for number in range(SOUND):
         mixed.insert(number * (every + 1), ("print(sum(range(10)))", True))
+
+    def run(program: str) -> Ended:
+        with Bubblewrap().open() as run:
+            return run(program, "", MISDEED_LIMITS)
+
     began_s = time.monotonic()
-    ended = await asyncio.gather(*(pool.run(program, limits=limits) for program, _ in mixed))
+    with ThreadPoolExecutor(len(mixed)) as threads:
+        ended = list(threads.map(run, [program for program, _ in mixed]))
     took_s = time.monotonic() - began_s
-    left = psutil.Process(pool.server_pid).children(recursive=True)[has_namespaces:]
+    left = psutil.Process().children(recursive=True)
     right = sum(each.output == "45\n" for each, (_, is_sound) in zip(ended, mixed, strict=True) if is_sound)
-    held = sum(_was_held(each) for each, (_, is_sound) in zip(ended, mixed, strict=True) if not is_sound)
-    bombs = [each for each, (program, _) in zip(ended, mixed, strict=True) if program == MISDEEDS["fork bomb"]]
-    children = max(int((each.output.split() or ["", "0"])[-1]) for each in bombs)
-    await pool.aclose()
-    name = "namespaces" if has_namespaces else "fork server"
-    return [
-        name, f"{right} of {SOUND}", f"{held} of {len(programs)}", str(children), str(len(left)), f"{took_s:.1f}"
-    ]
+    held = [_was_held(each) for each, (_, is_sound) in zip(ended, mixed, strict=True) if not is_sound]
+    opened = {name for name, was_held in zip([*MISDEEDS] * OF_EACH, held, strict=True) if not was_held}
+    header = ("sound ones right", "misdeeds held", "not held", "processes left", "seconds")
+    counts = [f"{right} of {SOUND}", f"{sum(held)} of {len(held)}", ", ".join(sorted(opened))]
+    row = [*counts, str(len(left)), f"{took_s:.1f}"]
+    return Table(header, [row], f"{len(held)} programs that misbehave beside {SOUND} sound ones")
 
 
 def _was_held(ended: Ended) -> bool:
     """Return whether a misdeed came to nothing: it says so, was killed, or crashed."""
     return "OPEN" not in ended.output + ended.errors and ("held" in ended.output + ended.errors or ended.exit_code < 0)
-
-
-async def memory(has_namespaces: bool) -> list[str]:
-    """Return a row: the memory of a pool alone, and with programs that sleep."""
-    pool = SandboxPool(has_namespaces=has_namespaces)
-    await pool.run("pass")
-    server = psutil.Process(pool.server_pid)
-    alone = sum(process.memory_full_info().uss for process in _servers(pool.server_pid))
-    sleeping = [asyncio.create_task(pool.run("import time\ntime.sleep(3)")) for _ in range(SLEEPERS)]
-    await asyncio.sleep(1.5)
-    together = sum(process.memory_full_info().pss for process in (server, *server.children(recursive=True)))
-    await asyncio.gather(*sleeping)
-    await pool.aclose()
-    name = "namespaces" if has_namespaces else "fork server"
-    return [name, f"{alone / 2**20:.1f}", f"{together / 2**20:.1f}"]
-
-
-async def memory_of_processes() -> list[str]:
-    """Return a row: the memory of as many programs that sleep, each a process of its own."""
-    command = [find_python(), "-I", "-S", "-c", "import time\ntime.sleep(60)"]
-    processes = [psutil.Popen(command) for _ in range(SLEEPERS)]
-    await asyncio.sleep(1.5)
-    together = sum(process.memory_full_info().pss for process in processes)
-    for process in processes:
-        process.kill()
-        process.wait()
-    return ["subprocess", "", f"{together / 2**20:.1f}"]
-
-
-def left_behind(has_namespaces: bool) -> list[str]:
-    """Return a row: how many processes are left five seconds after a worker with running programs was killed."""
-    code = (
-        f"import asyncio, sys; sys.path.insert(0, {PROJECT!r})\n"
-        "from rollout_server.sandbox.pool import SandboxPool\n"
-        "async def main():\n"
-        f"    pool = SandboxPool(has_namespaces={has_namespaces})\n"
-        "    await pool.run('pass')\n"
-        f"    runs = [asyncio.create_task(pool.run('while True: pass')) for _ in range({KILLED_RUNS})]\n"
-        "    print(pool.server_pid, flush=True)\n"
-        "    await asyncio.gather(*runs)\n"
-        "asyncio.run(main())\n"
-    )
-    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert worker.stdout is not None
-    server = psutil.Process(int(worker.stdout.readline()))
-    deadline_s = time.monotonic() + 10
-    while len(server.children(recursive=True)) < KILLED_RUNS + has_namespaces and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    processes = [server, *server.children(recursive=True)]
-    worker.kill()
-    worker.wait()
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    left = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    return ["namespaces" if has_namespaces else "fork server", str(len(processes)), str(len(left))]
-
-
-async def measured(seconds: float, rounds: int) -> list[Table]:
-    modes = (False, True) if find_protection().has_namespaces else (False,)
-    return [
-        await rates(seconds, rounds),
-        Table(
-            ("way", "sound ones right", "misdeeds held", "most children of a bomb", "processes left", "seconds"),
-            [await misdeeds(mode) for mode in modes],
-            f"{OF_EACH * len(MISDEEDS)} programs that misbehave, {OF_EACH} of each kind, beside {SOUND} sound ones",
-        ),
-        Table(
-            ("way", "server alone, MiB of its own", f"with {SLEEPERS} programs, MiB"),
-            [*[await memory(mode) for mode in modes], await memory_of_processes()], "Memory of the pool",
-        ),
-        Table(
-            ("way", "processes", "left after 5 s"), [left_behind(mode) for mode in modes],
-            "A worker is killed with SIGKILL",
-        ),
-    ]  # fmt: skip
 
 
 def main() -> None:
@@ -313,9 +209,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="also write the tables to this file, with .md and .json")
     arguments = parser.parse_args()
-    tables = asyncio.run(measured(arguments.seconds, arguments.rounds))
+    tables = [rates(arguments.seconds, arguments.rounds), misdeeds()]
     text = "\n".join(f"## {table.title}\n\n{table.markdown()}" for table in tables)
-    page = f"The sandbox: {find_protection()}. {arguments.rounds} rounds. {machine_text()}.\n\n{text}"
+    page = f"Programs in answers. {arguments.rounds} rounds. {machine_text()}.\n\n{text}"
     if arguments.out:
         numbers = [{"title": each.title, "header": each.header, "rows": each.rows} for each in tables]
         write_page(arguments.out, page, numbers)

@@ -35,6 +35,8 @@ FIRST_UID, NUM_UIDS = 60000, 4096
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
 }  # fmt: skip
+_LINE = 64
+"""The bytes of the first line of a reply."""
 _INTERPRETER = Path(__file__).with_name("interpreter.py")
 _FLAGS = (
     "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
@@ -46,7 +48,11 @@ _FLAGS = (
 _DEVICES = ("--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom")
 """All that Python needs; some containers do not allow a new /proc and /dev."""
 _DEVICES_OF_COMMANDS = ("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev")
-_ASK = "import os, site, sys; print(os.path.realpath(sys.executable), sys.base_prefix, *site.getsitepackages(), sep='\\n')"
+_ASK = """
+import marshal, os, site, sys
+print(marshal.dumps(compile(sys.stdin.read(), "interpreter.py", "exec")).hex())
+print(os.path.realpath(sys.executable), sys.base_prefix, *site.getsitepackages(), sep="\\n")
+"""
 THREE_WAYS = (
     "Either allow user namespaces (sysctl user.max_user_namespaces; in Docker --security-opt seccomp=unconfined) and "
     "install bubblewrap 0.8 or newer (apt-get install bubblewrap), or set task.sandbox.url to a service that speaks "
@@ -68,6 +74,9 @@ class RunLimits:
     """The most bytes of its output, of its errors, and of each file."""
     processes: int = 16
     """The most processes and threads."""
+
+
+DEFAULT_LIMITS = RunLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +108,7 @@ class Bubblewrap:
     """Starts sandboxes.
 
     Args:
-        python: the Python of the programs; empty: the one of this process.
+        python: the Python of the programs; empty: see `_python`.
         command: for other languages, the command that runs a file.
         libraries: more folders to import from.
         is_contained: use bubblewrap. Otherwise programs have all rights of this user; time, memory and output are
@@ -132,9 +141,10 @@ class Bubblewrap:
 
     def command_line(self, user: int | None) -> list[str]:
         """Return the command that starts the interpreter in a sandbox, where root runs the worker as a user."""
-        python, prefix, *packages = _ask(self.python or sys.executable)
+        code, python, prefix, *packages = _ask(self.python or _python())
         libraries = [os.path.realpath(each) for each in (*packages, *self.libraries) if os.path.isdir(each)]
-        start = [python, "-I", "-S", "-c", _INTERPRETER.read_text(), ":".join(libraries), *self.command]
+        load = f"import marshal; exec(marshal.loads(bytes.fromhex('{code}')))"
+        start = [python, "-I", "-S", "-c", load, ":".join(libraries), *self.command]
         if not self.is_contained:
             return start
         bwrap = shutil.which("bwrap") or "bwrap"
@@ -169,7 +179,7 @@ class Interpreter:
     process: subprocess.Popen[bytes] | None = None
     _errors: IO[bytes] | None = field(default=None, repr=False)
 
-    def run(self, program: str, stdin: str = "", limits: RunLimits = RunLimits()) -> Ended:
+    def run(self, program: str, stdin: str = "", limits: RunLimits = DEFAULT_LIMITS) -> Ended:
         """Run a program to its end, or to its deadline, and return how it ended.
 
         Raises:
@@ -181,17 +191,17 @@ class Interpreter:
             return self._run(program, stdin, limits)
 
     def close(self) -> None:
-        """End the sandbox. Uncontained, the interpreter itself must end a program that still runs."""
+        """End the sandbox, which ends by itself, with the program that it runs, when nobody writes to it."""
         process, self.process = self.process, None
         if process is None:
             return
         assert process.stdin and process.stdout and self._errors
         with suppress(OSError):
             process.stdin.close()
-        if not self.sandbox.is_contained:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-        process.kill()
+        poll = select.poll()
+        poll.register(process.stdout, 0)  # it hangs up when all processes of the sandbox have ended
+        if not poll.poll(1000):
+            process.kill()
         process.wait()
         process.stdout.close()
         self._errors.close()
@@ -209,7 +219,7 @@ class Interpreter:
             raise SandboxDiedError(f"a sandbox could not be started: {error}") from error
         setup = self.setup.encode()
         self._send(b"%d\n%b" % (len(setup), setup))
-        if self._read_line(time.monotonic() + START_TIMEOUT_S) != b"ready":
+        if self._read(_LINE, time.monotonic() + START_TIMEOUT_S).strip() != b"ready":
             raise self._death("could not be started")
 
     def _run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
@@ -221,7 +231,7 @@ class Interpreter:
         self._send(b"%b\n%b%b" % (numbers.encode(), source, given))
         end_s = time.monotonic() + limits.wall_s + GRACE_S
         try:
-            code, is_late, cpu_s, *lengths = self._read_line(end_s).split()
+            code, is_late, cpu_s, *lengths = self._read(_LINE, end_s).split()
             sizes = [min(int(each), limits.output_bytes) for each in lengths]
             output, errors = (self._read(size, end_s) for size in sizes)
             return Ended(
@@ -238,12 +248,6 @@ class Interpreter:
                 data = data[self.process.stdin.write(data) or 0 :]
         except OSError:
             raise self._death("died") from None
-
-    def _read_line(self, end_s: float) -> bytes:
-        line = b""
-        while len(line) < 200 and (each := self._read(1, end_s)) not in (b"\n", b""):
-            line += each
-        return line
 
     def _read(self, size: int, end_s: float) -> bytes:
         """Return so many bytes of the interpreter, fewer if it has ended. SandboxDiedError: they don't come in time."""
@@ -274,11 +278,23 @@ class Interpreter:
 _numbers = itertools.count(os.getpid() * 61)  # workers of one machine rarely use the same users
 
 
+def _python() -> str:
+    """Return the Python of programs: this one, or the system's where root runs the worker by one closed to others.
+
+    Programs start faster so: to see what is closed, they need a second bubblewrap.
+    """
+    is_closed = os.getuid() == 0 and _closed_to_others(Path(sys.executable).resolve())
+    return "/usr/bin/python3" if is_closed and os.path.exists("/usr/bin/python3") else sys.executable
+
+
 @cache
 def _ask(python: str) -> list[str]:
-    """Return the file of a Python, its prefix, and the folders of its packages."""
+    """Return the code of an interpreter for a Python, its file, its prefix, and the folders of its packages."""
     try:
-        asked = subprocess.run([python, "-I", "-c", _ASK], capture_output=True, text=True, timeout=60, check=True)
+        asked = subprocess.run(
+            [python, "-I", "-c", _ASK], input=_INTERPRETER.read_text(), capture_output=True, text=True, timeout=60,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"the Python of programs {python} does not run: {error}") from None
     return asked.stdout.splitlines()

@@ -1,15 +1,16 @@
 """The interpreter of one sandbox: it forks a process for each program that it reads, and writes how the program ended.
 
-Its text is passed to `python -c`, so it imports only the standard library, and none of it that starts slowly.
+Its compiled code is passed to `python -c`, so it imports only the standard library, and nothing that starts slowly.
 
     request: lengths of the program and its input, and the limits of the run, in a line; the program; the input
-    reply:   exit code, whether it was late, CPU seconds, lengths of output and errors, in a line; output; errors
+    reply:   exit code, whether it was late, CPU seconds, lengths of output and errors, in a line of 64 bytes; output;
+             errors
 
 An answer may change this process, for they run as the same user. It gains nothing: no expected result is in here.
 """
 
-import _sitebuiltins  # type: ignore[import-not-found]
 import _signal  # `signal` imports enum
+import _sitebuiltins  # type: ignore[import-not-found]
 import builtins
 import gc
 import os
@@ -96,8 +97,14 @@ def end_all(child: int) -> None:
     """Kill a child and all that it has started; uncontained, what has left its process group stays."""
     try:
         os.kill(-1, KILL) if is_contained else os.killpg(child, KILL)
-    except ProcessLookupError:
+    except ProcessLookupError:  # noqa: SIM105  # contextlib starts slowly
         pass
+
+
+def write(line: bytes, data: bytes = b"") -> None:
+    """Write a reply."""
+    replies.write(line.ljust(63) + b"\n" + data)
+    replies.flush()
 
 
 def run(program: bytes, given: bytes, limits: list[float]) -> None:
@@ -136,8 +143,7 @@ def run(program: bytes, given: bytes, limits: list[float]) -> None:
     if file:
         os.unlink(file)
     code, cpu_s = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
-    replies.write(b"%d %d %f %d %d\n%b%b" % (code, not found, cpu_s, len(output), len(errors), output, errors))
-    replies.flush()
+    write(b"%d %d %f %d %d" % (code, not found, cpu_s, len(output), len(errors)), output + errors)
 
 
 def read_lines() -> "list[float]":
@@ -151,8 +157,8 @@ for name in ("exit", "quit"):  # which -S leaves out
 prepared: dict[str, object] = {}
 exec(compile(requests.read(*map(int, read_lines())), "prepared.py", "exec"), prepared)
 gc.freeze()
-replies.write(b"ready\n")
-replies.flush()
+write(b"ready")
 while numbers := read_lines():
     length, given_length, *limits_of_run = numbers
     run(requests.read(int(length)), requests.read(int(given_length)), limits_of_run)
+os._exit(0)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.sandbox.bubblewrap import Ended, Run, RunLimits, SandboxDiedError
+from rollout_server.sandbox.bubblewrap import DEFAULT_LIMITS, Ended, Run, RunLimits, SandboxDiedError
 
 _COMPILE_S = 10.0
 _QUEUE_S = 30.0
 """How long a program may wait at the service before it runs."""
-_PAUSES_S = (1.0, 4.0)
+PAUSES_S = (1.0, 4.0)
 """The pauses before a request is sent again."""
 
 
@@ -37,13 +37,13 @@ class Service:
         """Yield the function that runs a program; each run is a request of its own."""
         yield self.run
 
-    def run(self, program: str, stdin: str = "", limits: RunLimits = RunLimits()) -> Ended:
+    def run(self, program: str, stdin: str = "", limits: RunLimits = DEFAULT_LIMITS) -> Ended:
         """Run a program. SandboxDiedError: the service did not run it, also when asked again."""
         request = {
             "code": program, "stdin": stdin, "language": self.language, "compile_timeout": _COMPILE_S,
             "run_timeout": limits.wall_s, "memory_limit_MB": limits.memory_bytes >> 20,
         }  # fmt: skip
-        for pause_s in (*_PAUSES_S, None):
+        for pause_s in (*PAUSES_S, None):
             try:
                 return self._asked(request, limits)
             except (OSError, ValueError, LookupError, AttributeError, SandboxDiedError) as error:

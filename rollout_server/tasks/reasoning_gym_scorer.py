@@ -13,6 +13,7 @@ import base64
 import os
 import pickle
 import queue
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -36,8 +37,8 @@ _COMPARING = frozenset({
     "palindrome_generation", "path_star", "products", "self_reference", "sentence_reordering", "spell_backward",
     "zebra_puzzles",
 })  # fmt: skip
-"""Datasets of reasoning_gym 0.1.25 whose own scorers only compare an answer, and take a short time for any. Further ones
-have the scorer that all datasets inherit. The others may run an answer, or be busy for ever, as with 10 ** int(answer)."""
+"""Datasets of reasoning_gym 0.1.25 whose own scorers only compare an answer, as the one does that all datasets inherit.
+The other scorers may run an answer, or be busy for ever, as with 10 ** int(answer)."""
 _MOST_SANDBOXES = 8
 """Each takes 90 MB and seconds to start."""
 _KEPT_SCORES = 1024
@@ -82,7 +83,9 @@ class ReasoningGymScorer:
         self._dataset = dataset
         self._compares = {part: only_compares(part, each) for part, each in parts.items()}
         package = os.path.dirname(os.path.abspath(reasoning_gym.__file__))
-        self.sandbox = Bubblewrap(libraries=[os.path.dirname(package)], is_contained=is_contained)
+        self.sandbox = Bubblewrap(
+            python=sys.executable, libraries=[os.path.dirname(package)], is_contained=is_contained
+        )
         self._setup = _SETUP.format(dataset=base64.b64encode(pickle.dumps((name, settings))))
         self._idle: queue.LifoQueue[Interpreter] = queue.LifoQueue()
         for _ in range(min(_MOST_SANDBOXES, num_children())):

@@ -50,7 +50,8 @@ def test_an_environment_gives_the_rewards_to_which_named_ones_are_added() -> Non
         (["task.rewards=[{reward: gsm8k}]", "task.reward=gsm8k"], r"task\.reward must be empty with task\.rewards"),
         (["task.path=", "task.env=my:Env", "task.rewards=[{}]"], "named, where there are no questions"),
         (["task.path=", "task.env=my:Env", "task.reward=gsm8k"], r"Set task\.rewards to add to them"),
-        (["task.sandbox=docker"], r"task\.sandbox must be"),
+        (["task.sandbox.kind=docker"], r"task\.sandbox\.kind must be"),
+        (["task.sandbox.url=host:8080"], r"task\.sandbox\.url must be"),
     ],
 )  # fmt: skip
 def test_rewards_that_can_not_be_told_apart_or_summed_are_refused(overrides: list[str], message: str) -> None:

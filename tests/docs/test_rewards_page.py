@@ -25,13 +25,13 @@ from rollout_server.rewards.code.checker import CodeSettings
 from rollout_server.rewards.contract import Reward
 from rollout_server.rewards.judge.rewards import ListSettings, PairSettings, ScoreSettings
 from rollout_server.rewards.scoring import Scoring, Verdict
-from rollout_server.sandbox import kernel
 from tests.kit.configs import changed
 from tests.kit.documents import DOCUMENTS, ROOT, blocks
 from tests.kit.judges import FakeJudge, verdicts
 from tests.kit.learner.batches import make_batch
 from tests.kit.models import save_bare_reward_model
 from tests.kit.rewards import told
+from tests.kit.sandbox import needs_bubblewrap
 
 PAGE = DOCUMENTS["docs/rewards.md"]
 EXAMPLES = blocks(PAGE, "yaml")
@@ -128,7 +128,7 @@ def test_the_reward_model_of_the_page_scores_in_the_place_of_the_rule(folder: Pa
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
+@needs_bubblewrap
 def test_programs_are_scored_as_the_page_says(folder: Path) -> None:
     tests = json.dumps({"fn_name": "double", "inputs": ["1", "2"], "outputs": ["2", "4"]})
     (right, half) = scored(
@@ -172,23 +172,6 @@ def test_the_page_quotes_how_fast_a_judge_was_measured_to_score() -> None:
     assert min(float(first[2]), float(second[2])) > 0.9
     assert f"the longest step took {away[7]} s; no verdict was missing and no group lost" in words
     assert (away[5], away[6]) == ("0", "0") and {row[7] for row in alone["rows"]} == {"0"}
-
-
-def test_the_page_quotes_what_the_sandbox_was_measured_at() -> None:
-    rates, at_once, memory, killed = json.loads((ROOT / "benchmarks" / "results" / "sandbox.json").read_text())
-    found = {(row[0], row[1]): row for row in rates["rows"]}
-    text = " ".join(PAGE.split())
-    assert f"the fork server makes {found['fork server', '4'][3]} times" in text
-    assert all(float(row[3]) >= 2 for row in rates["rows"] if row[0] != "subprocess")
-    assert f"with namespaces {found['namespaces', '4'][3]} times; one" in text
-    assert f"at a time {found['fork server', '1'][3]} and {found['namespaces', '1'][3]} times" in text
-    forked, spaced, bare = (found[way, "1"][5] for way in ("fork server", "namespaces", "subprocess"))
-    assert f"costs {forked} ms of processor time, {spaced} with namespaces, and {bare} as a process" in text
-    assert [row[1:3] for row in at_once["rows"]] == [["16 of 16", "48 of 48"]] * 2
-    assert [row[-2] for row in at_once["rows"]] == [row[2] for row in killed["rows"]] == ["0", "0"]
-    together = {row[0]: round(float(row[2])) for row in memory["rows"]}
-    others = f"{together['namespaces']} with namespaces, {together['subprocess']} as processes of their own"
-    assert f"20 that sleep take {together['fork server']} MiB ({others})" in text
 
 
 def test_the_setting_of_the_reward_names_all_that_are_built_in() -> None:

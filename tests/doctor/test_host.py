@@ -26,7 +26,7 @@ from async_rl.doctor.host import Check, examine, print_table
 from async_rl.driver.preflight import check_inputs
 from async_rl.errors import ConfigError
 from async_rl.seams import ENGINES
-from rollout_server.sandbox.protection import Protection
+from rollout_server.sandbox.bubblewrap import Bubblewrap
 from tests.kit.configs import make_config
 from tests.kit.models import save_tiny_model
 
@@ -38,8 +38,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture(autouse=True)
 def contained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs can be contained, which is not tried."""
-    monkeypatch.setattr(doctor, "find_protection", lambda: Protection(7, True, True))
-    monkeypatch.setattr(doctor, "bubblewrap_problem", lambda: "")
+    monkeypatch.setattr(Bubblewrap, "check", lambda self: None)
 
 
 @pytest.fixture
@@ -168,20 +167,12 @@ def test_the_table_shows_each_check_at_once_and_at_last_how_to_mend_the_bad_ones
     assert print_table([Check("torch", "ok", "2.13"), Check("memory", "warn", "1 GiB free", "end programs")])
 
 
-@pytest.mark.parametrize(
-    ("found", "problem", "state", "words"),
-    [
-        (Protection(7, True, True), "", "ok", "seccomp, Landlock ABI 7, limits, "),
-        (Protection(7, True, True), "", "ok", "namespaces; bubblewrap for other languages"),
-        (Protection(3, True, False, "unshare: no"), "no uids", "ok", "no namespaces (unshare: no); no bubblewrap for "
-                                                                     "other languages: no uids"),
-        (Protection(0, True, True), "", "warn", "none: the kernel has no Landlock; bubblewrap for"),
-    ],
-)  # fmt: skip
-def test_the_sandbox_is_told_with_what_holds(
-    monkeypatch: pytest.MonkeyPatch, found: Protection, problem: str, state: str, words: str
+def test_a_sandbox_that_can_not_contain_programs_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "find_protection", lambda: found)
-    monkeypatch.setattr(doctor, "bubblewrap_problem", lambda: problem)
-    check = doctor._sandbox()
-    assert check.state == state and words in check.found and "user namespaces" in check.mend
+    def fail(self: Bubblewrap) -> None:
+        raise ConfigError("task.sandbox: programs can't run in bubblewrap here: no namespaces. Either ...")
+
+    monkeypatch.setattr(Bubblewrap, "check", fail)
+    (check,) = (each for each in examine(config(tmp_path)) if each.what == "sandbox")
+    assert check.state == "warn" and "no namespaces" in check.found and "task.sandbox.url" in check.mend

@@ -34,6 +34,7 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.config.loading import load_config
+from async_rl.config.task_parts import SandboxConfig
 from async_rl.driver.dry_run import dry_run
 from async_rl.driver.preflight import _check_loading, check_inputs, check_names
 from async_rl.driver.signals import StopSignals
@@ -179,10 +180,11 @@ def test_a_reward_that_can_not_be_imported_is_refused(model: ModelConfig, tmp_pa
 
 
 def test_programs_that_are_not_contained_are_a_caution(model: ModelConfig, tmp_path: Path) -> None:
-    programs = TaskConfig(name="rollout_server.tasks.programs:Programs", reward="code", sandbox="none")
-    answers = TaskConfig(name="reasoning_gym/countdown", sandbox="none")
+    sandbox = SandboxConfig(kind="none")
+    programs = TaskConfig(name="rollout_server.tasks.programs:Programs", reward="code", sandbox=sandbox)
+    answers = TaskConfig(name="reasoning_gym/countdown", sandbox=sandbox)
     cautions = [each for task in (programs, answers) for each in check_inputs(config_of(model, task, tmp_path))]
-    assert "task.sandbox: the reward code: programs are not contained (task.sandbox: none)." in cautions
+    assert "task.sandbox: the reward code: programs are not contained (task.sandbox.kind: none)." in cautions
     assert "the reward task: answers that its scorer runs as Python are not contained" in cautions[-1]
 
 

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from rollout_server.rewards.code.cases import read_cases
-from rollout_server.sandbox import kernel
 from rollout_server.tasks.programs import Programs
 from tests.kit.configs import changed, make_config
 from tests.kit.documents import run
 from tests.kit.engines.fakes import TOKENIZER
 from tests.kit.runs import logged
+from tests.kit.sandbox import needs_bubblewrap
 
 CONFIG = Path(__file__).parents[2] / "configs" / "code_cpu.yaml"
-needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
 
 
 def trained(folder: Path, sft: str, train: str, timeout_s: float) -> list[dict[str, float]]:
@@ -31,7 +30,7 @@ def trained(folder: Path, sft: str, train: str, timeout_s: float) -> list[dict[s
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@needs_sandbox
+@needs_bubblewrap
 def test_a_run_scores_programs_in_the_sandbox_and_names_the_reward(tmp_path: Path) -> None:
     lines = trained(tmp_path, "sft.batch_size=32", "run.steps=6 eval.size=32", timeout_s=140)
     steps = [line for line in lines if "reward/mean" in line]
@@ -53,7 +52,7 @@ def test_a_run_scores_programs_in_the_sandbox_and_names_the_reward(tmp_path: Pat
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-@needs_sandbox
+@needs_bubblewrap
 def test_the_model_learns_to_write_the_programs(tmp_path: Path) -> None:
     lines = trained(tmp_path, "", "", timeout_s=1500)
     first, *_, last = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]

@@ -4,7 +4,7 @@
                                          abs(_0 - 0.5) < 1e-6 is evaluated outside, where nothing of the answer is
 
 So neither the expected value nor a comparison is in the answer's process. An assert is taken apart if each part that
-`and`, `or` and `not` join has one call of the answer's, and besides only literals, comparisons, +, -, / and `FUNCTIONS`.
+`and`, `or` and `not` join has one call of the answer's, and otherwise literals, comparisons, +, -, / and `FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Taking(ast.NodeTransformer):
             case ast.Call(ast.Name(name) | ast.Attribute(ast.Name("math"), "isclose" as name)) if (
                 name in FUNCTIONS and not {name, "math"} & self._bound
             ):
-                node.args = [self.visit(each) for each in node.args]
+                node.args, node.keywords = list(map(self.visit, node.args)), list(map(self.visit, node.keywords))
                 return node
             case ast.BinOp(_, operator) if not isinstance(operator, ast.Add | ast.Sub | ast.Div):
                 if any(isinstance(each, ast.Name) for each in ast.walk(node)):
@@ -145,7 +145,7 @@ class _Taking(ast.NodeTransformer):
         """Return whether a node is a call of a function, or of the method of a new object, that is the answer's."""
         match node:
             case ast.Call(ast.Name(name)):
-                is_known = name in self._bound or name in FUNCTIONS or hasattr(builtins, name)
+                is_known = name in self._bound or name in FUNCTIONS or hasattr(builtins, name) or name[:1].isupper()
                 return name == self._candidate if self._candidate else not is_known
             case ast.Call(ast.Attribute(ast.Call(ast.Name(owner)), name)):
                 return owner[:1].isupper() and not name.startswith("__") and not self._candidate

@@ -29,8 +29,7 @@ from rollout_server.sandbox.bubblewrap import MARGIN_S, Bubblewrap, Run, RunLimi
 from rollout_server.sandbox.service import Service
 
 _STARRED = ("typing", "collections", "functools", "heapq", "itertools", "bisect", "math")
-_MODULES = ("bisect", "collections", "datetime", "functools", "heapq", "itertools", "json", "math", "operator", "random",
-            "re", "string", "sys")  # fmt: skip
+_MODULES = (*_STARRED[1:], "datetime", "json", "operator", "random", "re", "string", "sys")
 
 
 def _provided() -> dict[str, str]:
@@ -44,8 +43,8 @@ def _provided() -> dict[str, str]:
 
 
 PROVIDED = _provided()
-"""[name] the import that gives a program this name, as verl's checker does. Only what it uses is imported: all of it takes
-longer than Python takes to start."""
+"""[name] the import that gives a program this name, as verl's checker does. Only what a program uses is imported: all of
+it takes longer than Python takes to start."""
 _NOT_MAIN = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
 _BLOCK = re.compile(
@@ -112,7 +111,7 @@ class CodeChecker:
         """Return 1 or 0, or with `partial` the share of tests that pass, and what happened in the runs."""
         settings, cases = self.settings, read_cases(question.ground_truth)
         if not settings.is_python and any(case.suffix for case in cases):
-            raise ValueError("a test of a function or an assert is Python; task.rewards.params must not ask for another")
+            raise ValueError("a test of a function or an assert is Python, not another language")
         program = find_program(response, settings)
         if program is None:
             return RewardResult(0.0, {"no_code": 1.0, "passed": 0.0, "late": 0.0, "cheatable": 0.0})

@@ -36,8 +36,7 @@ def _encode_result(v):
     raise TypeError("the result is of the type " + type(v).__name__)
 '''
 """The code of a function that returns a value as JSON, with tags for the types that JSON does not have. It imports
-nothing that starts slowly. An answer may have things of its own by the names of builtins, so that the code after it takes
-these from their module."""
+nothing that starts slowly. The answer before it may have given the names of builtins to things of its own."""
 MOST_COLLISIONS = 100
 """The most members of a set or dictionary with one hash; to make one takes time that grows as the square of it."""
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8

@@ -28,10 +28,9 @@ NUMBERS = {
     "compared with True": _asserts("assert (add({}) == {}) == True", ("1, 2", 3), ("3, 4", 7)),
     "bool": _asserts("assert bool(add({}) == {}) is True", ("1, 2", 3), ("3, 4", 7)),
     "not unequal": _asserts("assert not (add({}) != {})", ("1, 2", 3), ("3, 4", 7)),
-    "and": _asserts("assert add({}) == {} and isinstance(add({}), int)", ("1, 2", 3, "1, 2"), ("3, 4", 7, "3, 4")),
+    "and": _asserts("assert add({}) == {} and not add({}) == 5", ("1, 2", 3, "1, 2"), ("3, 4", 7, "3, 4")),
     "round": _asserts("assert round(add({}), 2) == {}", ("1, 2", 3), ("3, 4", 7)),
     "one of": _asserts("assert add({}) in ({},)", ("1, 2", 3), ("3, 4", 7)),
-    "text": _asserts("assert str(add({})) == '{}'", ("1, 2", 3), ("3, 4", 7)),
     "within bounds": _asserts("assert {1} - 0.5 < add({0}) < {1} + 0.5", ("1, 2", 3), ("3, 4", 7)),
     "several": _asserts("x = {0}\nassert add(*x) == {1}\nassert add({2}, 0) == {2}", ((1, 2), 3, 9), ((3, 4), 7, 8)),
     "check function": _asserts(
@@ -44,19 +43,11 @@ NUMBERS = {
 RIGHT_LIST = "def add(a, b):\n    return [a + b, a * b]\n"
 LISTS = {
     "calls": {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["[3, 2]", "[7, 12]"]},
-    "all of a zip": _asserts(
-        "assert all(a == b for a, b in zip(add({}), {}))", ("1, 2", [3, 2]), ("3, 4", [7, 12])
-    ),
-    "all within": _asserts(
-        "assert all([abs(a - b) < 1e-3 for a, b in zip(add({}), {})])", ("1, 2", [3, 2]), ("3, 4", [7, 12])
-    ),
     "set": _asserts("assert set(add({})) == set({})", ("1, 2", [3, 2]), ("3, 4", [7, 12])),
     "sorted": _asserts("assert sorted(add({})) == sorted({})", ("1, 2", [3, 2]), ("3, 4", [7, 12])),
     "tuple": _asserts("assert tuple(add({})) == {}", ("1, 2", (3, 2)), ("3, 4", (7, 12))),
     "one item": _asserts("assert add({})[1] == {}", ("1, 2", 2), ("3, 4", 12)),
     "sum": _asserts("assert sum(add({})) == {}", ("1, 2", 5), ("3, 4", 19)),
-    "variable": _asserts("result = add({})\nassert result == {}", ("1, 2", [3, 2]), ("3, 4", [7, 12])),
-    "common members": _asserts("assert len(set(add({})) & {{{}}}) == 2", ("1, 2", "3, 2"), ("3, 4", "7, 12")),
 }  # fmt: skip
 """Tests that `RIGHT_LIST` passes."""
 
@@ -151,7 +142,7 @@ import sys, builtins, json
 json.dumps = lambda *a, **k: "true"
 builtins.isinstance = lambda *a: True
 for m in list(sys.modules.values()):
-    for k in ("run_test", "check_correctness", "is_passed_by", "evaluate", "take_apart"):
+    for k in ("run_test", "check_correctness", "is_passed_by", "take_apart"):
         if hasattr(m, k): setattr(m, k, lambda *a, **kw: True)
 def add(a, b): return 0
 """,

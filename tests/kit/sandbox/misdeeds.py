@@ -1,8 +1,18 @@
 """Programs that try what a contained program must not do. Each prints a line `held ...` or `OPEN ...` for each attempt.
 
 Every misdeed is bounded by itself as well, and signals to others are tried as signal 0, in case one is not held.
-DIR, SOCKET, PORT, LEFT, PARENT and HAS_NAMESPACES stand for the values of the host.
+DIR, SOCKET, PORT, LEFT and PARENT stand for the values of `exposed_host`.
 """
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 TRY = """
 import os, sys, time, errno, ctypes
@@ -128,9 +138,9 @@ t("/usr/../etc/shadow", lambda: open("/usr/../etc/shadow").read(10))
 t("/usr/..DIR", lambda: open("/usr/..DIR/secret").read(10))
 t("chroot", lambda: os.chroot("/tmp"))
 """,
-"signals to the server": """
+"signals to others": """
 t("signal 0 to the parent", lambda: os.kill(os.getppid(), 0), lambda result: os.getppid() > 0)
-t("SIGTERM to the fork server", lambda: os.kill(PARENT, 15))
+t("SIGTERM to the worker", lambda: os.kill(PARENT, 15))
 t("signal 0 to all", lambda: os.kill(-1, 0))
 t("killpg", lambda: os.killpg(PARENT, 0))
 t("pidfd", lambda: call(424, call(434, PARENT, 0), 0, 0, 0))
@@ -148,7 +158,7 @@ t("FIOSETOWN", lambda: fcntl.ioctl(ends[0], 0x8901, number))
 t("SIOCSPGRP", lambda: fcntl.ioctl(ends[0], 0x8902, number))
 """,
 "ptrace": """
-t("attach to the fork server", lambda: call(101, 16, PARENT, 0, 0))
+t("attach to the worker", lambda: call(101, 16, PARENT, 0, 0))
 t("process_vm_readv", lambda: call(310, PARENT, 0, 0, 0, 0, 0))
 t("/proc/N/mem", lambda: open("/proc/PARENT/mem", "rb"))
 t("traceme", lambda: call(101, 0, 0, 0, 0))
@@ -160,12 +170,6 @@ def daemon():
         if os.fork() == 0: time.sleep(4)
         os._exit(0)
 t("daemon", daemon, lambda result: False)
-""",
-"exec": """
-import subprocess
-run = lambda: subprocess.run(["/bin/sh", "-c", "id"], capture_output=True, timeout=3).stdout
-t("sh", run, lambda result: b"uid" in result and not HAS_NAMESPACES)
-t("os.system", lambda: os.system("true"), lambda result: result == 0 and not HAS_NAMESPACES)
 """,
 "thread bomb": """
 import threading
@@ -240,26 +244,6 @@ def run():
 """,
 }  # fmt: skip
 
-OF_ITS_PYTHON = """
-import fcntl, struct
-MODULE = sys.prefix + "/module.py"
-file = os.open(MODULE, os.O_RDONLY)
-flags = struct.pack("l", 0x40)  # no dump, which every owner may set
-t("truncating reader", lambda: os.open(MODULE, os.O_RDONLY | os.O_TRUNC))
-t("truncate", lambda: os.truncate(MODULE, 0))
-t("write", lambda: open(MODULE, "a").write("x"))
-t("chmod", lambda: os.chmod(MODULE, 0o777))
-t("chmod by descriptor", lambda: os.fchmod(file, 0o777))
-t("flags", lambda: fcntl.ioctl(file, 0x40086602, flags))
-t("flags by the access mode of ioctl", lambda: fcntl.ioctl(os.open(MODULE, 3), 0x40086602, flags))
-t("lease", lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK))
-t("utime", lambda: os.utime(file, (0, 0)))
-t("setxattr", lambda: os.setxattr(file, "user.x", b"1"))
-t("chown", lambda: os.fchown(file, os.getuid(), os.getgid()))
-t("link", lambda: os.link(MODULE, "/tmp/link"))
-"""
-"""Tries to change a module of a Python that belongs to the user of the run."""
-
 SOUND = {
     "exit": ("print(int(input()) + 1)\nif __name__ == '__main__': exit()\nprint('more')", "8"),
     "quit in a function": ("def main():\n  print(int(input()) + 1)\n  quit(0)\nmain()", "8"),
@@ -298,16 +282,6 @@ SOUND = {
         "import random, time, decimal, datetime, re, uuid\nrandom.random(); uuid.uuid4(); datetime.datetime.now()\n"
         "print(decimal.Decimal(1) / 4)", "0.25",
     ),
-}  # fmt: skip
-"""Programs that must work, with their last line of output if the input is 7."""
-SOUND_WITH_NUMPY = {
-    "arrays": ("import numpy as np\nprint(np.arange(int(input())).sum())", "21"),
-    "linear algebra": (
-        "import numpy as np\na = np.eye(200) * 2 + 1\nprint(round(float((a @ np.linalg.inv(a)).trace())))", "200"
-    ),
-    "random numbers": ("import numpy as np\nprint(np.random.default_rng(0).random(10**6).shape)", "(1000000,)"),
-}  # fmt: skip
-SOUND_IN_NAMESPACES = {
     "modes of its own files": (
         "import os, shutil\nopen('a', 'w').write('#!/bin/sh\\necho done')\nos.chmod('a', 0o700)\n"
         "shutil.copy('a', 'b')\nprint(os.popen('./b').read())", "done",
@@ -322,3 +296,42 @@ SOUND_IN_NAMESPACES = {
         "import subprocess\nprint(subprocess.run(['echo', 'hi'], capture_output=True, text=True).stdout)", "hi"
     ),
 }  # fmt: skip
+"""Programs that must work, with their last line of output if the input is 7."""
+
+
+@contextmanager
+def exposed_host() -> Iterator[dict[str, str]]:
+    """A folder with a secret and a file to lose, and sockets that listen: the values of the names in the misdeeds."""
+    with ExitStack() as stack:
+        folder, other = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="misdeeds-", dir=parent)))
+            for parent in ("/var/tmp", "/tmp")
+        )
+        left = other / "left"
+        for place in (folder, other):
+            place.chmod(0o755)
+        left.touch()
+        (folder / "victim").touch()
+        (folder / "secret").write_text("sesame")
+        (folder / "link").symlink_to("/nowhere")
+        (folder / "secret").chmod(0o600)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = tcp.getsockname()[1]
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", port))
+        sockets = [tcp, udp]
+        for kind, name in ((socket.SOCK_STREAM, "socket"), (socket.SOCK_DGRAM, "datagrams")):
+            abstract = f"\0misdeed-{port}" if name == "socket" else f"\0misdeed-{name}-{port}"
+            for address in (abstract, f"{folder}/{name}"):
+                sockets.append(stack.enter_context(socket.socket(socket.AF_UNIX, kind)))
+                sockets[-1].bind(address)
+                if kind == socket.SOCK_STREAM:
+                    sockets[-1].listen()
+            (folder / name).chmod(0o777)
+        yield {
+            "DIR": str(folder), "SOCKET": f"{folder}/socket", "PORT": str(port), "LEFT": str(left),
+            "PARENT": str(os.getpid()),
+        }  # fmt: skip
+        assert select.select(sockets, [], [], 0)[0] == [], "a program has reached the host"
+        found = os.stat(folder / "secret")
+        assert (found.st_mode & 0o777, found.st_size, found.st_uid) == (0o600, 6, os.stat(folder).st_uid)

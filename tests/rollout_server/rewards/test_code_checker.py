@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import os
-import shutil
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_rl.config.task_parts import SandboxConfig
 from async_rl.errors import ConfigError
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
-from rollout_server.rewards.code import checker
-from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, open_code, open_runner
+from rollout_server.rewards.code.checker import CodeChecker, CodeSettings, sandbox_of
 from rollout_server.rewards.contract import RewardResult
-from rollout_server.sandbox import kernel, protection
-from rollout_server.sandbox.pool import SandboxDiedError
-from rollout_server.sandbox.protection import Protection
+from rollout_server.sandbox.bubblewrap import Bubblewrap
 from rollout_server.scored_player import ScoredPlayer
-from tests.kit.configs import changed, make_config
+from tests.kit.configs import changed
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.rewards import of
+from tests.kit.sandbox import needs_bubblewrap
 from tests.kit.sandbox.cheats import (
     ASSERTS,
     CALLS,
@@ -37,7 +34,6 @@ from tests.kit.sandbox.cheats import (
 )  # fmt: skip
 
 pytestmark = pytest.mark.processes
-needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
 
 _HELPER = "def same(a, b): return a == b\nassert same("
 INSIDE = {"assert_case": [f"{_HELPER}add(1, 2), 3)", f"{_HELPER}add(3, 4), 7)"]}
@@ -45,15 +41,12 @@ LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 TWO_LINES = {"inputs": ["1 2\n"], "outputs": ["3\n999\n"]}
 
 
-def scored(answers: list[str], tests: Any, sandbox: str = "auto", **settings: Any) -> list[RewardResult]:
-    config = changed(make_config(), task={"sandbox": sandbox})
-
-    async def score() -> list[RewardResult]:
-        async with open_code(config, CodeSettings(**settings)) as check:
-            question = Question(messages=(), ground_truth=tests)
-            return await asyncio.gather(*(check(question, answer) for answer in answers))
-
-    return asyncio.run(score())
+def scored(answers: list[str], tests: Any, kind: Any = "bubblewrap", **settings: Any) -> list[RewardResult]:
+    of_code = CodeSettings(**settings)
+    checker = CodeChecker(sandbox=sandbox_of(SandboxConfig(kind=kind), of_code), settings=of_code)
+    question = Question(messages=(), ground_truth=tests)
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(lambda answer: checker.score(question, answer), answers))
 
 
 def said(program: str) -> str:
@@ -64,18 +57,18 @@ def scores(programs: list[str], tests: Any, **settings: Any) -> list[float | Non
     return [result.score for result in scored(list(map(said, programs)), tests, **settings)]
 
 
-@needs_sandbox
+@needs_bubblewrap
 @pytest.mark.parametrize("tests", [CALLS, ASSERTS, INSIDE], ids=["calls", "asserts", "asserts inside"])
 def test_a_right_function_passes_and_a_wrong_one_does_not(tests: Any) -> None:
     method = "class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n"
     guarded = RIGHT + "if __name__ == '__main__':\n    print(add(*map(int, input().split())))\n"
     wrong, broken = "def add(a, b): return 0", "def add(a, b:"
     programs = [RIGHT, "def add(a, b): return a * b + 1", wrong, broken, guarded, method]
-    found = scores(programs, tests, cheatable="count" if tests is INSIDE else "refuse")
+    found = scores(programs, tests)
     assert found == [1, 0, 0, 0, 1, 1 if tests is CALLS else 0]
 
 
-@needs_sandbox
+@needs_bubblewrap
 def test_a_right_program_passes_and_one_with_missing_lines_does_not() -> None:
     program = "a, b = map(int, input().split())\nprint(a + b)\n"
     assert scores([program, program + "import sys; sys.exit(1)", "print(3)"], LINES) == [1, 0, 0]
@@ -84,7 +77,7 @@ def test_a_right_program_passes_and_one_with_missing_lines_does_not() -> None:
     assert result.score == 0 and result.metrics["no_code"] == 1
 
 
-@needs_sandbox
+@needs_bubblewrap
 @pytest.mark.parametrize(("right", "wrong", "tests"), [
     *((RIGHT, RIGHT_LIST, each) for each in NUMBERS.values()), *((RIGHT_LIST, RIGHT, each) for each in LISTS.values()),
 ], ids=[*NUMBERS, *(f"list, {name}" for name in LISTS)])
@@ -95,41 +88,25 @@ def test_no_cheat_gets_a_mark(right: str, wrong: str, tests: dict[str, Any]) -> 
     assert found[0].score == 1 and {each.metrics["cheatable"] for each in found} == {0}
 
 
-@needs_sandbox
+@needs_bubblewrap
 def test_no_cheat_gets_a_mark_for_what_it_prints() -> None:
     found = scores(list(CHEATS_OF_OUTPUT.values()), LINES, partial=True)
     assert dict(zip(CHEATS_OF_OUTPUT, found, strict=True)) == dict.fromkeys(CHEATS_OF_OUTPUT, 0)
 
 
-@needs_sandbox
+@needs_bubblewrap
 def test_a_check_that_runs_inside_is_counted_as_cheatable_and_not_by_the_exit_code() -> None:
     programs = [RIGHT, *(CHEATS[name] for name in ("_exit 0", "sys.exit at import", "always equal"))]
-    found = scored(list(map(said, programs)), INSIDE, cheatable="count")
-    assert [each.score for each in found] == [1, 0, 0, 1]  # the last is why such a test is refused by default
+    found = scored(list(map(said, programs)), INSIDE)
+    assert [each.score for each in found] == [1, 0, 0, 1]  # the last is why such tests are named before a run starts
     assert [each.metrics["cheatable"] for each in found] == [1] * 4
 
 
-@needs_sandbox
-def test_a_check_that_runs_inside_is_refused_unless_it_is_counted() -> None:
-    told = r"test assert_case\[0\] of a question runs beside the answer.*assert f\(2\) == 3.*, or set cheatable: count"
-    for tests in (INSIDE, {"assert_case": ["assert add(1, 2) == 3", *INSIDE["assert_case"]]}):
-        with pytest.raises(ValueError, match=told.replace("[0", f"[{len(tests['assert_case']) - 2}")):
-            scored([said(RIGHT)], tests)
-
-
-@needs_sandbox
-def test_a_function_with_the_name_of_a_builtin_is_the_answers() -> None:
-    tests = {"assert_case": ["assert abs(sum(10, 15) - 6) < 1e-9", "arr = [1, 2]\nassert max(arr) == 7"]}
-    mine = "def sum(a, b): return 6\ndef max(items): return 7\n"
-    assert scores([mine, "pass"], tests) == [1, 0]
-
-
-@needs_sandbox
+@needs_bubblewrap
 @pytest.mark.parametrize(
     "tests",
     [CALLS, ASSERTS, INSIDE, {"assert_case": [
-        "assert add(1, 2)", "assert not add(1, -1)", "assert str(add(1, 2)) == '3'", "assert repr(add(1, 2)) == '3'",
-        "assert abs(add(1, 2) - 3) < 1e-9", "assert next(each(3)) == 3",
+        "assert add(1, 2)", "assert not add(1, -1)", "assert abs(add(1, 2) - 3) < 1e-9", "assert list(each(3)) == [3]",
     ]}],
     ids=["calls", "asserts", "asserts inside", "asserts of one value"],
 )
@@ -139,10 +116,10 @@ def test_an_answer_may_give_the_names_of_builtins_to_things_of_its_own(tests: An
         "set", "str", "type",
     )  # fmt: skip
     mine = "".join(f"{name} = 'mine'\n" for name in (*names, "json", "__import__")) + "def each(x): yield x\n"
-    assert scores([RIGHT + mine], tests, cheatable="count") == [1]
+    assert scores([RIGHT + mine], tests) == [1]
 
 
-@needs_sandbox
+@needs_bubblewrap
 def test_partial_reward_is_the_share_of_the_first_tests() -> None:
     tests = {"fn_name": "add", "inputs": ["1\n2"] * 3 + ["2\n2"] * 9, "outputs": ["3"] * 3 + ["5"] * 9}
     assert scores([RIGHT], tests, partial=True) == [0.3]
@@ -150,7 +127,7 @@ def test_partial_reward_is_the_share_of_the_first_tests() -> None:
     assert scores([RIGHT], tests) == [0]
 
 
-@needs_sandbox
+@needs_bubblewrap
 def test_programs_that_hang_or_grow_cost_their_answers_alone() -> None:
     loop, grow = "while True: pass", "x = []\nwhile True: x.append(bytearray(1 << 24))"
     found = scored([said(each) for each in (loop, RIGHT, grow, RIGHT)], CALLS, timeout_s=1.0)
@@ -159,7 +136,7 @@ def test_programs_that_hang_or_grow_cost_their_answers_alone() -> None:
     assert not found[0].is_final and found[1].is_final
 
 
-@needs_sandbox
+@needs_bubblewrap
 def test_all_runs_of_an_answer_share_its_time() -> None:
     slow = {"inputs": ["x"] * 50, "outputs": ["x"] * 50}
     sleeps = said("import time\ntime.sleep(0.3)\nprint('x')")
@@ -167,34 +144,28 @@ def test_all_runs_of_an_answer_share_its_time() -> None:
     assert 0 < result.score < 0.1 and result.metrics["late"] == 1
 
 
-def test_a_sandbox_that_dies_gives_no_verdict() -> None:
-    class Dead:
-        async def run(self, *_: object) -> None:
-            raise SandboxDiedError("the sandbox has died")
+class Broken(Bubblewrap):
+    """A sandbox that can't start."""
 
-    checking = CodeChecker(runner=Dead(), settings=CodeSettings())  # type: ignore[arg-type]
-    result = asyncio.run(checking.score(Question(messages=(), ground_truth=CALLS), said(RIGHT)))
-    assert result == RewardResult(None, reason="the sandbox has died")
+    def command_line(self, user: int | None) -> list[str]:
+        return ["sh", "-c", "echo it is broken >&2; exit 1"]
 
 
-@needs_sandbox
-def test_programs_may_have_files_and_processes_where_they_are_given_them() -> None:
-    program = "import tempfile\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x')\nprint(3)"
-    assert scores([program], {"inputs": [""], "outputs": ["3"]}, files=True) == [1]
-    assert scores([program], {"inputs": [""], "outputs": ["3"]}) == [0]
-    child = "import subprocess\nprint(subprocess.run(['echo', '3'], capture_output=True, text=True).stdout)"
-    assert scores([child], {"inputs": [""], "outputs": ["3"]}, processes=4) == [1]
+def test_a_sandbox_that_does_not_start_gives_no_verdict() -> None:
+    checking = CodeChecker(sandbox=Broken(), settings=CodeSettings())
+    result = checking.score(Question(messages=(), ground_truth=CALLS), said(RIGHT))
+    assert result.score is None and "it is broken" in result.reason
 
 
 def test_without_a_sandbox_programs_run_as_this_user() -> None:
     programs = [RIGHT, "while True: pass", CHEATS["always equal"]]
-    assert scores(programs, CALLS, sandbox="none", timeout_s=2.0) == [1, 0, 0]
-    shell = {"command": ["bash"], "languages": ["bash"], "sandbox": "none"}
+    assert scores(programs, CALLS, kind="none", timeout_s=2.0) == [1, 0, 0]
+    shell = {"command": ["bash"], "languages": ["bash"], "kind": "none"}
     (result,) = scored(["```bash\nread a b; echo $((a + b))\n```"], LINES, **shell)
     assert result.score == 1
 
 
-@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+@needs_bubblewrap
 def test_another_language_runs_in_bubblewrap() -> None:
     adds = "```bash\nread a b; echo $((a + b))\n```"
     looks = "```bash\nread a b; cat /etc/passwd | head -1; echo $((a + b))\n```"
@@ -207,39 +178,18 @@ def test_another_language_runs_in_bubblewrap() -> None:
     assert result.score == 0 and not Path.home().joinpath("misdeed").exists() and not Path("/usr/misdeed").exists()
 
 
-def test_another_language_without_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs bubblewrap\. Install it .*, or set task\.sandbox: none"):
-        open_runner("auto", CodeSettings(command=["node"]))
-
-
-@pytest.mark.parametrize(
-    ("found", "settings", "message"),
-    [
-        (Protection(0, True, True), {}, r"can't be contained .* none: .*task\.sandbox: none"),
-        (Protection(3, False, True), {}, r"can't be contained .* none: .*task\.sandbox: none"),
-        (Protection(3, True, False, "no unshare"), {"files": True}, "user namespaces are forbidden: no unshare"),
-        (Protection(3, True, False, "no unshare"), {"processes": 2}, "user namespaces are forbidden: no unshare"),
-        (Protection(3, True, False), {}, ""),
-    ],
-)  # fmt: skip
-def test_a_run_whose_programs_can_not_be_contained_is_refused_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, found: Protection, settings: dict[str, Any], message: str
-) -> None:
-    for module in (protection, checker):
-        monkeypatch.setattr(module, "find_protection", lambda: found, raising=False)
-    config = of({"reward": "code", "params": settings})
-    if message:
-        with pytest.raises(ConfigError, match=message):
-            open_rewards(config, None)  # type: ignore[arg-type]
-    else:
+def test_a_run_whose_programs_can_not_be_contained_is_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    config = of({"reward": "code", "params": {"python": f"/usr/../{sys.executable}"}})
+    with pytest.raises(ConfigError, match=r"task\.sandbox\.kind: none"):
         open_rewards(config, None)  # type: ignore[arg-type]
-    open_rewards(changed(config, task={"sandbox": "none"}), None)  # type: ignore[arg-type]
+    open_rewards(changed(config, task={"sandbox": {"kind": "none"}}), None)  # type: ignore[arg-type]
 
 
 def test_a_slow_program_may_never_cost_its_group_the_reward() -> None:
     def opened(**values: Any) -> Callable[[], object]:
-        return lambda: open_rewards(of({"reward": "code", **values}), None)  # type: ignore[arg-type]
+        config = changed(of({"reward": "code", **values}), task={"sandbox": {"kind": "none"}})
+        return lambda: open_rewards(config, None)  # type: ignore[arg-type]
 
     opened()()
     opened(params={"answer_s": 30.0}, timeout_s=60.0)()
@@ -247,29 +197,11 @@ def test_a_slow_program_may_never_cost_its_group_the_reward() -> None:
         opened(params={"answer_s": 26.0})()
 
 
-def test_a_server_of_root_takes_a_python_that_other_users_can_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    hidden = tmp_path / "closed" / "python"
-    hidden.parent.mkdir(mode=0o700)
-    hidden.symlink_to("/usr/bin/python3")
-    with pytest.raises(ConfigError, match=r"needs a Python that every user can read, got .*closed/python"):
-        protection.find_python(str(hidden))
-
-
-def test_the_protection_is_told_in_words() -> None:
-    told = str(Protection(7, True, False, "unshare: Operation not permitted"))
-    assert told.startswith("seccomp, Landlock ABI 7, limits, ") and told.endswith("(unshare: Operation not permitted)")
-    assert str(dataclasses.replace(Protection(0, True, True))) == "none: the kernel has no Landlock"
-
-
-@needs_sandbox
-@pytest.mark.parametrize(
-    ("sandbox", "words"), [("auto", "contained by seccomp, Landlock ABI "), ("none", "not contained")]
-)
-def test_the_status_of_a_worker_says_how_programs_are_contained(sandbox: str, words: str) -> None:
-    config = changed(of({"reward": "code"}), task={"sandbox": sandbox})
-    rewards = open_rewards(config, None)  # type: ignore[arg-type]
-    player = ScoredPlayer(config, 0, EchoEngine(), None, rewards, TOKENIZER)  # type: ignore[arg-type]
-    assert player.stats.status().about.startswith("reward code: programs are ") and words in player.stats.status().about
+@needs_bubblewrap
+def test_the_status_of_a_worker_says_how_programs_are_contained() -> None:
+    for kind, words in (("bubblewrap", "contained by bubblewrap"), ("none", "not contained")):
+        config = changed(of({"reward": "code"}), task={"sandbox": {"kind": kind}})
+        rewards = open_rewards(config, None)  # type: ignore[arg-type]
+        player = ScoredPlayer(config, 0, EchoEngine(), None, rewards, TOKENIZER)  # type: ignore[arg-type]
+        about = player.stats.status().about
+        assert about.startswith("reward code: programs are ") and words in about

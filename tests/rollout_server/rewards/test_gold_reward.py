@@ -49,7 +49,7 @@ def test_a_gold_reward_that_can_not_work_is_refused_by_its_own_key(name: str, me
 def test_a_gold_reward_of_code_with_too_little_time_names_the_key_that_gives_more() -> None:
     config = make_config(
         timeouts={"reward_s": 20.0}, eval={"gold_reward": "code", "every_steps": 5},
-        task={"name": "reasoning_gym/chain_sum", "sandbox": "none"},
+        task={"name": "reasoning_gym/chain_sum", "sandbox": {"kind": "none"}},
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"^timeouts\.reward_s must be at least 25 with eval\.gold_reward code, got"):
         open_gold_reward(config, None)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import Config, JudgePlacement
+from async_rl.config.task_parts import SandboxConfig
 from async_rl.errors import ConfigError, RewardError
 from rollout_server.question import Question
 from rollout_server.rewards import code
@@ -202,8 +203,8 @@ def test_a_change_in_any_module_of_the_reward_code_makes_it_another_reward(
 def test_the_sandbox_of_programs_and_what_changes_a_judge_are_part_of_the_identity() -> None:
     assert CODE.inputs is not None and JUDGE.inputs is not None
     assert set(JUDGE.modules) == {"rollout_server.rewards.judge.verdicts"}
-    sandboxes = [CODE.inputs(changed(make_config(), task={"sandbox": sandbox})) for sandbox in ("auto", "none")]
-    assert sandboxes == ["auto", "none"]
+    sandboxes = [SandboxConfig(), SandboxConfig(kind="none"), SandboxConfig(url="http://h")]
+    assert len({CODE.inputs(changed(make_config(), task={"sandbox": each})) for each in sandboxes}) == 3
 
     def judged(params: dict[str, object] | None = None, url: str = "http://h/v1", **judge: object) -> bytes:
         (reward,) = open_rewards(judged_by(url, params=params, **judge), None)  # type: ignore[arg-type]

@@ -1,179 +1,188 @@
-"""Programs of other languages in bubblewrap: what it holds of all misdeeds, what stays open, and what works."""
+"""Bubblewrap: what it holds of all misdeeds, what stays open, and what works."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from async_rl.errors import AsyncRLError, ConfigError
-from rollout_server.sandbox import kernel, subprocesses
-from rollout_server.sandbox.fork_server import PROJECT
-from rollout_server.sandbox.pool import Ended, RunLimits
-from rollout_server.sandbox.subprocesses import Bubblewrap
-from tests.kit.sandbox.hosts import FORBIDS_NAMESPACES, PYTHON, exposed_host, open_folder
-from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, SOUND_IN_NAMESPACES, TRY
+from async_rl.errors import ConfigError
+from rollout_server.sandbox.bubblewrap import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
+from tests.kit.sandbox import needs_bubblewrap
+from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, TRY, exposed_host
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap: scripts/bubblewrap.sh installs it"),
-    pytest.mark.skipif(not os.path.exists(PYTHON), reason=f"there is no {PYTHON}"),
-    pytest.mark.skipif(not kernel.IS_KNOWN_MACHINE, reason="the filter of system calls is for x86_64"),
-]
+pytestmark = pytest.mark.processes
+ROOT = Path(__file__).parents[3]
 OPEN = {
     "much memory in several processes": {"600 MB of 512 MB"},  # the limit is of each process
-    "full /tmp": {"inodes"},  # bubblewrap has no limit for them; the bytes of /tmp are limited
-    "much memory": {"size of a pipe"},  # the kernel limits the pipes of a user
+    "full /tmp": {"inodes"},  # the bytes of /tmp are limited
+    "much memory": {"files in memory", "size of a pipe"},  # at most 256 files of output_bytes
     "locks": {"flock", "record lock"},  # on what is below /usr
-}
-"""[misdeed] what is not held."""
-OWN = {
-    "network": {"udp", "bind"},  # at a loopback device of its own
-    "reads of others": {
-        "read /proc/1/environ", "read /proc/self/environ", "read /proc/self/maps", "read /", "read /proc"
+    "system calls": {
+        "add_key", "fanotify", "inotify", "io_uring", "kcmp", "keyctl", "landlock", "memfd_create", "mq_open", "msgget",
+        "perf", "personality", "semget", "shmget", "userfaultfd", "x32 getpid", "migrate_pages", "clone3", "bpf",
     },
-}
+}  # fmt: skip
+"""[misdeed] what may be not held; of the system calls it depends on the kernel."""
+OWN = {
+    "network": {"udp", "bind", "netlink"}, "reads of others": {"read /"}, "ptrace": {"traceme"},
+    "signals to others": {"signal 0 to the parent"}, "system calls": {"setuid 0", "descriptors"},
+}  # fmt: skip
 """[misdeed] what a program may do because all that it reaches is its own."""
+BUBBLEWRAP = Bubblewrap()
 ENDLESS = {name for name in MISDEEDS if name.startswith("endless")}
 
 
-def run(program: str, *command: str, stdin: str = "7\n", **limits: float) -> Ended:
-    bubblewrap = Bubblewrap(command or [PYTHON, "-I"])
-    return asyncio.run(bubblewrap.run(program, stdin, RunLimits(**{"wall_s": 20.0, **limits})))  # type: ignore[arg-type]
+def run(program: str, stdin: str = "7\n", sandbox: Bubblewrap = BUBBLEWRAP, **limits: float) -> Ended:
+    with sandbox.open() as run:
+        return run(program, stdin, RunLimits(**{"wall_s": 20.0, **limits}))  # type: ignore[arg-type]
 
 
-def processes_here() -> list[psutil.Process]:
-    names = ("bwrap", "prlimit", "python3")
-    return [each for each in psutil.Process().children(recursive=True) if name_of(each) in names]
+def processes_here() -> list[str]:
+    return [each.name() for each in psutil.Process().children(recursive=True) if each.name() in ("bwrap", "python3")]
 
 
-def name_of(process: psutil.Process) -> str:
-    """The name of a process; "" if it has ended."""
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return ""
-
-
+@needs_bubblewrap
 @pytest.mark.parametrize("name", MISDEEDS)
-def test_a_misdeed_is_held_but_for_those_that_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misdeed_is_held_but_for_what_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "sesame")
     with exposed_host() as values:
         text = TRY + MISDEEDS[name]
-        for word, value in (values | {"PARENT": str(os.getpid()), "HAS_NAMESPACES": "True"}).items():
+        for word, value in values.items():
             text = text.replace(word, value)
         ended = run(text, wall_s=1.0 if name in ENDLESS else 20.0, cpu_s=5.0)
     lines = (ended.output + ended.errors).splitlines()
     was_open = {line.removeprefix("OPEN ").partition(":")[0] for line in lines if line.startswith("OPEN")}
-    assert was_open == OPEN.get(name, set()) | OWN.get(name, set()), lines
+    assert was_open <= OPEN.get(name, set()) | OWN.get(name, set()), lines
     assert ended.is_late == (name in ENDLESS) and len(ended.output) <= 1 << 20
     assert ended.is_late or was_open or any("held" in line for line in lines), ended
     assert processes_here() == []
 
 
-def test_what_it_may_read_has_nothing_of_the_host() -> None:
-    ended = run(
-        "import os\nos.environ.pop('LC_CTYPE', None)  # which Python sets itself\n"
-        "print(sorted(os.listdir('/')), os.listdir('/etc'), dict(os.environ), os.listdir('/tmp'), os.getpid(),"
-        "[name for name in os.listdir('/proc') if name.isdecimal()], open('/proc/net/dev').read().count(':'))"
-    )
-    folders = ["bin", "dev", "etc", "lib", "lib64", "proc", "tmp", "usr"]
-    environment = {"PATH": "/usr/bin:/bin", "PWD": "/tmp"}
-    assert ended.output == f"{folders} ['alternatives'] {environment} ['answer'] 1 ['1'] 1\n"
-
-
-@pytest.mark.parametrize("name", [*SOUND, *SOUND_IN_NAMESPACES])
+@needs_bubblewrap
+@pytest.mark.parametrize("name", SOUND)
 def test_sound_programs_work(name: str) -> None:
-    program, last = (SOUND | SOUND_IN_NAMESPACES)[name]
+    program, last = SOUND[name]
     ended = run(program, cpu_s=10.0)
     assert (ended.exit_code, ended.output.strip()) == (0, last), ended
 
 
-LANGUAGES = {
-    "bash": (["bash"], "read n; for i in 1 2; do echo $((n * i)) | cat; done", 512),
-    "perl": (["perl"], "my $n = <STDIN>; print $n * 1, \"\\n\", $n * 2, \"\\n\";", 512),
-    "awk": (["awk", "-f"], "BEGIN { getline n < \"/dev/stdin\"; print n * 1; print n * 2 }", 512),
-    "node": (["node"], "const n = +require('fs').readFileSync(0, 'utf8'); console.log(n * 1);"
-             "setTimeout(() => Promise.resolve(n * 2).then(console.log), 1)", 8192),
-    "gcc": (["bash"], "cat > a.c <<'X'\n#include <stdio.h>\nint main() { int n; scanf(\"%d\", &n); "
-            "printf(\"%d\\n%d\\n\", n, n * 2); }\nX\ngcc a.c -o a && ./a", 1024),
-}  # fmt: skip
+@needs_bubblewrap
+@pytest.mark.parametrize("name", ["arrays", "linear algebra"])
+def test_programs_import_what_their_python_has_installed(name: str) -> None:
+    text = {"arrays": "np.arange(7).sum()", "linear algebra": "round(np.linalg.inv(np.eye(9)).trace())"}[name]
+    ended = run(f"import numpy as np\nprint({text})", sandbox=Bubblewrap(python=sys.executable), cpu_s=20.0)
+    assert ended.output == {"arrays": "21\n", "linear algebra": "9\n"}[name], ended
 
 
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_programs_of_other_languages_work(name: str) -> None:
-    if not os.path.exists(f"/usr/bin/{name}"):
-        pytest.skip(f"there is no /usr/bin/{name}")
-    command, program, memory_mb = LANGUAGES[name]
-    ended = run(program, *command, memory_bytes=memory_mb << 20)
-    assert (ended.exit_code, ended.output) == (0, "7\n14\n"), ended
+@needs_bubblewrap
+def test_a_program_sees_nothing_of_the_host() -> None:
+    ended = run("import os\nos.environ.pop('LC_CTYPE', None)\nprint(os.listdir('/tmp'), sorted(os.environ))\n"
+                "print(sorted(os.listdir('/etc')), [os.path.exists(p) for p in ('/home', '/var', '/proc', '/sys')])\n"
+                "files = [os.path.sameopenfile(f, f) for f in range(3)]\n"
+                "for f in range(3, 256):\n  try: print(os.fstat(f))\n  except OSError: pass\n"
+                f"print(os.path.exists({str(ROOT)!r}), os.getuid() == {os.getuid()} != 0)")  # fmt: skip
+    environment = ["HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PWD"]
+    first, second, third = ended.output.splitlines()
+    assert first == f"[] {environment}"
+    assert second.endswith("[False, False, False, False]") and "passwd" not in second
+    assert third == f"False {os.getuid() != 0}"
 
 
-def test_where_namespaces_are_forbidden_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_folder() as folder:
-        wrapper = folder / "bwrap"
-        real = shutil.which("bwrap")
-        text = FORBIDS_NAMESPACES.format(python=PYTHON, project=PROJECT)
-        wrapper.write_text(text.replace(f"os.execv({PYTHON!r}, [{PYTHON!r},", f"os.execv({real!r}, [{real!r},"))
-        wrapper.chmod(0o755)
-        monkeypatch.setattr(shutil, "which", lambda name: str(wrapper))
-        with pytest.raises(ConfigError, match=r"can't run in bubblewrap on this machine: .*ermi.* or set task"):
-            Bubblewrap(["bash"])
-
-
-def test_the_doctor_is_told_whether_other_languages_can_be_contained(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert subprocesses.bubblewrap_problem() == ""
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert subprocesses.bubblewrap_problem() == "it is not installed (apt-get install bubblewrap)"
-
-
-def test_a_command_that_is_not_there_is_refused_before_any_answer_fails() -> None:
-    with pytest.raises(ConfigError, match=r"the command no-such-language is not below /usr"):
-        Bubblewrap(["no-such-language"])
-
-
-def test_a_program_that_is_not_started_costs_no_answer_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocesses, "_BUBBLEWRAP", (*subprocesses._BUBBLEWRAP, "--ro-bind", "/none", "/none"))
-    monkeypatch.setattr(subprocesses, "_problem", lambda bwrap, command: "")
-    with pytest.raises(AsyncRLError, match=r"a program could not be contained: bwrap: .*none"):
-        run("print(7)")
-    monkeypatch.undo()
-    assert run("import sys\nsys.exit(3)").exit_code == 3  # it was started, and failed
-    assert run("import os\nos.kill(os.getpid(), 9)\nos.abort()").exit_code != 0
-
-
-@pytest.mark.nightly
-def test_a_deadline_at_any_moment_leaves_no_process() -> None:
-    async def cut_off() -> list[Ended]:
-        bubblewrap = Bubblewrap([PYTHON, "-I", "-S"])
-        limits = [RunLimits(wall_s=0.002 * number) for number in range(1, 33)]
-        return await asyncio.gather(*(bubblewrap.run("while True: pass", "", each) for each in limits))
-
-    assert all(each.is_late for each in asyncio.run(cut_off()))
+@needs_bubblewrap
+def test_tests_of_one_answer_share_a_sandbox_and_no_state() -> None:
+    with Bubblewrap().open("import math\nshared = [math.pi]") as run:
+        program = "prepared['shared'].append(1)\nimport math\nmath.e = input()\nprint(len(prepared['shared']), math.e)"
+        assert [run(program, text).output for text in ("a", "b")] == ["2 a\n", "2 b\n"]
+        assert run("import subprocess\nsubprocess.Popen(['sleep', '100'])\nprint(1)").output == "1\n"
+        assert run("while True: pass", "", RunLimits(wall_s=0.3)).is_late
+        assert "MemoryError" in run("x = bytearray(1 << 30)").errors
+        assert run("import os\nos.kill(1, 9)\nos.kill(os.getppid(), 2)\nprint(7)").output == "7\n"
+        assert run("import sys\nsys.exit(3)").exit_code == 3
     assert processes_here() == []
 
 
-def test_no_process_is_left_when_the_worker_is_killed() -> None:
-    code = f"""if True:
-        import asyncio, sys
-        sys.path.insert(0, {PROJECT!r})
-        from rollout_server.sandbox.pool import RunLimits
-        from rollout_server.sandbox.subprocesses import Bubblewrap
-        async def main():
-            bubblewrap = Bubblewrap(["bash"])
-            await asyncio.gather(*(bubblewrap.run("sleep 100 & sleep 200", "", RunLimits(wall_s=60)) for _ in range(4)))
-        asyncio.run(main())
-    """
-    worker = psutil.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    end_s = time.monotonic() + 30
+@needs_bubblewrap
+def test_a_sandbox_that_dies_is_replaced_once() -> None:
+    interpreter = Interpreter(Bubblewrap(), "")
+    assert interpreter.run("print(1)").output == "1\n"
+    assert interpreter.process
+    interpreter.process.kill()
+    assert interpreter.run("print(2)").output == "2\n"
+    interpreter.close()
+    with pytest.raises(SandboxDiedError), Bubblewrap().open("1 / 0") as run:
+        run("print(3)")
+    assert processes_here() == []
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", ["bash", "perl", "awk", "node"])
+def test_programs_of_other_languages_work(name: str) -> None:
+    program = {
+        "bash": "read n; for i in 1 2; do echo $((n * i)) | cat; done",
+        "perl": "my $n = <STDIN>; print $n * 1, \"\\n\", $n * 2, \"\\n\";",
+        "awk": "BEGIN { getline n < \"/dev/stdin\"; print n * 1; print n * 2 }",
+        "node": "const n = +require('fs').readFileSync(0, 'utf8'); console.log(n); console.log(n * 2)",
+    }[name]  # fmt: skip
+    if not os.path.exists(f"/usr/bin/{name}"):
+        pytest.skip(f"there is no /usr/bin/{name}")
+    command = ["awk", "-f"] if name == "awk" else [name]
+    ended = run(program, sandbox=Bubblewrap(command=command), memory_bytes=8 << 30)
+    assert (ended.exit_code, ended.output) == (0, "7\n14\n"), ended
+
+
+@needs_bubblewrap
+def test_a_command_that_is_not_there_is_refused() -> None:
+    Bubblewrap(command=["bash"]).check()
+    with pytest.raises(ConfigError, match="no-such-language"):
+        Bubblewrap(command=["no-such-language"]).check()
+
+
+@pytest.mark.parametrize("has_bubblewrap", [False, True])
+def test_where_bubblewrap_can_not_contain_programs_the_error_names_the_three_ways(
+    has_bubblewrap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_bubblewrap:
+        (tmp_path / "bwrap").write_text("#!/bin/sh\necho bwrap: setting up uid map: Permission denied >&2; exit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    with pytest.raises(ConfigError) as caught:
+        Bubblewrap(python=str(python)).check()
+    words = ("Permission denied" if has_bubblewrap else "not installed", "user namespaces", "task.sandbox.url",
+             "task.sandbox.kind: none")  # fmt: skip
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_programs_that_are_not_contained_still_have_limits() -> None:
+    with Bubblewrap(is_contained=False).open() as run:
+        assert run(f"print(open({__file__!r}).readline())").output.startswith('"""Bubblewrap: what')
+        assert run("while True: pass", "", RunLimits(wall_s=0.5)).is_late
+        assert "MemoryError" in run("x = bytearray(1 << 30)").errors
+    with Bubblewrap(command=["bash"], is_contained=False).open() as run:
+        assert run("read n; echo $((n * 2))", "7").output == "14\n"
+
+
+@pytest.mark.parametrize("is_contained", [pytest.param(True, marks=needs_bubblewrap), False])
+def test_no_process_is_left_when_the_worker_is_killed(is_contained: bool) -> None:
+    code = (
+        "from rollout_server.sandbox.bubblewrap import Bubblewrap, RunLimits\n"
+        f"with Bubblewrap(is_contained={is_contained}).open() as run:\n"
+        "    program = 'import subprocess, time; subprocess.Popen([\"sleep\", \"99\"]); time.sleep(99)'\n"
+        "    run(program, '', RunLimits(wall_s=99))"
+    )
+    worker = psutil.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, cwd=ROOT)
+    end_s = time.monotonic() + 60
     programs: list[psutil.Process] = []
-    while sum(name_of(each) == "sleep" for each in programs) < 8:
+    while "sleep" not in [each.name() for each in programs]:
         assert time.monotonic() < end_s, programs
         time.sleep(0.05)
         programs = worker.children(recursive=True)

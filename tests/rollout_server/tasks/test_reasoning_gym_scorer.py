@@ -4,48 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-import gc
 import inspect
 import re
 import sys
-import venv
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from async_rl.config import Config, TimeoutsConfig
-from async_rl.errors import AsyncRLError, ConfigError, RewardError
+from async_rl.config.task_parts import SandboxConfig
+from async_rl.errors import ConfigError, RewardError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
 from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring
-from rollout_server.sandbox import kernel, protection
-from rollout_server.sandbox.protection import Protection
-from rollout_server.tasks import reasoning_gym_scorer, reasoning_gym_task
+from rollout_server.tasks import reasoning_gym_scorer
 from rollout_server.tasks.base import Task, open_task
-from rollout_server.tasks.comparing_scorers import only_compares
+from rollout_server.tasks.reasoning_gym_scorer import only_compares
 from tests.kit.configs import make_config
 from tests.kit.rewards import told
+from tests.kit.sandbox import needs_bubblewrap
 
 TOKENIZER = character_tokenizer()
-needs_sandbox = pytest.mark.skipif(kernel.landlock_abi() < 1, reason="this kernel has no Landlock")
-sandboxes = pytest.mark.parametrize("sandbox", [pytest.param("auto", marks=needs_sandbox), "none"])
+sandboxes = pytest.mark.parametrize("sandbox", [pytest.param("bubblewrap", marks=needs_bubblewrap), "none"])
 
 
-def config_of(name: str, sandbox: str = "auto", **task: Any) -> Config:
+def config_of(name: str, sandbox: str = "bubblewrap", **task: Any) -> Config:
     return make_config(
-        task={"name": f"reasoning_gym/{name}", "size": 4, "sandbox": sandbox, "max_prompt_tokens": 8000, **task},
+        task={
+            "name": f"reasoning_gym/{name}", "size": 4, "sandbox": {"kind": sandbox}, "max_prompt_tokens": 8000, **task,
+        },
         eval={"size": 0},
     )
 
 
-def opened(name: str, sandbox: str = "auto") -> tuple[Task, Question]:
+def opened(name: str, sandbox: str = "bubblewrap") -> tuple[Task, Question]:
     task = open_task(config_of(name, sandbox), TOKENIZER)
     return task, task.prompt(0).question
 
@@ -97,10 +92,13 @@ def test_an_answer_that_runs_code_does_not_change_the_score_of_a_later_one(sandb
     assert [task.verify(question, answer) for answer in ("wrong", question.ground_truth)] == [0, 1]
     assert task.verify(question, "__import__('os').kill(__import__('os').getpid(), 9)") == 0
     assert task.verify(question, "exit()") == task.verify(question, "wrong too") == 0
+    trace = "__import__('ctypes').CDLL(None).ptrace(16, __import__('os').getppid(), 0, 0)"
+    traces = f"oracle_answer if {trace} == 0 else ''"
+    assert task.verify(question, traces) == 0
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("sandbox", "score"), [pytest.param("auto", 0, marks=needs_sandbox), ("none", 0.1)])
+@pytest.mark.parametrize(("sandbox", "score"), [pytest.param("bubblewrap", 0, marks=needs_bubblewrap), ("none", 0.1)])
 def test_an_answer_reads_a_file_of_the_run_only_without_a_sandbox(tmp_path: Path, sandbox: str, score: float) -> None:
     (tmp_path / "key").write_text("sesame")
     task, question = opened("string_insertion", sandbox)
@@ -110,30 +108,7 @@ def test_an_answer_reads_a_file_of_the_run_only_without_a_sandbox(tmp_path: Path
 
 
 @pytest.mark.processes
-@needs_sandbox
-@pytest.mark.parametrize("place", ["python-project", "python/src/app"], ids=["beside its Python", "below its prefix"])
-def test_an_answer_reads_no_file_of_a_project_that_is_installed_editable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
-) -> None:
-    python, project = tmp_path / "python", tmp_path / place
-    venv.create(python, symlinks=True)
-    key = project / "runs" / "key"
-    key.parent.mkdir(parents=True)
-    key.write_text("sesame")
-    key.chmod(0o600)
-    project.chmod(0o700)
-    (site,) = python.glob("lib/python3*/site-packages")
-    (site / "project.pth").write_text(f"{project}\n")
-    (site / "module.py").write_text("")
-    monkeypatch.setattr(sys, "executable", str(python / "bin" / "python"))
-    monkeypatch.syspath_prepend(str(site))
-    task, question = opened("string_insertion")
-    for file, score in ((site / "module.py", 0.1), (key, 0)):
-        assert task.verify(question, f"oracle_answer if open({str(file)!r}) else ''") == score
-
-
-@pytest.mark.processes
-@needs_sandbox
+@needs_bubblewrap
 def test_an_answer_can_forge_its_own_score_but_to_no_more_than_a_right_one_has() -> None:
     task, question = opened("string_insertion")
     forged = "[__import__('os').write(1, b'\\n' + {} + b'\\n'), __import__('os')._exit(0)]"
@@ -177,7 +152,7 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_worker_lives_meanwhile(
 
 
 @pytest.mark.processes
-@needs_sandbox
+@needs_bubblewrap
 def test_a_scorer_that_can_not_read_the_right_answer_fails_the_group_and_says_why() -> None:
     task, question = opened("prime_factorization")
     assert task.verify(question, "abc") == 0  # int("abc") raises in the scorer
@@ -189,18 +164,7 @@ def test_a_scorer_that_can_not_read_the_right_answer_fails_the_group_and_says_wh
 
 
 @pytest.mark.processes
-@needs_sandbox
-def test_the_server_of_a_scorer_ends_with_its_task() -> None:
-    task, question = opened("string_insertion")
-    assert task.verify(question, "wrong") == 0
-    server = psutil.Process(task._scorer._pool.server_pid)  # type: ignore[attr-defined]
-    del task
-    gc.collect()
-    server.wait(60)
-
-
-@pytest.mark.processes
-@needs_sandbox
+@needs_bubblewrap
 def test_a_dataset_of_a_composite_is_scored_apart_only_if_it_has_to_be() -> None:
     parts = [{"name": "spell_backward"}, {"name": "string_insertion", "config": {"min_string_length": 6}}]
     task = open_task(config_of("composite", params={"datasets": parts}), TOKENIZER)
@@ -210,116 +174,6 @@ def test_a_dataset_of_a_composite_is_scored_apart_only_if_it_has_to_be() -> None
         assert task.verify(question, right) == 1
         name = question.source.removeprefix("reasoning_gym/")
         assert task.verify(question, repr(list(right))) == directly(name, question, repr(list(right)))
-
-
-@functools.cache
-def comparing() -> set[str]:
-    return {name for name, (dataset, _) in DATASETS.items() if only_compares(dataset.score_answer)}
-
-
-def test_the_scorers_that_only_compare_are_told_from_those_that_run_an_answer() -> None:
-    assert comparing() >= {"spell_backward", "chain_sum", "gcd", "products", "letter_counting", "dice"}
-    assert len(comparing()) >= 30
-    for name in set(DATASETS) - {"composite"}:
-        text = inspect.getsource(DATASETS[name][0].score_answer)
-        if re.search(r"eval\(|exec\(|parse_expr|\bre\.|json\.|np\.|\bint\(|self\.(?!config)", text):
-            assert name not in comparing(), name
-    runs = {
-        "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "puzzle24",
-        "polynomial_multiplication", "simple_integration", "intermediate_integration",
-    }  # fmt: skip
-    assert runs < set(DATASETS) and not runs & comparing()
-
-
-def _compared(answer: str, right: str) -> bool:
-    return Decimal(answer) == Decimal(right) or any(a == b for a, b in zip(answer, right, strict=False))
-
-
-def _run(answer: str) -> Any:
-    return eval(answer)
-
-
-def _recurring(answer: str) -> bool:
-    return not answer or _recurring(answer.replace("a", ""))
-
-
-@pytest.mark.parametrize(
-    ("scorer", "only"),
-    [
-        (lambda self, answer, entry: float(answer.strip() == entry["answer"]), True),
-        (lambda self, answer, entry: _compared(answer, entry["answer"]), True),
-        (lambda self, answer, entry: _recurring(answer), True),
-        (lambda self, answer, entry: _run(answer), False),
-        (lambda self, answer, entry: [eval(each) for each in answer], False),
-        (lambda self, answer, entry: getattr(self, answer)(), False),
-        (lambda self, answer, entry: self.parse(answer), False),
-        (lambda self, answer, entry: re.split(entry["answer"], answer), False),
-        (lambda self, answer, entry: 10 ** int(answer), False),
-        (lambda self, answer, entry: __import__(answer), False),
-        (functools.partial(_run), False),
-        (print, False),
-    ],
-)
-def test_a_scorer_with_a_name_that_is_not_known_might_run_an_answer(scorer: Any, only: bool) -> None:
-    assert only_compares(scorer) == only
-
-
-def test_a_scorer_that_is_wrapped_might_run_an_answer() -> None:
-    def wrapped(scorer: Any) -> Any:
-        return lambda *arguments: scorer(*arguments)
-
-    assert not only_compares(wrapped(_compared))
-
-
-def test_a_run_is_refused_where_answers_that_its_scorer_may_run_are_not_contained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in (protection, reasoning_gym_task):
-        monkeypatch.setattr(module, "find_protection", lambda: Protection(0, True, True))
-
-    def about(name: str, sandbox: str) -> str:
-        config = config_of(name, sandbox)
-        (reward,) = open_rewards(config, open_task(config, TOKENIZER))
-        return reward.about
-
-    with pytest.raises(ConfigError, match=r"countdown: its scorer may run an answer as Python, .*task\.sandbox: none"):
-        about("countdown", "auto")
-    assert about("countdown", "none") == "answers that its scorer runs as Python are not contained (task.sandbox: none)"
-    assert about("spell_backward", "auto") == about("spell_backward", "none") == ""
-    monkeypatch.setattr(protection, "find_protection", lambda: Protection(7, True, True))
-    monkeypatch.setattr(reasoning_gym_task, "find_protection", lambda: Protection(7, True, True))
-    assert "are contained by seccomp, Landlock ABI 7, limits" in about("countdown", "auto")
-
-
-@pytest.mark.processes
-@needs_sandbox
-def test_a_server_that_can_not_load_the_dataset_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym_scorer, "_SETUP", "import no_such_module_here")
-    task, question = opened("string_insertion")
-    with pytest.raises(AsyncRLError, match="can't start: ModuleNotFoundError: No module named 'no_such_module_here'"):
-        task.verify(question, "wrong")
-
-
-@pytest.mark.processes
-@needs_sandbox
-def test_the_server_of_a_scorer_starts_before_an_answer_is_scored_if_any_is_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def after_opening(name: str) -> int:
-        async def opened_reward() -> None:
-            async with reward.open(config, None):
-                pass
-
-        config = config_of(name)
-        task = open_task(config, TOKENIZER)
-        reward = task.own_reward()  # type: ignore[attr-defined]
-        asyncio.run(opened_reward())
-        return int(task._scorer._pool.server_pid)  # type: ignore[attr-defined]
-
-    assert after_opening("string_insertion") > 0 == after_opening("spell_backward")
-    monkeypatch.setattr(reasoning_gym_scorer, "_SETUP", "import no_such_module_here")
-    with pytest.raises(AsyncRLError, match="can't start: ModuleNotFoundError"):
-        after_opening("string_insertion")
 
 
 def test_a_reward_of_too_little_time_for_an_answer_that_is_late_is_refused() -> None:
@@ -333,13 +187,37 @@ def test_a_reward_of_too_little_time_for_an_answer_that_is_late_is_refused() -> 
         opened_with("countdown", 24.0)
 
 
+def test_listed_scorers_only_compare_an_answer() -> None:
+    datasets = {name: DATASETS[name][0](DATASETS[name][1]()) for name in set(DATASETS) - {"composite"}}
+    comparing = {name for name, dataset in datasets.items() if only_compares(name, dataset)}
+    for name in comparing:
+        text = inspect.getsource(DATASETS[name][0].score_answer)
+        assert not re.search(r"eval\(|exec\(|parse_expr|\bre\.|json\.|np\.|\bint\(", text), name
+    runs = {
+        "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "puzzle24",
+        "polynomial_multiplication", "simple_integration", "intermediate_integration",
+    }  # fmt: skip
+    assert len(comparing) > 40 and runs < set(DATASETS) and not runs & comparing
+
+
+def about(name: str, **sandbox: str) -> str:
+    config = config_of(name, sandbox=sandbox.pop("kind", "bubblewrap"))
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, sandbox=SandboxConfig(**sandbox))) \
+        if sandbox else config
+    (reward,) = open_rewards(config, open_task(config, TOKENIZER))
+    return reward.about
+
+
 @pytest.mark.processes
-@sandboxes
-def test_the_server_finds_reasoning_gym_where_this_process_has_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sandbox: str
+def test_a_run_is_refused_where_answers_that_its_scorer_may_run_are_not_contained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "reasoning_gym").symlink_to(Path(reasoning_gym.__file__).parent)
-    monkeypatch.setattr(reasoning_gym, "__file__", str(tmp_path / "reasoning_gym" / "__init__.py"))
-    task, question = opened("string_insertion", sandbox)
-    finds = f"oracle_answer if {str(tmp_path)!r} in __import__('sys').path else ''"
-    assert task.verify(question, finds) == 0.1
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match=r"task\.sandbox\.kind: none"):
+        about("countdown")
+    with pytest.raises(ConfigError, match=r"task\.sandbox\.url"):
+        about("countdown", url="http://127.0.0.1:1")
+    assert about("countdown", kind="none").endswith("are not contained (task.sandbox.kind: none)")
+    assert about("spell_backward") == about("spell_backward", kind="none") == ""

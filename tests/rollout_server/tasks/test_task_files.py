@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_rl.config import Config, RewardConfig, TaskConfig
+from async_rl.config import Config, TaskConfig
 from async_rl.errors import ConfigError
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.rewards.base import open_gold_reward, open_rewards
@@ -148,26 +148,14 @@ def rows_of_programs(*asserts: str) -> list[dict[str, Any]]:
 SOUND, CHEATABLE = "assert f(2) == 3", "assert f(2) == g(3)"
 
 
-def test_tests_of_programs_that_can_be_cheated_are_refused_with_their_rows(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", rows_of_programs(SOUND, CHEATABLE, CHEATABLE))
-    told = (
-        r"rows\.jsonl: 2 of 3 questions have a test that runs beside the answer, .*; the first is row 1, assert_case"
-        r"\[1\]\. Compare .* leave such questions out, or set cheatable: count in the params of the reward code"
-    )
-    both = tuple(RewardConfig(reward=name) for name in ("math_verify", "code"))
-    for asked in ({"reward": "code"}, {"rewards": both}):
-        with pytest.raises(ConfigError, match=told):
-            opened(path, **asked)
-    _, task = opened(written(tmp_path / "sound.jsonl", rows_of_programs(SOUND)), reward="code")
-    assert task.cautions == []
-
-
-def test_tests_of_programs_that_can_be_cheated_are_counted_if_the_user_says_so(tmp_path: Path) -> None:
+def test_tests_of_programs_that_can_be_cheated_are_a_caution_with_their_rows(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", rows_of_programs(SOUND, CHEATABLE))
-    _, task = opened(path, rewards=(RewardConfig(reward="code", params={"cheatable": "count"}),))
+    _, task = opened(path, reward="code")
     assert task.num_prompts == 2
     (caution,) = task.cautions
-    assert "1 of 2 questions have a test that runs beside" in caution and "is row 1, assert_case[1]. " in caution
+    assert "1 of 2 questions" in caution and "row 1, assert_case[1]" in caution
+    _, task = opened(written(tmp_path / "sound.jsonl", rows_of_programs(SOUND)), reward="code")
+    assert task.cautions == []
 
 
 def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import Counter
 from typing import Any
@@ -13,13 +14,12 @@ from async_rl.errors import ConfigError
 from async_rl.types import Prompt
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.question import Question
-from rollout_server.sandbox import kernel
 from rollout_server.tasks.base import Task, open_task
 from tests.kit.configs import changed, make_config
 from tests.kit.tokenizers import tokenizer_of
 
 TOKENIZER = character_tokenizer()
-SANDBOX = "auto" if kernel.landlock_abi() else "none"
+SANDBOX = {"kind": "bubblewrap" if shutil.which("bwrap") else "none"}
 
 
 def config_of(name: str = "spell_backward", *, seed: int = 0, eval_size: int = 50, **task: Any) -> Config:

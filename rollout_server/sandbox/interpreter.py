@@ -95,9 +95,9 @@ def run_in_child(program: bytes, file: str, files: list[int], limits: list[float
 
 def end_all(child: int) -> None:
     """Kill a child and all that it has started; uncontained, what has left its process group stays."""
-    try:
+    try:  # noqa: SIM105  # contextlib starts slowly
         os.kill(-1, KILL) if is_contained else os.killpg(child, KILL)
-    except ProcessLookupError:  # noqa: SIM105  # contextlib starts slowly
+    except ProcessLookupError:
         pass
 
 

@@ -43,8 +43,8 @@ def _provided() -> dict[str, str]:
 
 
 PROVIDED = _provided()
-"""[name] the import that gives a program this name, as verl's checker does. Only what a program uses is imported: all of
-it takes longer than Python takes to start."""
+"""[name] the import that gives a program this name, as verl's checker does. A program gets only what it uses, because
+all of it takes longer than Python takes to start."""
 _NOT_MAIN = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]'
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\)|[^\n;(#]+)", re.MULTILINE)
 _BLOCK = re.compile(

@@ -92,6 +92,8 @@ def test_an_answer_that_runs_code_does_not_change_the_score_of_a_later_one(sandb
     assert [task.verify(question, answer) for answer in ("wrong", question.ground_truth)] == [0, 1]
     assert task.verify(question, "__import__('os').kill(__import__('os').getpid(), 9)") == 0
     assert task.verify(question, "exit()") == task.verify(question, "wrong too") == 0
+    if sandbox == "none":
+        return
     trace = "__import__('ctypes').CDLL(None).ptrace(16, __import__('os').getppid(), 0, 0)"
     traces = f"oracle_answer if {trace} == 0 else ''"
     assert task.verify(question, traces) == 0

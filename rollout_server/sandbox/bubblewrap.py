@@ -96,7 +96,7 @@ class SandboxDiedError(AsyncRLError):
     """A sandbox has not started or has died, also a second time."""
 
 
-class Run(Protocol):
+class RunProgram(Protocol):
     """Runs one program with an input; thread-safe only by one sandbox for each thread."""
 
     def __call__(self, program: str, stdin: str = "", limits: RunLimits = ...) -> Ended:
@@ -121,7 +121,7 @@ class Bubblewrap:
     is_contained: bool = True
 
     @contextmanager
-    def open(self, setup: str = "") -> Iterator[Run]:
+    def open(self, setup: str = "") -> Iterator[RunProgram]:
         """Yield a function that runs programs in one sandbox.
 
         Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rl.errors import ConfigError
-from rollout_server.sandbox.bubblewrap import DEFAULT_LIMITS, Ended, Run, RunLimits, SandboxDiedError
+from rollout_server.sandbox.bubblewrap import DEFAULT_LIMITS, Ended, RunLimits, RunProgram, SandboxDiedError
 
 _COMPILE_S = 10.0
 _QUEUE_S = 30.0
@@ -33,7 +33,7 @@ class Service:
     language: str = "python"
 
     @contextmanager
-    def open(self, setup: str = "") -> Iterator[Run]:
+    def open(self, setup: str = "") -> Iterator[RunProgram]:
         """Yield the function that runs a program; each run is a request of its own."""
         yield self.run
 

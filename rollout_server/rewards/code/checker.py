@@ -25,7 +25,7 @@ from async_rl.cores import usable_cores
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import Case, read_cases
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.sandbox.bubblewrap import MARGIN_S, Bubblewrap, Run, RunLimits, SandboxDiedError
+from rollout_server.sandbox.bubblewrap import MARGIN_S, Bubblewrap, RunLimits, RunProgram, SandboxDiedError
 from rollout_server.sandbox.service import Service
 
 _STARRED = ("typing", "collections", "functools", "heapq", "itertools", "bisect", "math")
@@ -93,7 +93,7 @@ class CodeSettings:
 class Sandbox(Protocol):
     """Runs programs: Bubblewrap, or a Service."""
 
-    def open(self, setup: str) -> AbstractContextManager[Run]:
+    def open(self, setup: str) -> AbstractContextManager[RunProgram]:
         """Open a sandbox for one answer, in which a trusted program may run before."""
 
     def check(self) -> None:

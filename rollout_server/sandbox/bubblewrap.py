@@ -134,10 +134,9 @@ class Bubblewrap:
             interpreter.close()
 
     def check(self) -> None:
-        """Run a program. ConfigError: that does not work here; it says what does."""
-        if error := _problem(self.python, tuple(self.command), self.is_contained):
-            remedy = f". {THREE_WAYS}" if self.is_contained else ""
-            raise ConfigError(f"task.sandbox: programs can't run in bubblewrap here: {error}{remedy}")
+        """Run a program in bubblewrap, if there it must run. ConfigError: that does not work here; it says what does."""
+        if self.is_contained and (error := _problem(self.python, tuple(self.command))):
+            raise ConfigError(f"task.sandbox: programs can't run in bubblewrap here: {error}. {THREE_WAYS}")
 
     def command_line(self, user: int | None) -> list[str]:
         """Return the command that starts the interpreter in a sandbox, where root runs the worker as a user."""
@@ -301,13 +300,13 @@ def _ask(python: str) -> list[str]:
 
 
 @cache
-def _problem(python: str, command: tuple[str, ...], is_contained: bool) -> str:
-    """Return why programs can't run; "" if they can."""
-    if is_contained and not shutil.which("bwrap"):
+def _problem(python: str, command: tuple[str, ...]) -> str:
+    """Return why programs can't run in bubblewrap; "" if they can."""
+    if not shutil.which("bwrap"):
         return "it is not installed"
     look = f"import shutil; print(shutil.which({command[0]!r}) or '')" if command else "print('found')"
     try:
-        with Bubblewrap(python=python, is_contained=is_contained).open() as run:
+        with Bubblewrap(python=python).open() as run:
             ended = run(look)
     except SandboxDiedError as error:
         return str(error)

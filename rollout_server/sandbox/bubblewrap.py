@@ -134,7 +134,7 @@ class Bubblewrap:
             interpreter.close()
 
     def check(self) -> None:
-        """Run a program in bubblewrap, if there it must run. ConfigError: that does not work here; it says what does."""
+        """Run a program in bubblewrap, if programs are contained. ConfigError: that does not work here."""
         if self.is_contained and (error := _problem(self.python, tuple(self.command))):
             raise ConfigError(f"task.sandbox: programs can't run in bubblewrap here: {error}. {THREE_WAYS}")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import async_rl
 from async_rl.cores import limit_spinning
-from async_rl.errors import AsyncRLError, ConfigError, StillRunningInterrupt
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams.extras import check_extra
 from async_rl.seams.user_modules import check_module_names
 from async_rl.stages.commands import add_stages
@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"async-rl: error: {cause}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
     except KeyboardInterrupt as interrupt:
-        if not isinstance(interrupt, StillRunningInterrupt):
-            print("async-rl: interrupted, every process of the run has ended", file=sys.stderr)
+        print("async-rl: interrupted, every process of the run has ended", file=sys.stderr)
         if str(interrupt):
             print(f"async-rl: {interrupt}", file=sys.stderr)
         return EXIT_INTERRUPTED

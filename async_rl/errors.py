@@ -65,10 +65,6 @@ class RewardError(AsyncRLError):
     """A reward could not be computed, or those of too many groups in a row (task.max_failures) could not."""
 
 
-class StillRunningInterrupt(KeyboardInterrupt):
-    """Ctrl-C has ended a command, but not all that it has started: the message names what goes on."""
-
-
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first exception in the group or, if that is a group too, the first one in it, and so on."""
     error: BaseException = group

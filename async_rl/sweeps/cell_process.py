@@ -1,4 +1,4 @@
-"""Trains a cell of a sweep in a process of its own, which has one part of this host and ends with the sweep."""
+"""Trains each cell of a sweep in a process of its own, on its own part of this host: GPUs, or without any cores."""
 
 from __future__ import annotations
 
@@ -8,30 +8,100 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TextIO
 
-from async_rl.errors import StillRunningInterrupt
-from async_rl.storage.run_dir import has_locked, is_locked
+from async_rl.config import Config
+from async_rl.config.check import check
+from async_rl.driver.resources import gpus_of_servers
+from async_rl.errors import ConfigError
+from async_rl.storage.run_dir import has_locked
 from async_rl.sweeps.cells import Cell
-from async_rl.sweeps.places import CellPlace
 
-POLL_S = 0.2
-"""How often a run is asked whether it has ended."""
+
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """The part of this host that a cell may use: GPUs, as CUDA_VISIBLE_DEVICES names them, and cores. (): all."""
+
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the run's processes get."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+
+    def __str__(self) -> str:
+        parts = [f"{name} {','.join(map(str, ids))}" for name, ids in (("GPU", self.gpus), ("core", self.cores)) if ids]
+        return ", ".join(parts) or "the whole host"
+
+
+def cells_at_once(config: Config, num_gpus: int, num_cores: int) -> int:
+    """Return how many cells with this configuration fit on this host without sharing a GPU or a core.
+
+    On GPUs each learner rank and each server has its own (as many as its tp), or a pair of both has one with
+    placement.colocated. Without GPUs each process has a core.
+    """
+    placement = config.placement
+    if num_gpus:
+        of_servers = 0 if placement.colocated else gpus_of_servers(config)
+        return max(1, num_gpus // (placement.learner.ranks + of_servers))
+    return max(1, num_cores // (placement.learner.ranks + placement.num_servers))
+
+
+def divide(count: int, gpus: Sequence[str], cores: Sequence[int]) -> list[CellPlace]:
+    """Return `count` places with equally many GPUs and cores. ConfigError: there are fewer GPUs or cores than places.
+    """
+    if count == 1:
+        return [CellPlace()]
+    check(not gpus or count <= len(gpus), "--parallel", count, f"at most {len(gpus)}, the GPUs of this host")
+    check(count <= len(cores), "--parallel", count, f"at most {len(cores)}, the cores of this host")
+    of_gpus, of_cores = len(gpus) // count, len(cores) // count
+    return [
+        CellPlace(tuple(gpus[i * of_gpus : (i + 1) * of_gpus]), tuple(cores[i * of_cores : (i + 1) * of_cores]))
+        for i in range(count)
+    ]
+
+
+def places_here(configs: Collection[Config], parallel: int | None) -> list[CellPlace]:
+    """Return the places of this host: `parallel` of them, or if it is None as many as hold any of the cells.
+
+    Raises:
+        ConfigError: there are fewer GPUs or cores than places, or cells would run on a Ray cluster, where Ray chooses
+            the GPUs.
+    """
+    if parallel == 1:
+        return [CellPlace()]
+    gpus, cores = gpus_by_name(), sorted(os.sched_getaffinity(0))
+    count = parallel or min(cells_at_once(config, len(gpus), len(cores)) for config in configs)
+    is_cluster = "RAY_ADDRESS" in os.environ or any(config.placement.num_nodes > 1 for config in configs)
+    allowed = "1 on a Ray cluster (RAY_ADDRESS, or cells of several nodes), where Ray chooses the GPUs"
+    check(count == 1 or not is_cluster, "--parallel", count, allowed)
+    return divide(count, gpus, cores)
+
+
+def gpus_by_name() -> list[str]:
+    """Return the GPUs of this host as CUDA_VISIBLE_DEVICES names them."""
+    from async_rl.driver.placement import gpus_here
+
+    count = int(gpus_here())
+    names = filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    named = list(takewhile(lambda name: name != "-1", names))  # CUDA reads no further
+    # Of several MIG instances a process sees only one, but each may be that of a cell.
+    return (named or [str(index) for index in range(count)]) if count else []
 
 
 class CellProcesses:
-    """The processes that train cells now, with their logs in `logs`. Several threads train at once."""
+    """The processes that train cells now, with their logs in `logs`. Several threads train simultaneously."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._lock = threading.Lock()
-        self._running: dict[subprocess.Popen[bytes], str] = {}
-        """The log of each process."""
+        self._running: set[subprocess.Popen[bytes]] = set()
         self._is_stopping = False
-        self._is_left = threading.Event()
-        """Whether nobody waits for the runs any more."""
 
     def train(self, command: Sequence[str], cell: Cell, place: CellPlace) -> str:
         """Train a cell by `async-rl` and the words after it; return "", or exit code and the error in the log."""
@@ -46,36 +116,20 @@ class CellProcesses:
         errors = [line for line in lines if "error" in line.lower()]
         return f"exit code {code}, {log_file}: {(told or errors or lines or ['nothing logged'])[0].strip()[:300]}"
 
-    def end(self, wait: Callable[[float | None], object], shutdown_s: float) -> None:
-        """Have all runs end after their step, or at once if Ctrl-C or SIGTERM comes again.
+    def end(self, wait: Callable[[], object]) -> None:
+        """Have all runs end after their step; at once if Ctrl-C or SIGTERM comes again. Each run limits its own end.
 
         Args:
-            wait: waits for the calls of `train`, at most for so many seconds.
-            shutdown_s: how long the runs may take to end at once.
-
-        Raises:
-            StillRunningInterrupt: runs go on after that.
+            wait: waits for the calls of `train`.
         """
         try:
             if count := self.stop():
                 what = f"ending {count} cell{'s' * (count > 1)} after the step that each is in, with a checkpoint"
                 print(f"{what}; another Ctrl-C ends them at once", file=sys.stderr, flush=True)
-            wait(None)  # each run has a limit of its own for this, timeouts.interrupt_s
+            wait()
         except KeyboardInterrupt:
-            try:
-                self.stop()
-                wait(shutdown_s)
-            finally:  # a second signal may come here, where an error and no signal has begun to end the runs
-                self._leave(shutdown_s)
-
-    def _leave(self, shutdown_s: float) -> None:
-        """Have `train` return at once; raise StillRunningInterrupt, which names the runs that go on, if some do."""
-        self._is_left.set()
-        with self._lock:
-            left = [f"process {process.pid}, {log}" for process, log in self._running.items()]
-        if left:
-            text = f"interrupted, but runs go on that were to end within {shutdown_s:g} s (timeouts.shutdown_s)"
-            raise StillRunningInterrupt(f"{text}: {'; '.join(left)}. `kill -9` ends them") from None
+            self.stop()
+            wait()
 
     def stop(self) -> int:
         """Ask all runs to end, each with its own processes, and let no other begin; return their number.
@@ -98,24 +152,17 @@ class CellProcesses:
             )
             if place.cores:
                 os.sched_setaffinity(process.pid, place.cores)
-            self._running[process] = log.name
-        while (code := process.poll()) is None and not self._is_left.wait(POLL_S):
-            pass
-        if code is None:
-            return -signal.SIGTERM
+            self._running.add(process)
+        code = process.wait()
         with self._lock:
-            del self._running[process]
+            self._running.remove(process)
         return code
 
 
 @contextlib.contextmanager
-def claimed(cell: Cell, folder: Path) -> Iterator[bool]:
-    """Hold a cell of the sweep in `folder` until the end of the block; yields False if another process trains it.
-
-    Raises:
-        ConfigError: the disk has no locks.
-    """
-    file = folder / "locks" / cell.name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as lock:
-        yield has_locked(lock) and not is_locked(cell.folder)
+def sole_sweep(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep until the end of the block. ConfigError: another sweep holds it."""
+    with (folder / "lock").open("w") as lock:
+        if not has_locked(lock):
+            raise ConfigError(f"another sweep runs in {folder}: wait until it has ended, or give this one a --name")
+        yield

@@ -22,13 +22,11 @@ def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], 
     add_config(sweep)
     _add_sweep_options(sweep)
 
-    sentence = "make table, plots and the page report.html of a sweep or a run, or of several runs side by side"
+    sentence = "make table, plots and the page report.html of a sweep or a run"
     report = add("report", _report, sentence, "runs/quickstart-sweep")
-    report.add_argument("folders", type=Path, nargs="+", metavar="RUN_DIR")
-    about = "folder for the report of several runs (default: compared, beside the first)"
-    report.add_argument("--out", type=Path, metavar="DIR", help=about)
+    report.add_argument("folder", type=Path, metavar="RUN_DIR")
 
-    sentence = "predict utilisation at each staleness bound, and memory, before any run"
+    sentence = "predict the speed of each staleness bound by simulation"
     _add_plan_options(add("plan", _plan, sentence, "--train-s 40 --rollout-s 60 --devices 8 --now 4,4"))
 
 
@@ -48,7 +46,7 @@ def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:
         help="cells at once, each with its part of the GPUs, or without any of the cores; auto: as many as fit of the "
         "largest. 1 on a Ray cluster",
     )
-    sweep.add_argument("--dry-run", action="store_true", help="print cells, places, time and disk, start nothing")
+    sweep.add_argument("--dry-run", action="store_true", help="print cells, places and time, start nothing")
 
 
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
@@ -64,32 +62,13 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     seconds.add_argument("--concurrency", type=int, help="largest number of groups in flight")
     seconds.add_argument("--prompts-per-step", type=int)
     seconds.add_argument("--late", choices=["wait", "drop", "mask"], help="staleness.late")
-    plan.add_argument("--devices", type=int, help="number of devices to split between learner and rollout")
-    plan.add_argument("--now", default="1,1", help="learner,rollout devices that the durations are for (%(default)s)")
-    plan.add_argument("--params", type=float, help="parameters of the policy, e.g. 70e9, for memory and transfer time")
-    plan.add_argument("--method", choices=["ppo", "grpo"], default="grpo")
-    plan.add_argument("--device-gb", type=float, default=80.0)
-    plan.add_argument("--link-gbps", type=float, default=400.0)
-    plan.add_argument("--servers", type=int, help="number of rollout servers: which part of the pipeline is full first")
-    plan.add_argument("--tokens", type=float, default=4000.0, help="mean length of an answer (default: %(default)s)")
-    plan.add_argument("--group-size", type=int, default=8, help="answers to a prompt (default: %(default)s)")
 
 
 def _sweep(args: argparse.Namespace) -> int:
     from async_rl.config.check import check
     from async_rl.config.loading import load_config
-    from async_rl.sweeps.cells import (
-        CORRECTIONS,
-        MODES,
-        all_cells,
-        key_axis,
-        named_axis,
-        seed_axis,
-        staleness_axis,
-        unused_decay,
-        unused_depth,
-    )  # fmt: skip
-    from async_rl.sweeps.sweep import Sweep, checked_cells, plan_of, run_and_report
+    from async_rl.sweeps.cells import CORRECTIONS, MODES, all_cells, key_axis, named_axis, seed_axis, staleness_axis
+    from async_rl.sweeps.sweep import Sweep, plan_of, run_and_report
 
     is_number = args.parallel.isdecimal() and int(args.parallel) > 0
     check(is_number or args.parallel == "auto", "--parallel", args.parallel, "1 or more, or auto")
@@ -109,10 +88,6 @@ def _sweep(args: argparse.Namespace) -> int:
         config=args.config, overrides=tuple(args.overrides), axes=tuple(axes), folder=folder, seconds=args.seconds,
         max_cells=args.max_cells, parallel=int(args.parallel) if is_number else None,
     )
-    if told := unused_depth(args.config):
-        print(told, flush=True)
-    if args.seconds and (told := unused_decay(checked_cells(sweep)[1].values())):
-        print(told, flush=True)
     if args.dry_run:
         print(plan_of(sweep), end="")
         return 0
@@ -120,19 +95,10 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    folders = [folder.expanduser() for folder in args.folders]
-    if len(folders) > 1:
-        from async_rl.sweeps.comparison import write_comparison
-
-        out = args.out or folders[0].absolute().parent / "compared"
-        print(f"{write_comparison(folders, out)}\n{out}/report.html")
-        return 0
-    from async_rl.config.check import check
     from async_rl.sweeps.report import write_report
 
-    allowed = "left out for one folder, in which its report is written; it is the place of a report of several runs"
-    check(args.out is None, "--out", str(args.out), allowed)
-    print(f"{write_report(folders[0])}\n\n{folders[0]}/report.html")
+    folder = args.folder.expanduser()
+    print(f"{write_report(folder)}\n\n{folder}/report.html")
     return 0
 
 

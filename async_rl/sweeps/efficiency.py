@@ -6,20 +6,17 @@ step flatter it. The efficiency compares at equal accuracy instead. It is the nu
     accuracy(v) = acc0(e v)
 
 where accuracy(v) is the held-out accuracy after v steps and acc0 that of synchronous training (staleness.max 0) with
-the same other settings. A step is worth e synchronous steps. Steps a minute times e are effective steps a minute: the
-synchronous steps that would have taught as much.
+the same other settings. A step is worth e synchronous steps, and steps a minute times e are effective steps a minute.
 
 - acc0: the evaluations of the synchronous runs are averaged over seeds, version by version, made monotone by isotonic
-  regression, and interpolated by a monotone cubic (PCHIP) over log(1 + v / v1), v1 the version of the first evaluation
-  after the start.
+  regression, and interpolated by a monotone cubic (PCHIP) over log(1 + v / v1), v1 the first version after the start.
   Between few evaluations of a concave curve an interpolation over v itself lies too low, and e would be too large.
   Beyond the last evaluation the curve goes on with its last slope.
 - e: least squares over all evaluations after the start of all seeds of a setting together.
-- Where held-out accuracy does not tell, the rewards of the policies that sampled the batches may (policy_curve.py).
-  Such an efficiency has a name of its own. It is told for the versions that the runs at the lowest staleness have too,
-  because rewards of single batches are too noisy for a slope beyond them.
-- Its error: the delete-one jackknife over seeds. A seed is left out of the setting and of the synchronous runs at once,
-  so the error has that of the synchronous curve, and what the runs of a seed share.
+- Its error: the delete-one jackknife over seeds. A seed is left out of the setting and of the synchronous runs
+  together, so the error includes the synchronous curve's.
+- Where held-out accuracy does not tell, the rewards of the policies may (policy_curve.py), up to the last version of
+  the runs at the lowest staleness: rewards of single batches are too noisy for a slope beyond them.
 
 Sources: Fritsch and Carlson 1980, "Monotone piecewise cubic interpolation"; Efron and Stein 1981, "The jackknife
 estimate of variance".
@@ -29,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,32 +41,6 @@ LARGEST = 3.0
 MIN_EVALUATIONS = 3
 SATURATED = 0.9
 """The share of all that synchronous training gains, from which on the curve is too flat to tell steps by accuracy."""
-
-
-class Reasons(NamedTuple):
-    """The ends of sentences that say why no efficiency can be told."""
-
-    few: str
-    no_start: str
-    no_gain: str
-    saturated: str
-
-
-BY_ACCURACY = Reasons(
-    "a synchronous run has {count} held-out evaluations, and a curve needs {least}: at the start, on the way and at "
-    "the end (eval.every_steps)",
-    "no synchronous run has a held-out evaluation of its start, version 0",
-    "synchronous training gained no accuracy that its seeds agree on ({gained})",
-    "at its first evaluation, after {version:.0f} steps, synchronous training had made {share:.0%} of its way, so "
-    "accuracy does not tell how many steps it took (eval.every_steps)",
-)
-BY_REWARD = Reasons(
-    "a run at the lowest staleness has the rewards of {count} spans of versions, and a curve needs {least}",
-    "no run at the lowest staleness has a reward of its start, version 0",
-    "runs at the lowest staleness gained no reward that their seeds agree on ({gained})",
-    "the first versions of the runs at the lowest staleness, {version:.0f} on, had made {share:.0%} of their way, so "
-    "the reward does not tell how many steps it took",
-)
 
 
 class SynchronousCurve:
@@ -99,8 +70,8 @@ class SynchronousCurve:
 def _averaged(runs: Sequence[Evaluations]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return versions, accuracies and numbers of runs of the evaluations, averaged over the runs that have them.
 
-    Averaged are those of equal versions, of which a run may have skipped some; the k-th ones where versions differ from
-    run to run, because weights changed while answers were sampled.
+    Evaluations of equal versions are averaged; the k-th ones where versions differ from run to run, because weights
+    changed while answers were sampled.
     """
     found: dict[float, list[tuple[float, int]]] = {}
     longest = max(map(len, runs))
@@ -115,25 +86,32 @@ def _averaged(runs: Sequence[Evaluations]) -> tuple[NDArray[np.float64], NDArray
     return np.array(versions), np.array(means), np.array([float(sum(n for _, n in found[v])) for v in versions])
 
 
-def why_unknown(synchronous: Sequence[Evaluations], reasons: Reasons = BY_ACCURACY) -> str:
-    """Return why no efficiency can be told from the synchronous runs with these evaluations; "" if it can.
+def why_unknown(synchronous: Sequence[Evaluations], what: str = "accuracy") -> str:
+    """Return why no efficiency can be told from these evaluations of synchronous runs, as the end of a sentence, or "".
 
-    The reason is the rest of a sentence that says so, in the words of `reasons`.
+    Args:
+        what: accuracy, or reward: the evaluations are then of the runs at the lowest staleness.
     """
     if not synchronous:
         return "the sweep has no synchronous setting (staleness.max 0) to compare with"
-    counts = [len({version for version, _ in run}) for run in synchronous]
-    if min(counts) < MIN_EVALUATIONS:
-        return reasons.few.format(count=min(counts), least=MIN_EVALUATIONS)
+    few = min(len({version for version, _ in run}) for run in synchronous)
+    if few < MIN_EVALUATIONS:
+        return (
+            f"a run to compare with has {few} points of {what}, and a curve needs {MIN_EVALUATIONS}: at the start, on "
+            "the way and at the end (eval.every_steps)"
+        )
     if not (begun := [run for run in synchronous if run[0][0] == 0]):
-        return reasons.no_start
+        return f"no run to compare with has the {what} of its start, version 0"
     gained = estimate([run[-1][1] - run[0][1] for run in begun])
     if not gained.mean > 2 * (0.0 if math.isnan(gained.error) else gained.error):
-        return reasons.no_gain.format(gained=gained.text("{:+.3f}"))
+        return f"the runs to compare with gained no {what} that their seeds agree on ({gained.text('{:+.3f}')})"
     versions, means, _ = _averaged(synchronous)
     share = (means[1] - means[0]) / (means.max() - means[0])
     if share > SATURATED:
-        return reasons.saturated.format(version=versions[1], share=share)
+        return (
+            f"at their first point, version {versions[1]:.0f}, the runs to compare with had made {share:.0%} of their "
+            f"way, so {what} does not tell how many steps it took (eval.every_steps)"
+        )
     return ""
 
 

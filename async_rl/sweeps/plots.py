@@ -1,4 +1,4 @@
-"""Draws the plots of a report. Staleness has the ordered colours of cividis, everything else those of Okabe and Ito."""
+"""Draws the plots of a report: a dot for each seed, a line through the means where settings have an order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.sweeps.cells import Bound, bounds_title
-from async_rl.sweeps.policy_curve import PolicyPoint
+from async_rl.sweeps.results import Run
 from async_rl.sweeps.settings import Setting
-from async_rl.sweeps.significance import SPEEDS, speed_key, unit_axes
+from async_rl.sweeps.significance import SPEEDS, best_rows, speed_key
 from async_rl.telemetry.plot_learning_curve import plain, smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
 from async_rl.telemetry.timeline import STATES
@@ -23,70 +23,57 @@ if TYPE_CHECKING:
     from buffer.simulate import Result
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
-DPI = 130
-STEP, SECONDS = "learner step", "seconds since the end of the first step"
-ONLY_KEPT = ("reward_by_step", "reward_by_time")
-"""Pictures of the rewards of batches, which can't be compared across staleness: those of committed sweeps are kept."""
-Series = tuple[tuple[str, str], ...]
+DPI = 110
+MOST_LINES = 5
+SECONDS = "seconds since the end of the first step"
+CAPTIONS = {
+    "trade_off": "What a step is worth, how busy the learner is, and what a minute brings.",
+    "depths": "Speed, reward of the policy and the worst KL over the measured staleness.",
+    "learning": "Held-out accuracy and the reward of each policy version: means over seeds, bands of one standard error.",
+    "off_policy": "How far the trained policy is from the policies that sampled its data.",
+    "utilisation": "Share of time that each pool spent in each state. Diamonds: predicted by the simulator.",
+}
+DOTS = "Each dot is a seed, each bar a mean ± standard error. Dots of a step's worth are jackknife values."
+"""What the caption of each plot over staleness adds."""
+Curve = Callable[[Run], tuple[Sequence[float], Sequence[float]]]
+"""Returns the x and y values of a run."""
 
 
-def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Result]) -> list[Path]:
-    """Draw every plot that there is data for as a PNG file in `folder`; return the paths.
+def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Result]) -> dict[Path, str]:
+    """Draw every plot that there is data for as a PNG file in `folder`; return {file: caption}.
 
-    If the runs have no steps, as they were read from CSV files, the earlier plots of steps are kept.
+    If the runs have no steps, as they were read from CSV files, earlier plots of their steps are kept.
 
     Args:
         predicted: the simulated results by staleness bound.
     """
     folder.mkdir(parents=True, exist_ok=True)
     bounded = [row for row in rows if not row.exact]
-    stepped = [row for row in rows if all(run.steps for run in row.runs)]
-    stepped_bounded = [row for row in stepped if not row.exact]
-    pictures: list[tuple[str, Callable[[], Any]]] = [
-        ("trade_off", lambda: _trade_off(rows)),
-        ("depth_beside_bound", lambda: _depth_beside_bound(bounded)),
-        ("accuracy_by_step", lambda: _accuracy_curves(rows, 0, STEP)),
-        ("accuracy_by_time", lambda: _accuracy_curves(bounded, 1, SECONDS)),
-        ("policy_reward_by_version", lambda: _reward_curves(stepped, lambda point: point.version, "policy version")),
-        ("policy_reward_by_time", lambda: _reward_curves(stepped_bounded, lambda point: point.served_s, SECONDS)),
-        *((name, lambda: None) for name in ONLY_KEPT),
-        ("utilisation", lambda: _utilisation(stepped_bounded, predicted)),
-        ("offpolicy", lambda: _offpolicy(rows)),
-        ("staleness", lambda: _staleness_histogram(stepped)),
-    ]
-    paths = []
-    for name, draw in pictures:
-        figure = draw()
-        if figure is not None:
-            figure.savefig(folder / f"{name}.png", dpi=DPI)
-        if figure is not None or (not stepped and (folder / f"{name}.png").is_file()):
-            paths.append(folder / f"{name}.png")
-    return paths
+    has_steps = all(run.steps for row in rows for run in row.runs)
+    figures = {
+        "trade_off": lambda: _trade_off(rows),
+        "depths": lambda: _depths(bounded),
+        "learning": lambda: _learning(rows),
+        "utilisation": lambda: _utilisation(bounded, predicted) if has_steps else None,
+        "off_policy": lambda: _off_policy(rows),
+    }
+    captions = {}
+    for name, draw in figures.items():
+        file = folder / f"{name}.png"
+        if (figure := draw()) is not None:
+            figure.savefig(file, dpi=DPI)
+        if figure is not None or (not has_steps and file.is_file()):
+            captions[file] = CAPTIONS[name] + (f" {DOTS}" if name in ("trade_off", "depths", "off_policy") else "")
+    return captions
 
 
-def by_series(rows: Sequence[Setting]) -> dict[Series, list[Setting]]:
-    found: dict[Series, list[Setting]] = {}
-    for row in rows:
-        found.setdefault(row.series, []).append(row)
-    return {series: sorted(of_series, key=lambda row: row.staleness) for series, of_series in found.items()}
-
-
-def series_name(series: Series, others: Sequence[Series] = ()) -> str:
-    """Return the labels of a series as text, without the labels that all `others` have too."""
-    return plain(", ".join(
-        f"{key} {label}" for key, label in series if not others or any((key, label) not in other for other in others)
-    ))
-
-
-def make_panels(count: int, width: float = 4.2, height: float = 3.6, **options: Any) -> tuple[Any, list[Axes]]:
-    """Return (figure, its panels), three in a line; `options` are those of Figure.subplots."""
+def _panels(count: int, width: float = 4.2, height: float = 3.6) -> tuple[Any, list[Axes]]:
     from matplotlib.figure import Figure  # without pyplot, whose backend and figures are those of the user's process
 
     columns = min(3, count)
     lines = -(-count // columns)
     figure = Figure(figsize=(max(width * columns, 6.5), height * lines), layout="constrained")
-    flat = list(figure.subplots(lines, columns, squeeze=False, **options).flat)
+    flat = list(figure.subplots(lines, columns, squeeze=False).flat)
     for unused in flat[count:]:
         unused.set_visible(False)
     for one in flat:
@@ -95,180 +82,164 @@ def make_panels(count: int, width: float = 4.2, height: float = 3.6, **options: 
     return figure, flat[:count]
 
 
-def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str) -> None:
-    bounds = sorted({row.staleness for row in rows})
-    all_series = by_series(rows)
-    for number, (series, of_series) in enumerate(all_series.items()):
-        estimates = [row.estimate(key) for row in of_series]
-        shift = 0.08 * (number - (len(all_series) - 1) / 2)
-        axes.errorbar(
-            [bounds.index(row.staleness) + shift for row in of_series], [e.mean for e in estimates],
-            yerr=[0.0 if math.isnan(e.error) else e.error for e in estimates], capsize=3,
-            color=OKABE_ITO[number % len(OKABE_ITO)], marker=MARKERS[number % len(MARKERS)],
-            label=series_name(series, list(all_series)),
-        )
-    axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
-    axes.set_xlabel(f"{bounds_title(bounds)}, versions")
-    axes.set_title(label, fontsize=10)
-
-
-def _legend(figure: Any, panels: Sequence[Axes], place: str = "outside upper center", **options: Any) -> None:
+def _legend(figure: Any, panels: Sequence[Axes], title: str = "") -> None:
     handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if any(handles):
-        columns = 1 if "right" in place else min(len(handles), int(figure.get_figwidth() // 2.2))
-        figure.legend(handles.values(), handles.keys(), loc=place, ncols=columns, frameon=False, **options)
+        columns = min(len(handles), int(figure.get_figwidth() // 2.2))
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside upper center", ncols=columns, frameon=False,
+            title=title or None,
+        )  # fmt: skip
+
+
+def _chosen(names: Sequence[Any]) -> list[Any]:
+    """Return at most MOST_LINES of `names`, the first and the last with them."""
+    places = np.linspace(0, len(names) - 1, min(MOST_LINES, len(names)))
+    return [names[round(place)] for place in places]
+
+
+def _dots(axes: Axes, row: Setting, x: float, key: str, color: str, label: str = "") -> None:
+    """Draw the seeds of a row at x, side by side, with their mean and its standard error."""
+    values, mean = row.values[key], row.estimate(key)
+    shifts = np.linspace(-0.05, 0.05, len(values)) if len(values) > 1 else [0.0]
+    axes.plot([x + shift for shift in shifts], values, ".", color=color, alpha=0.5, markersize=6)
+    error = 0.0 if math.isnan(mean.error) else mean.error
+    axes.errorbar([x], [mean.mean], yerr=[error], color=color, marker="_", markersize=11, capsize=3, label=label)
+
+
+def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str) -> None:
+    """Draw a value over the settings of staleness; a line joins the bounds, which are in order, and no depths."""
+    bounds = sorted({row.staleness for row in rows})
+    all_series = list(dict.fromkeys(row.series for row in rows))
+    for number, series in enumerate(_chosen(all_series)):
+        own = sorted((row for row in rows if row.series == series and row.has(key)), key=lambda row: row.staleness)
+        shift = 0.14 * (number - (min(len(all_series), MOST_LINES) - 1) / 2)
+        name = plain(", ".join(f"{axis} {value}" for axis, value in series))
+        for place, row in enumerate(own):
+            _dots(axes, row, bounds.index(row.staleness) + shift, key, OKABE_ITO[number], "" if place else name)
+        if all(row.staleness.is_full for row in own):
+            xs = [bounds.index(row.staleness) + shift for row in own]
+            axes.plot(xs, [row.estimate(key).mean for row in own], color=OKABE_ITO[number], linewidth=1.2)
+    axes.set_xticks(range(len(bounds)), [str(bound) for bound in bounds], rotation=60 if len(bounds) > 8 else 0)
+    axes.set_xlabel(f"{bounds_title(bounds)}, versions")
+    axes.set_ylabel(label)
 
 
 def _trade_off(rows: Sequence[Setting]) -> Any:
-    """Return a figure of what a step is worth and, for bounded mode, the learner's utilisation and effective steps a
-    minute, each over the staleness bound. Where efficiency can't be told, it shows that by sampled reward instead, and
-    where that can't be told either, the improvement.
+    """Return a figure of what a step is worth and, in bounded mode, the learner's utilisation and the speed of learning.
+
+    Where efficiency can't be told, it shows the one by sampled reward, and else the improvement.
     """
-    what = "accuracy" if any(run.evals for row in rows for run in row.runs) else "reward"
-    if any(row.has("efficiency") for row in rows):
-        worth, speed = ("efficiency", "synchronous steps that a step is worth"), "effective steps per minute"
-    elif any(row.has("efficiency_sampled") for row in rows):
-        worth, speed = ("efficiency_sampled", "worth of a step by sampled reward"), SPEEDS["effective_steps_sampled"][0]
-    else:
-        worth, speed = ("improvement", f"{what} gained in the run"), f"{what} gained per minute"
+    worth = next((key for key in ("efficiency", "efficiency_sampled") if any(r.has(key) for r in rows)), "improvement")
+    labels = {
+        "efficiency": "a step is worth, synchronous steps", "efficiency_sampled": "a step is worth, by sampled reward",
+        "improvement": "improvement in the run",
+    }  # fmt: skip
     bounded = [row for row in rows if not row.exact]
-    figure, panels = make_panels(3 if bounded else 1)
-    _against_staleness(panels[0], rows, *worth)
+    figure, panels = _panels(3 if bounded else 1)
+    _against_staleness(panels[0], rows, worth, labels[worth])
     if bounded:
         _against_staleness(panels[1], bounded, "learner", "learner utilisation, share of time")
         panels[1].set_ylim(0, 1)
-        speed += "".join(f",\nin steps of the same {axis}" for axis in unit_axes(bounded))
-        _against_staleness(panels[2], bounded, speed_key(bounded), speed)
+        key = speed_key(bounded)
+        _against_staleness(panels[2], bounded, key, SPEEDS[key][0].replace(" by ", "\nby "))
     for axes in panels:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     _legend(figure, panels)
     return figure
 
 
-def _depth_beside_bound(rows: Sequence[Setting]) -> Any:
-    """Return a figure of speed, reward and the worst KL over the measured mean staleness: bounds are a line, depths
-    below a bound are points beside it. It is None without both. The reward of runs without steps is that of the batches
-    with its lag taken off to first order.
+def _depths(rows: Sequence[Setting]) -> Any:
+    """Return a figure of speed, reward and the worst KL over the mean staleness, of bounds and of depths below them.
+
+    A line joins the bounds. It is None without both, or if the rewards of the policies are not known.
     """
-    bounds = [row for row in rows if row.staleness.is_full]
-    depths = [row for row in rows if not row.staleness.is_full]
-    reward, order = ("policy_reward", "") if rows and rows[0].has("policy_reward") else ("reward_less_lag", ", about")
     shown = {
-        "steps_per_minute": "learner steps per minute",
-        reward: f"reward of the policy, mean over the time{order}",
+        "steps_per_minute": "learner steps per minute", "policy_reward": "reward of the policy, mean over the time",
         "kl_p95": "KL of a step, 95th percentile, nats a token",
-    }
-    if not (bounds and depths) or not all(row.has(key) for row in rows for key in shown):
+    }  # fmt: skip
+    if len({row.staleness.is_full for row in rows}) < 2 or not all(row.has(key) for row in rows for key in shown):
         return None
-    below = sorted({row.staleness.max for row in depths})
-    groups = {"bound": bounds} | {f"depth / {m}": [row for row in depths if row.staleness.max == m] for m in below}
-    figure, panels = make_panels(len(shown))
-    for axes, (key, title) in zip(panels, shown.items(), strict=True):
-        for number, (label, group) in enumerate(groups.items()):
-            group = sorted(group, key=lambda row: row.estimate("staleness_mean").mean)
-            xs, ys = ([row.estimate(name) for row in group] for name in ("staleness_mean", key))
-            color = OKABE_ITO[number % len(OKABE_ITO)]
-            axes.errorbar(
-                [x.mean for x in xs], [y.mean for y in ys], yerr=[0.0 if math.isnan(y.error) else y.error for y in ys],
-                capsize=3, color=color, marker=MARKERS[number % len(MARKERS)], label=label,
-                linestyle="-" if number == 0 else ":" if len(below) > 1 else "",
-            )  # fmt: skip
-            if 0 < number < len(below):  # its depths lie below those of the largest bound, which have names
-                continue
-            for place, (row, x, y) in enumerate(zip(group, xs, ys, strict=True)):
-                # Below the line of bounds, and to both sides of the depths, which lie close together.
-                sides = ((5, -12), "left"), ((7, 4), "left"), ((-7, 4), "right")
-                offset, side = sides[0] if number == 0 else sides[2 - place % 2]
-                axes.annotate(
-                    str(row.staleness), (x.mean, y.mean), offset, textcoords="offset points", fontsize=8, ha=side,
-                    color=color,
-                )  # fmt: skip
-        axes.set_title(title, fontsize=10)
+    below = sorted({row.staleness.max for row in rows if not row.staleness.is_full})
+    figure, panels = _panels(len(shown))
+    for axes, (key, label) in zip(panels, shown.items(), strict=True):
+        for number, most in enumerate([0, *_chosen(below)[: MOST_LINES - 1]]):
+            own = [row for row in rows if row.staleness.is_full != bool(most) and most in (0, row.staleness.max)]
+            own = sorted(own, key=lambda row: row.estimate("staleness_mean").mean)
+            xs = [row.estimate("staleness_mean").mean for row in own]
+            for place, (row, x) in enumerate(zip(own, xs, strict=True)):
+                name = f"depth below {most}" if most else "bound"
+                _dots(axes, row, x, key, OKABE_ITO[number], "" if place else name)
+                if not most:
+                    at = (x, row.estimate(key).mean)
+                    axes.annotate(str(row.staleness), at, (6, -12), textcoords="offset points", fontsize=8)
+            if not most:
+                axes.plot(xs, [row.estimate(key).mean for row in own], color=OKABE_ITO[0], linewidth=1.2)
         axes.set_xlabel("staleness of trained episodes, mean")
-        if key != reward:  # its differences are small beside its distance from 0
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-        axes.margins(x=0.1)
+        axes.set_ylabel(label)
     _legend(figure, panels)
     return figure
 
 
-def _accuracy_curves(rows: Sequence[Setting], x: int, x_label: str) -> Any:
-    if any(len(run.evals) < 3 for row in rows for run in row.runs):
-        return None
+def _learning(rows: Sequence[Setting]) -> Any:
+    """Return a figure of held-out accuracy and of the policy's reward, by version and by time, of at most five settings.
 
-    def draw(axes: Axes, row: Setting, style: dict[str, Any]) -> None:
-        # The k-th evaluations of all seeds are averaged, although they are not at exactly the same step.
-        count = min(len(run.evals) for run in row.runs)
-        points = np.array([run.evals[: count - 1] + run.evals[-1:] for run in row.runs])  # [seeds, count, 3]
-        means, errors = _mean_and_error(points[:, :, 2])
-        axes.errorbar(points[:, :, x].mean(axis=0), means, yerr=errors, capsize=2, marker="o", markersize=4, **style)
-
-    return _curves(rows, x_label, "held-out accuracy", draw)
-
-
-def _reward_curves(rows: Sequence[Setting], x: Callable[[PolicyPoint], float], x_label: str) -> Any:
-    """Return a figure of the mean reward of each policy version, smoothed, with standard errors over seeds.
-
-    It is None if there is no row in which two versions of each run are known.
+    They are the best and settings from the lowest to the highest staleness. It is None if no curve is known.
     """
-    rows = [row for row in rows if all(len(run.policy_curve.points) > 1 for run in row.runs)]
-
-    def draw(axes: Axes, row: Setting, style: dict[str, Any]) -> None:
-        curves = []
-        for run in row.runs:
-            points = run.policy_curve.points
-            weights = [point.episodes for point in points]
-            values = smooth([point.reward for point in points], weights, max(1, len(points) // 15))
-            curves.append(([x(point) for point in points], values))
-        grid = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), 60)
-        means, errors = _mean_and_error(np.array([np.interp(grid, xs, values) for xs, values in curves]))
-        axes.plot(grid, means, **style)
-        axes.fill_between(grid, means - errors, means + errors, color=style["color"], alpha=0.18, linewidth=0)
-
-    return _curves(rows, x_label, "reward of the policy, smoothed", draw)
-
-
-def _curves(
-    rows: Sequence[Setting], x_label: str, y_label: str, draw: Callable[[Axes, Setting, dict[str, Any]], None]
-) -> Any:
-    """Return a figure with a panel for each series, in which `draw` draws a line for each bound; None without rows."""
-    if not rows:
+    order = sorted(rows, key=lambda row: (row.series, row.staleness))
+    best = best_rows(rows)[:1]
+    others = [row for row in order if row not in best]
+    chosen = _chosen(order) if len(order) <= MOST_LINES else best + _chosen(others)[: MOST_LINES - len(best)]
+    shown = [row for row in order if row in chosen]
+    has_evals = all(len(run.evals) > 2 for row in shown for run in row.runs)
+    has_rewards = all(len(run.policy_curve.points) > 1 for row in shown for run in row.runs)
+    has_times = not any(row.exact for row in shown)
+    curves: list[tuple[str, str, Curve]] = []
+    if has_evals:
+        curves.append(("policy version", "held-out accuracy", lambda run: _columns(run.evals, 0, 2)))
+        if has_times:
+            curves.append((SECONDS, "held-out accuracy", lambda run: _columns(run.evals, 1, 2)))
+    if has_rewards:
+        label = "reward of the policy, smoothed"
+        curves.append(("policy version", label, lambda run: _reward(run, [p.version for p in run.policy_curve.points])))
+        if has_times:
+            curves.append((SECONDS, label, lambda run: _reward(run, [p.served_s for p in run.policy_curve.points])))
+    if not curves:
         return None
-    from matplotlib import colormaps
-
-    series = by_series(rows)
-    bounds = sorted({row.staleness for row in rows})
-    figure, panels = make_panels(len(series), width=6.5, height=4.2, sharey=True)
-    for axes, (name, of_series) in zip(panels, series.items(), strict=True):
-        for row in of_series:
-            place = bounds.index(row.staleness)
-            draw(axes, row, {
-                "color": colormaps["cividis"](place / max(1, len(bounds) - 1) * 0.92), "label": f"{row.staleness}",
-                "linestyle": ("-", "--", "-.", ":")[place % 4], "linewidth": 1.8,
-            })
-        axes.set_title(series_name(name), fontsize=10)
+    figure, panels = _panels(len(curves), width=5.0)
+    for axes, (x_label, y_label, curve) in zip(panels, curves, strict=True):
+        for number, row in enumerate(shown):
+            found = [curve(run) for run in row.runs]
+            grid = np.linspace(max(xs[0] for xs, _ in found), min(xs[-1] for xs, _ in found), 60)
+            lines = np.array([np.interp(grid, xs, ys) for xs, ys in found])
+            mean, error = lines.mean(axis=0), lines.std(axis=0, ddof=1 if len(lines) > 1 else 0) / math.sqrt(len(lines))
+            axes.plot(grid, mean, color=OKABE_ITO[number], label=plain(row.name))
+            axes.fill_between(grid, mean - error, mean + error, color=OKABE_ITO[number], alpha=0.15, linewidth=0)
+            if len(found[0][0]) <= 12:  # few enough evaluations to see each
+                for xs, ys in found:
+                    axes.plot(xs, ys, ".", color=OKABE_ITO[number], alpha=0.5, markersize=5)
         axes.set_xlabel(x_label)
-    panels[0].set_ylabel(y_label)
-    _legend(figure, panels, "outside right upper", title=bounds_title(bounds))
+        axes.set_ylabel(y_label)
+    _legend(figure, panels)
     return figure
 
 
-def _mean_and_error(lines: Any) -> tuple[Any, Any]:
-    """Return mean and standard error [points] over the seeds of `lines` [seeds, points]; a single seed has error 0."""
-    if len(lines) == 1:
-        return lines[0], np.zeros_like(lines[0])
-    return lines.mean(axis=0), lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
+def _columns(points: Sequence[Sequence[float]], x: int, y: int) -> tuple[list[float], list[float]]:
+    return [point[x] for point in points], [point[y] for point in points]
+
+
+def _reward(run: Run, xs: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    points = run.policy_curve.points
+    rewards, weights = [point.reward for point in points], [point.episodes for point in points]
+    return xs, smooth(rewards, weights, max(1, len(points) // 15))
 
 
 def _utilisation(rows: Sequence[Setting], predicted: Mapping[Bound, Result]) -> Any:
-    """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series.
-
-    Marks show the predicted busy share, the occupancy of slots, and the GPU's utilisation by NVML.
-    """
+    """Return a figure of each pool's shares of time by state, as stacked bars over the bounds of the first series."""
     if not rows:
         return None
-    series, rows = next(iter(by_series(rows).items()))
-    figure, panels = make_panels(2, width=5.6, height=4.2, sharey=True)
+    rows = sorted((row for row in rows if row.series == rows[0].series), key=lambda row: row.staleness)
+    figure, panels = _panels(2, width=5.6, height=4.2)
     places = range(len(rows))
     for axes, kind in zip(panels, ("learner", "rollout"), strict=True):
         bottom = np.zeros(len(rows))
@@ -276,66 +247,27 @@ def _utilisation(rows: Sequence[Setting], predicted: Mapping[Bound, Result]) -> 
             key = f"utilisation/{kind}" + ("" if state == "busy" else f"/{state}")
             heights = np.array([np.mean([run.summary.get(key, 0.0) for run in row.runs]) for row in rows])
             if heights.any():
-                axes.bar(
-                    places, heights, bottom=bottom, color=STATE_COLORS[state], label=state.replace("_", " "),
-                    width=0.7, edgecolor="white", linewidth=0.5,
-                )
+                axes.bar(places, heights, 0.7, bottom, color=STATE_COLORS[state], label=state.replace("_", " "))
             bottom += heights
         results = [predicted.get(row.staleness) for row in rows]
-        shares = [(r.utilisation if kind == "learner" else r.rollout) if r else math.nan for r in results]
         if any(results):
+            shares = [(r.utilisation if kind == "learner" else r.rollout) if r else math.nan for r in results]
             axes.plot(places, shares, "kD", markersize=7, markerfacecolor="white", label="busy, predicted")
-        if kind == "rollout":
-            occupancy = [row.estimate("occupancy").mean for row in rows]
-            axes.plot(places, occupancy, "k_", markersize=16, markeredgewidth=2, label="occupancy of slots")
-        if any(row.has(f"gpu_{kind}") for row in rows):
-            by_nvml = [row.estimate(f"gpu_{kind}").mean for row in rows]
-            axes.plot(places, by_nvml, "kx", markersize=7, label="GPU, by NVML")
-        axes.set_xticks(places, [str(row.staleness) for row in rows])
+        axes.set_xticks(places, [str(row.staleness) for row in rows], rotation=60 if len(rows) > 8 else 0)
         axes.set_xlabel(f"{bounds_title([row.staleness for row in rows])}, versions")
-        axes.set_title(f"{kind} pool" + (f", {series_name(series)}" if series else ""), fontsize=10)
-    panels[0].set_ylabel("share of time")
-    panels[0].set_ylim(0, 1.02)
+        axes.set_ylabel(f"{kind} pool, share of time")
+        axes.set_ylim(0, 1.02)
     _legend(figure, panels)
     return figure
 
 
-def _offpolicy(rows: Sequence[Setting]) -> Any:
-    figure, panels = make_panels(3)
+def _off_policy(rows: Sequence[Setting]) -> Any:
+    figure, panels = _panels(3)
     _against_staleness(panels[0], rows, "is_variance", "variance of the IS weights, median step")
     _against_staleness(panels[1], rows, "ess", "effective sample size / tokens")
     _against_staleness(panels[2], rows, "kl", "KL(behaviour || proximal), nats a token")
     panels[0].set_yscale("symlog", linthresh=1e-3)  # the variance is 0 where nothing is stale, and spans decades
     panels[0].set_ylim(bottom=0)
     panels[2].set_ylim(bottom=0)
-    panels[1].set_ylim(top=min(1.02, max(1.005, panels[1].get_ylim()[1])))
     _legend(figure, panels)
-    return figure
-
-
-def _staleness_histogram(rows: Sequence[Setting]) -> Any:
-    """Return a figure of the share of trained episodes at each staleness, a panel for each bound, all series together.
-
-    Runs in exact mode are drawn only if there are no others.
-    """
-    if not rows:
-        return None
-    rows = [row for row in rows if not row.exact] or rows
-    bounds = sorted({row.staleness for row in rows})
-    largest = max(bound.max for bound in bounds)
-    figure, panels = make_panels(len(bounds), width=3.0, height=2.4, sharey=True)
-    for axes, bound in zip(panels, bounds, strict=True):
-        counts = np.zeros(largest + 1)
-        for run in (run for row in rows if row.staleness == bound for run in row.runs):
-            for step in run.steps[1:]:
-                counts += [step.get(f"staleness/episodes_{k}") or 0.0 for k in range(largest + 1)]
-        if not counts.any():
-            continue
-        axes.bar(range(largest + 1), counts / counts.sum(), color=OKABE_ITO[0], width=0.8)
-        axes.axvline(bound.max + 0.5, color=OKABE_ITO[1], linestyle="--", linewidth=1.5)
-        axes.set_title(f"{bounds_title([bound])} {bound}", fontsize=9)
-        axes.set_xlim(-0.7, largest + 0.7)
-        axes.set_xticks(range(0, largest + 1, max(1, largest // 5)))
-    figure.supxlabel("staleness of a trained episode, versions (dashed: the bound)", fontsize=10)
-    figure.supylabel("share of episodes", fontsize=10)
     return figure

@@ -77,20 +77,17 @@ class PolicyCurve:
 
 def policy_curve(steps: Sequence[Step]) -> PolicyCurve:
     """Return the curve of a run whose steps have these records in metrics.jsonl, in order."""
+    if not steps:
+        return PolicyCurve()
     credited: dict[int, list[tuple[float, float]]] = {}
+    oldest = 0
     for step in steps:
         for staleness, episodes, reward in _by_staleness(step):
             credited.setdefault(int(step["step"] or 0) - 1 - staleness, []).append((episodes, reward))
-    return curve_of_credited(steps, credited)
-
-
-def curve_of_credited(steps: Sequence[Step], credited: Mapping[int, Sequence[tuple[float, float]]]) -> PolicyCurve:
-    """Return the curve of a run by the (number, mean reward) of the answers that count for each version."""
-    if not steps:
-        return PolicyCurve()
+            oldest = max(oldest, staleness)
     served_s = {0: -(steps[0].get("time/step_s") or 0.0)}
     served_s |= {int(step["step"] or 0): seconds for step, seconds in zip(steps, seconds_at(steps), strict=True)}
-    end = max(served_s) - max((staleness for step in steps for staleness, _, _ in _by_staleness(step)), default=0)
+    end = max(served_s) - oldest
     points = []
     for version in sorted(credited.keys() & served_s.keys()):
         if version < end:
@@ -127,16 +124,3 @@ def mean_rewards(curves: Sequence[PolicyCurve]) -> tuple[list[float], float]:
     """
     until_s = min((curve.end_s for curve in curves if curve.points and curve.end_s > 0), default=math.nan)
     return [curve.mean_over_time(until_s) for curve in curves], until_s
-
-
-def less_lag(mean: float, lag_s: float, seconds: float, gained: float) -> float:
-    """Return about the mean over the time of the policy's reward, from that of the batches, for runs without steps.
-
-    If the batches show the policy `lag_s` later and it is at its end reward all that while, its mean over the time is
-    higher by what was gained times the share of the lag in the time:
-
-        mean + min(lag_s / seconds, 1) (reward at the end - at the start)
-
-    Where the reward still rises at the end, this is too much.
-    """
-    return mean + min(lag_s / seconds, 1.0) * gained if seconds > 0 else math.nan

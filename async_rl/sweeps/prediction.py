@@ -43,7 +43,7 @@ class Stages:
     together: float
     """The mean number of groups in flight while a group runs."""
     in_flight: float
-    """The mean over time of groups in flight over the concurrency; comparable with Result.in_flight."""
+    """The mean over time of groups in flight over the concurrency."""
     rollout_busy_s: float
     """The time per step in which at least one group is in flight, also while an evaluation runs."""
     failed: float
@@ -177,48 +177,37 @@ def first_series(rows: Sequence[Setting]) -> list[Setting]:
 
 
 def compare(rows: Sequence[Setting]) -> list[Measured]:
-    """Return for each staleness bound of the first series the measured values beside their prediction.
+    """Return for each staleness bound of the first series the measured values with their prediction.
 
-    A run that ended after its first step has no durations, and is left out of what is made of them.
+    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds. A run
+    that ended after its first step has no durations, and does not count.
     """
-    of_series = first_series(rows)
-    if not of_series:
-        return []
-    timed = {row.staleness: tuple(run for run in row.runs if timed_steps(run)) for row in of_series}
-    found = {staleness: [stages(run) for run in runs] for staleness, runs in timed.items()}
-    everywhere = [stage for stages in found.values() for stage in stages]
+    timed = [(row, [run for run in row.runs if timed_steps(run)]) for row in first_series(rows)]
+    everywhere = [stages(run) for _, runs in timed for run in runs]
     measured = []
-    for row in of_series:
-        own, of_timed = found[row.staleness], dataclasses.replace(row, runs=timed[row.staleness])
+    for row, runs in timed:
+        own = [stages(run) for run in runs]
         measured.append(
             Measured(
                 staleness=row.staleness, learner=row.estimate("learner").mean, rollout=row.estimate("rollout").mean,
                 staleness_mean=row.estimate("staleness_mean").mean,
                 bound=_mean_of([work_conserving_bound(stage, row.staleness.depth) for stage in own]),
-                in_flight=_mean(own, "in_flight"), predicted=_predict(of_timed, own, everywhere) if own else None,
+                in_flight=_mean(own, "in_flight"), predicted=_predict(runs[0], own, everywhere) if own else None,
             )
         )
     return measured
 
 
-def _predict(row: Setting, own: Sequence[Stages], everywhere: Sequence[Stages]) -> Result | None:
-    """Return the simulated values of a row's runs; None if they can't be simulated.
-
-    The simulator gets the bound's own durations of training and push, and group durations fitted over all bounds.
-
-    Args:
-        own: the stages of the row's runs.
-        everywhere: the stages of the runs at all bounds.
-    """
+def _predict(run: Run, own: Sequence[Stages], everywhere: Sequence[Stages]) -> Result | None:
+    """Return the simulated values of runs with stages `own` and the rules of `run`; None if they can't be simulated."""
     try:
-        rules = rules_of(row.runs[0])
+        workload = workload_of(everywhere, rules_of(run))
     except ConfigError:
         return None
-    workload = workload_of(everywhere, rules)
     if math.isnan(workload.group_mean_s) or math.isnan(workload.group_cv):  # e.g. no group ended after the first step
         return None
-    steps = min(SIMULATED_STEPS, len(row.runs[0].steps))
-    bound = Bound.of_config(_config(row.runs[0])["staleness"])  # the depth may be an axis of its own
+    bound = Bound.of_config(_config(run)["staleness"])  # the depth may be an axis of its own
+    steps = min(SIMULATED_STEPS, len(run.steps))
     return simulate(with_learner_of(workload, own), bound.max, steps, depth=bound.depth)
 
 
@@ -226,24 +215,21 @@ def rules_of(run: Run) -> Workload:
     """Return a workload with the sizes and rules of the run's config; its durations are the simulator's defaults.
 
     Raises:
-        ConfigError: the config has eval.pin_version or episodes of several turns, which the simulator does not cover,
-            or pushes waited for evaluations all the same.
+        ConfigError: the run has something that the simulator does not cover: episodes of several turns, eval.pin_version,
+            or pushes that waited for evaluations.
     """
     config = _config(run)
-    if any(config["task"].get(key) for key in ("env", "agent", "tools")):
-        raise ConfigError(
-            f"no prediction for {run.folder}: a few long episodes of several turns decide how long a batch takes, and "
-            "the simulator knows only the mean and spread of groups. Measure the bounds with `async-rl sweep`"
-        )
-    if config["eval"]["pin_version"] and not config["placement"].get("eval", {}).get("servers"):
-        raise ConfigError(f"no prediction for {run.folder}: eval.pin_version=True is not simulated")
     held_s = sum(step.get("time/held_by_eval_s") or 0.0 for step in timed_steps(run))
-    run_s = float(run.summary["seconds"])
-    if held_s > MOST_HELD * run_s:
+    uncovered = {
+        "episodes of several turns": any(config["task"].get(key) for key in ("env", "agent", "tools")),
+        "eval.pin_version without placement.eval.servers":
+            config["eval"]["pin_version"] and not config["placement"].get("eval", {}).get("servers"),
+        "pushes that waited for evaluations (time/held_by_eval_s)": held_s > MOST_HELD * float(run.summary["seconds"]),
+    }
+    if found := [what for what, is_so in uncovered.items() if is_so]:
         raise ConfigError(
-            f"no prediction for {run.folder}: its pushes waited for evaluations for {held_s:.0f} s "
-            f"(time/held_by_eval_s), more than the {MOST_HELD:.0%} of its {run_s:.0f} s that may be left out. Such "
-            "waits are not simulated: make eval.every_steps larger or eval.size smaller"
+            f"no prediction for {run.folder}: {' and '.join(found)} can't be simulated. Measure the bounds with "
+            "`async-rl sweep`"
         )
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
     return Workload(

@@ -1,27 +1,25 @@
-"""Reads runs from their folders, finished ones and such that go on, and computes the values of each."""
+"""Reads finished runs from their folders, or from the CSV files of their report, and computes the values of each."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from async_rl.config.yaml_text import YAMLError, read_yaml
+from async_rl.config.yaml_text import read_yaml
 from async_rl.errors import ConfigError
 from async_rl.storage.run_dir import is_of_newest_end
 from async_rl.sweeps.cells import SEED, STALENESS, Bound
 from async_rl.sweeps.efficiency import Evaluations
-from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, policy_curve
+from async_rl.sweeps.policy_curve import PolicyCurve, policy_curve
 from async_rl.sweeps.records import check_comparable, finished_cells, read_record
-from async_rl.telemetry.figures import SHARES, Figures, over_steps, seconds_at
+from async_rl.telemetry.figures import Figures, over_steps, seconds_at
 from async_rl.telemetry.metrics import read_metrics
 
 Step = dict[str, float | None]
@@ -35,7 +33,6 @@ TAIL = {"median": 0.5, "p95": 0.95, "largest": 1.0}
 """The shares of steps whose quantiles tell how heavy the tail of a metric is."""
 BESIDE_OTHERS = ("policy_reward", "policy_seconds", "efficiency_sampled", "effective_steps_sampled")
 """The values that a run has only beside others, see async_rl/sweeps/settings.py. Those of runs.csv are kept."""
-NO_SUMMARY: dict[str, Any] = {"seconds": 0.0, "staleness_mean": None, "staleness_max": None, "buffer": {}}
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,6 @@ class Run:
     """Whether the run had staleness.mode=exact, so that its times say nothing about the system."""
     stored: dict[str, float] = field(default_factory=dict)
     """The values of a run that was read from the report's runs.csv, and has no steps."""
-    has_ended: bool = True
-    """Whether there is a summary.json of these steps; else `summary` is that of the steps so far, without `buffer`."""
 
     @property
     def staleness(self) -> Bound:
@@ -100,16 +95,6 @@ class Run:
         """
         values = [value for _, _, value in self.points(key, first=1)]
         return float(np.quantile(values, share)) if values else math.nan
-
-    def mean_over_time(self, key: str) -> float:
-        """Return the mean of metric `key` over the time from the end of the first step to that of the last.
-
-        The value of each step stands for the time since the step before. The result is nan where nothing was measured.
-        """
-        points = self.points(key)
-        spans = [(after[1] - before[1], after[2]) for before, after in pairwise(points)]
-        whole_s = math.fsum(span_s for span_s, _ in spans)
-        return math.fsum(span_s * value for span_s, value in spans) / whole_s if whole_s else math.nan
 
     def points(self, key: str, first: int = 0) -> list[tuple[float, float, float]]:
         """Return (step, seconds since the end of the first step, value) of every step that measured metric `key`."""
@@ -166,7 +151,6 @@ class Run:
             "accuracy_start": self.accuracy_start,
             "accuracy_end": self.accuracy_end,
             "reward_mean": self.figure("reward/mean"),
-            "reward_over_time": self.mean_over_time("reward/mean"),
             "waited_for_late": self.figure("buffer/waited_for_late_s") / self.figure("time/step_s"),
             **{f"kl_{name}": self.quantile(KL, share) for name, share in TAIL.items()},
             **{f"is_variance_{name}": self.quantile(IS_VARIANCE, share) for name, share in TAIL.items()},
@@ -181,14 +165,7 @@ class Run:
         }
         values |= dict.fromkeys(SYSTEM_VALUES, math.nan) if self.exact else {}
         values |= dict.fromkeys(BESIDE_OTHERS, math.nan)
-        values |= {key: value for key, value in self.stored.items() if key in values}
-        return values | {"reward_less_lag": self._less_lag(values)}
-
-    def _less_lag(self, values: Mapping[str, float]) -> float:
-        """Return about the mean over the time of the policy's reward, of a run without steps: see policy_curve.py."""
-        lag_s = 60 * values["staleness_mean"] / values["steps_per_minute"]
-        gained = values["accuracy_end"] - values["accuracy_start"]
-        return less_lag(values["reward_over_time"], lag_s, self.evals[-1][1] if self.evals else 0.0, gained)
+        return values | {key: value for key, value in self.stored.items() if key in values}
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -212,14 +189,12 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def read_results(folder: Path) -> list[Run]:
-    """Return the runs of `read_runs`, or one run that goes on.
+    """Return the runs of `read_runs`. Of a sweep without its cells, as one in git, they come from its CSV files.
 
-    Without their folders they are those in the report's own runs.csv and evals.csv, so that a report can be made again
-    from what of a sweep is committed to git. Such runs have no steps.
+    Runs of CSV files have no steps.
     """
-    if _is_run_dir(folder):
-        return [opened_run(folder)]
-    if (folder / "cells").is_dir() or not all((folder / name).is_file() for name in ("runs.csv", "evals.csv")):
+    has_csv = all((folder / name).is_file() for name in ("runs.csv", "evals.csv"))
+    if not has_csv or (folder / "cells").is_dir() or (folder / "metrics.jsonl").is_file():
         return read_runs(folder)
     evals: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
     for line in _csv_lines(folder / "evals.csv"):
@@ -232,8 +207,9 @@ def read_results(folder: Path) -> list[Run]:
         values = {key: float(value) for key, value in line.items() if key not in names}
         name = ".".join(f"{key}-{label}" for key, label in labels.items())
         runs.append(Run(
-            labels=labels, summary=dict(NO_SUMMARY), steps=[], evals=evals.get(tuple(labels.values()), []),
-            folder=folder / "cells" / name, exact=math.isnan(values["steps_per_minute"]), stored=values,
+            labels=labels, summary={"seconds": 0.0, "staleness_mean": None, "staleness_max": None, "buffer": {}},
+            steps=[], evals=evals.get(tuple(labels.values()), []), folder=folder / "cells" / name,
+            exact=math.isnan(values["steps_per_minute"]), stored=values,
         ))  # fmt: skip
     return runs
 
@@ -243,38 +219,17 @@ def _csv_lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def opened_run(folder: Path) -> Run:
-    """Return the run of a run directory, finished or not.
-
-    Raises:
-        ConfigError: it is no run directory, or its run has not trained a step.
-    """
-    if not _is_run_dir(folder):
-        hint = f": it is a sweep, name its cells: {folder}/cells/*" if (folder / "cells").is_dir() else ""
-        raise ConfigError(f"{folder} is no run directory: it has no config.yaml and metrics.jsonl{hint}")
-    run = read_run(folder)
-    if not run.steps:
-        raise ConfigError(f"{folder}: the run has not trained a step yet")
-    return run
-
-
-def _is_run_dir(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file()
-
-
 def read_run(folder: Path) -> Run:
-    """Return the run of a run directory; one that is going on has the steps so far, and a summary of these.
-
-    It may go on after an end, so that a summary.json of fewer steps, or of an earlier start, says nothing of it.
+    """Return the finished run of a run directory.
 
     Raises:
-        ConfigError: one of its files is missing or damaged.
+        ConfigError: the run goes on after the end that its summary.json tells of, or a file is missing or damaged.
     """
     try:
         return _read_run(folder)
     except ConfigError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"the run in {folder} can't be read: config.yaml, metrics.jsonl or summary.json is missing or damaged "
             f"({type(error).__name__}: {error}). Move its folder away, or put the file back"
@@ -296,19 +251,9 @@ def _read_run(folder: Path) -> Run:
             newest = values.get("eval/newest_version")
             version = newest if newest in at_step else values["step"]
             evals.append((version or 0.0, at_step.get(version, 0.0), accuracy))
-    file = folder / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else {}
+    summary = json.loads((folder / "summary.json").read_text())
     last_step = int(max((step["step"] or 0 for step in steps), default=0))
-    has_ended = is_of_newest_end(summary, last_step, folder)
-    summary = summary if has_ended else _summary_so_far(steps)
+    if not is_of_newest_end(summary, last_step, folder):
+        raise ConfigError(f"the run in {folder} has not ended: a report needs the summary.json of its end")
     is_exact = config["staleness"]["mode"] == "exact"
-    return Run(labels, summary, steps, evals, folder, is_exact, has_ended=has_ended)
-
-
-def _summary_so_far(steps: list[Step]) -> dict[str, Any]:
-    """Return what summary.json would say of these steps, but the buffer's counters, which are known at the end."""
-    figures = over_steps(steps).all()
-    shares = {key: value for key, value in figures.items() if key.startswith(SHARES)}
-    staleness = {f"staleness_{name}": figures.get(f"staleness/{name}") for name in ("mean", "max")}
-    seconds = seconds_at(steps)[-1] if steps else 0.0
-    return NO_SUMMARY | {"steps": len(steps), "seconds": seconds} | staleness | shares
+    return Run(labels, summary, steps, evals, folder, is_exact)

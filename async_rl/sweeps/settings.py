@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from async_rl.sweeps.cells import SEED, STALENESS, Bound
-from async_rl.sweeps.efficiency import BY_REWARD, Evaluations, effective_steps, why_unknown
+from async_rl.sweeps.efficiency import Evaluations, effective_steps, why_unknown
 from async_rl.sweeps.policy_curve import mean_rewards
 from async_rl.sweeps.results import Run
 from async_rl.sweeps.statistics import Estimate, estimate
@@ -56,12 +56,9 @@ class Setting:
         return not all(map(math.isnan, self.values[key]))
 
     def estimate(self, key: str) -> Estimate:
-        return estimate_of(key, self.values[key])
-
-
-def estimate_of(key: str, values: Sequence[float]) -> Estimate:
-    """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
-    return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
+        """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
+        values = self.values[key]
+        return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:
@@ -85,13 +82,8 @@ def settings_of(runs: Iterable[Run]) -> list[Setting]:
     return rows
 
 
-def policy_rewards(runs: Sequence[Run]) -> tuple[list[float], float]:
-    """Return ([the policy's mean reward over the time of each run], the seconds that all have, over which it is)."""
-    return mean_rewards([run.policy_curve for run in runs])
-
-
 def _add_policy_rewards(rows: Sequence[Setting]) -> None:
-    rewards, seconds = policy_rewards([run for row in rows for run in row.runs])
+    rewards, seconds = mean_rewards([run.policy_curve for row in rows for run in row.runs])
     found = iter(rewards)
     for row in rows:
         row.values["policy_reward"] = [next(found) for _ in row.runs]
@@ -102,28 +94,23 @@ def _worth(row: Setting, synchronous: Sequence[Run]) -> list[list[float]]:
     if why_unknown([run.evaluations for run in synchronous]) or _lacks_error(row, synchronous):
         return [[math.nan] * len(row.runs)] * 2
     if row.staleness.max == 0:
-        return _worth_one(row)
+        return [[1.0] * len(row.runs), row.values["steps_per_minute"]]
     return _compared(row, synchronous, lambda run: run.evaluations, within=False)
 
 
 def _worth_by_reward(row: Setting, others: Sequence[Setting]) -> list[list[float]]:
     other = _lowest(others)
     curves = [run.policy_curve.evaluations() for run in other.runs]
-    if len(others) == 1 or why_unknown(curves, BY_REWARD) or _lacks_error(row, other.runs):
+    if len(others) == 1 or why_unknown(curves, "reward") or _lacks_error(row, other.runs):
         return [[math.nan] * len(row.runs)] * 2
     if row is other:
-        return _worth_one(row)
+        return [[1.0] * len(row.runs), row.values["steps_per_minute"]]
     return _compared(row, other.runs, lambda run: run.policy_curve.evaluations(), within=True)
 
 
 def _lacks_error(row: Setting, others: Sequence[Run]) -> bool:
     """Whether the one run with which those of several seeds are to be compared would hide the error of its curve."""
     return len(others) == 1 < len(row.runs)
-
-
-def _worth_one(row: Setting) -> list[list[float]]:
-    """Return the values of the runs with which the others are compared: 1 by definition."""
-    return [[1.0] * len(row.runs), row.values["steps_per_minute"]]
 
 
 def _compared(
@@ -139,47 +126,29 @@ def _compared(
 
 
 def efficiency_unknown(rows: Sequence[Setting]) -> list[str]:
-    """Return a sentence for each reason why the efficiency of some rows can't be told.
+    """Return a sentence for each reason why the efficiency of some rows can't be told; none for a single row.
 
-    There is none if it is told for all, or if there is only one row, as of a single run. If none is told, and the runs
-    have steps, the last sentence says what it is by sampled reward.
+    If it can't be told for any row, and the runs have steps, the last sentence says what it is by sampled reward.
     """
     if len(rows) == 1:
         return []
     reasons: dict[str, list[Setting]] = {}
     for row in rows:
         if not row.has("efficiency"):
-            reason = why_unknown([run.evaluations for run in synchronous_runs(rows, row)])
-            reason = reason or _why_none(row, synchronous_runs(rows, row))
+            synchronous = synchronous_runs(rows, row)
+            reason = why_unknown([run.evaluations for run in synchronous])
+            if not reason and _lacks_error(row, synchronous):
+                reason = f"{synchronous[0].folder.name} is the only synchronous run, so its curve has no known error"
+            reason = reason or "its held-out accuracy is missing, or lies above all of synchronous training's"
             reasons.setdefault(reason, []).append(row)
     sentences = []
     for reason, without in reasons.items():
         names = "" if len(without) == len(rows) else f" at {'; '.join(row.name for row in without)}"
         sentences.append(f"How many synchronous steps a step is worth{names} can't be told: {reason}.")
-    has_steps = any(run.steps for row in rows for run in row.runs)
-    if has_steps and not any(row.has("efficiency") for row in rows):
-        sentences.append(_by_reward(rows))
+    if any(row.has("efficiency_sampled") for row in rows) and not any(row.has("efficiency") for row in rows):
+        compared = {other.name: other for row in rows if (other := _lowest(_others(rows, row))) is not row}
+        sentences.append(f"By sampled reward, a step is compared with those at {'; '.join(compared)}.")
     return sentences
-
-
-def _why_none(row: Setting, synchronous: Sequence[Run]) -> str:
-    """Return why the efficiency of a row can't be told although the synchronous curve is known."""
-    if _lacks_error(row, synchronous):
-        return f"{synchronous[0].folder.name} is the only synchronous run, so the error of its curve is not known"
-    without = [run.folder.name for run in row.runs if not any(version > 0 for version, _ in run.evaluations)]
-    if len(row.runs) - len(without) < min(2, len(row.runs)):  # the jackknife leaves each out once
-        return f"{', '.join(without)} had no held-out evaluation after the start"
-    return "its held-out accuracy lies above all of synchronous training's"
-
-
-def _by_reward(rows: Sequence[Setting]) -> str:
-    compared = {other.name: other for row in rows if (other := _lowest(_others(rows, row))) is not row}
-    if any(row.has("efficiency_sampled") for row in rows):
-        return f"By sampled reward, a step is compared with those at {'; '.join(compared)}."
-    reasons = (
-        why_unknown([run.policy_curve.evaluations() for run in other.runs], BY_REWARD) for other in compared.values()
-    )
-    return f"Nor can it be told by sampled reward: {next(reasons, 'no two settings differ in staleness alone')}."
 
 
 def synchronous_runs(rows: Sequence[Setting], row: Setting) -> list[Run]:

@@ -1,4 +1,4 @@
-"""Compares the best staleness bound with the others, and each correction with none, by tests over seeds."""
+"""Which setting to take, and what the seeds say about it: tests over seeds between settings and between corrections."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ SPEEDS = {
     "per_minute": ("improvement per minute", "{:+.3f}"),
 }
 """The names and number formats of the values that say how fast a setting learns, the better one first."""
+SIGNIFICANT = 0.05
 
 
 def speed_key(rows: Sequence[Setting]) -> str:
@@ -49,44 +50,25 @@ def best_rows(rows: Sequence[Setting]) -> list[Setting]:
 
 
 def unit_axes(rows: Sequence[Setting]) -> list[str]:
-    """Return the axes along which the unit of `speed_key` differs, also among rows without a value of it.
-
-    Rows of exact mode don't count.
-    """
+    """Return the axes along which the unit of `speed_key` differs. Rows of exact mode don't count."""
     if speed_key(rows) == "per_minute":
         return []
     units = [row.beside_staleness for row in rows if not row.exact]
     return [labels[0][0] for labels in zip(*units, strict=True) if len({*labels}) > 1]
 
 
-def which_are_bold(rows: Sequence[Setting]) -> str:
-    """Return the sentence that says which rows of a table are set in bold."""
-    axes = " and ".join(unit_axes(rows))
-    row = f"Of the rows with equal {axes}, the one" if axes else "The row"
-    return f"{row} that learns fastest per minute is bold."
+def recommendation(rows: Sequence[Setting]) -> str:
+    """Return what a sweep recommends: the sentence at the top of `sweep`, `report` and `plan`; "" without other rows.
 
-
-def best_row(rows: Sequence[Setting]) -> str:
-    """Return text that names the best row, or says that there is none; "" if there is only one row to compare.
-
-    With several units it names the best of each that has other rows. With one seed it says what that leaves open.
+    It claims no lead that the seeds do not show: a setting is ahead of another where p, with Holm's correction for the
+    number of others, is below 0.05. Among settings that can't be told apart it recommends the lowest staleness.
     """
     if len(rows) == 1:
         return ""
     orders, key, axes = ranked(rows), speed_key(rows), unit_axes(rows)
-    name, form = SPEEDS[key]
     if not orders:
-        return f"No row is the best one: no setting with staleness.mode=bounded has a value of {name}."
-    sentences = []
-    for best in (order[0] for order in orders if order[1:]):
-        same = f" of those with {_labels(best, axes)}" if axes else ""
-        told = best.estimate(key).text(form)
-        if _has_improved(best, key):
-            sentences.append(f"On this hardware {best.name} has the most {name}{same}: {told}.")
-        else:
-            sentences.append(f"No setting has improved beyond its error: {best.name} has the most {name}, {told}.")
-        if len(best.runs) == 1:
-            sentences.append("Whether others differ from it can't be judged from a single seed.")
+        return f"No setting is recommended: none with staleness.mode=bounded has a value of {SPEEDS[key][0]}."
+    sentences = [_recommended(order, key, axes) for order in orders if order[1:]]
     if axes:
         sentences.append(
             f"Effective steps of rows with another {' or '.join(axes)} have another unit: compare these rows by the "
@@ -95,24 +77,56 @@ def best_row(rows: Sequence[Setting]) -> str:
     return " ".join(sentences)
 
 
+def _recommended(order: Sequence[Setting], key: str, axes: Sequence[str]) -> str:
+    best, (name, form) = order[0], SPEEDS[key]
+    among = "".join(f" with {axis} {dict(best.series)[axis]}" for axis in axes)
+    what = ("bounds" if all(not row.series and row.staleness.is_full for row in order) else "settings") + among
+    most = f"{best.name} has the most {name}, {best.estimate(key).text(form)}"
+    runs = _size(order)
+    flatters = " It is speed alone: what a step is worth could not be told." if key == "per_minute" else ""
+    if not _has_improved(best, key):
+        return f"No setting{among} has improved beyond its error in {runs}: {most}."
+    corrected = holm([p_value(best.values[key], row.values[key]) for row in order[1:]])
+    behind = [row for row, p in zip(order[1:], corrected, strict=True) if p < SIGNIFICANT]
+    level = [row for row in order if row not in behind]
+    if not behind:
+        return f"{runs} can't tell these {what} apart: {most}, but no lead beyond the errors. Try more seeds.{flatters}"
+    freshest = min(level, key=lambda row: row.staleness)
+    text = f"Take {freshest.name}: {most}, beyond the errors more than {_names(behind)}."
+    if level[1:]:
+        others = _names([row for row in level if row is not best])
+        text += f" {runs} can't tell it apart from {others}; {freshest.name} has the freshest data of these."
+    return text + flatters
+
+
+def _names(rows: Sequence[Setting]) -> str:
+    return ", ".join(row.name for row in sorted(rows, key=lambda row: row.staleness))
+
+
+def _size(rows: Sequence[Setting]) -> str:
+    """Return e.g. `2 seeds of 16 steps`."""
+    seeds = sorted({len(row.runs) for row in rows})
+    runs = [run for row in rows for run in row.runs]
+    steps = sorted({int(len(run.steps) or (run.evals[-1][0] if run.evals else 0)) for run in runs})
+
+    def span(values: Sequence[int]) -> str:
+        return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+
+    return f"{span(seeds)} seed{'s' * (seeds[-1] > 1)}" + (f" of {span(steps)} steps" if steps[0] else "")
+
+
 def _has_improved(row: Setting, key: str) -> bool:
-    """Whether a row has learned at all, by `speed_key`; effective steps are told only where synchronous training has.
-    """
-    found = row.estimate(key)
-    return key != "per_minute" or found.mean > 2 * (0.0 if math.isnan(found.error) else found.error)
-
-
-def _labels(row: Setting, axes: Sequence[str]) -> str:
-    return ", ".join(f"{axis} {label}" for axis, label in row.series if axis in axes)
+    value = row.estimate(key)
+    return value.mean > (0.0 if math.isnan(value.error) else value.error)
 
 
 def bounds_compared(rows: Sequence[Setting]) -> list[Table]:
-    """Return a table for each list of `ranked` with several rows, which compares them with the best and the baseline.
+    """Return a table of settings for each unit of `speed_key` with several of them, best first.
 
-    The baseline is the row with the smallest staleness in the best row's series. The best row is chosen by the same
-    data, so the p-values are corrected for the number of other rows. Still they are somewhat too small: in simulated
-    sweeps of five equal rows with five seeds, 6 % have one below 0.05. Effective steps of two rows share the error of
-    the synchronous curve, so their p-values are rather too large.
+    They are compared with the best row, and with the lowest bound of the best row's series. The best row is chosen by
+    the same data, so the p-values are corrected for the number of other rows. Still they are somewhat too small: in
+    simulated sweeps of five equal rows with five seeds, 6 % have one below 0.05. Effective steps of two rows share the
+    error of the synchronous curve, so their p-values are rather too large.
     """
     return [_compared(order, baseline(rows, order[0]), speed_key(rows)) for order in ranked(rows) if order[1:]]
 
@@ -137,11 +151,10 @@ def _number(value: float, form: str = "{:.2g}") -> str:
 
 
 def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
-    """Return tables that compare each correction with none in runs with staleness.mode=exact.
+    """Return tables that compare each correction with none in runs with staleness.mode=exact, if there are any.
 
-    They compare at each staleness.max above 0 and on average over these. There is one table for the improvement and one
-    for the mean reward; there is none if the rows hold no such runs. Holm's correction is applied to all
-    averages of a table together, and to all its single comparisons together.
+    They compare at each staleness.max above 0 and on average over these, one table for the improvement and one for the
+    mean reward. Holm's correction is applied to all averages of a table together, and to all its single comparisons.
     """
     pairs: dict[str, list[tuple[Setting, Setting]]] = {}
     exact = [row for row in rows if row.exact and row.staleness.max > 0]
@@ -152,10 +165,10 @@ def corrections_compared(rows: Sequence[Setting]) -> list[Table]:
         if correction != "none" and is_same_setting:
             pairs.setdefault(correction, []).append((row, other))
     measured = [key for key in ("improvement", "reward_mean") if any(row.has(key) for row in exact)]
-    return [_correction_table(pairs, key, key.replace("_", ", ")) for key in measured if pairs]
+    return [_correction_table(pairs, key) for key in measured if pairs]
 
 
-def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str, label: str) -> Table:
+def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str) -> Table:
     singles, averages = [], []
     for correction, found in pairs.items():
         values = [(row.values[key], other.values[key]) for row, other in found]
@@ -169,40 +182,19 @@ def _correction_table(pairs: dict[str, list[tuple[Setting, Setting]]], key: str,
         for (correction, staleness, difference, p), corrected in zip(tests, holm([t[3] for t in tests]), strict=True)
     ]
     header = ("correction", "exact staleness", "difference from none", "p, no difference", "p, Holm's correction")
-    return Table(header, lines, f"Corrections: {label}")
+    return Table(header, lines, f"Corrections: {key.replace('_', ', ')}")
 
 
-def went_on(rows: Sequence[Setting]) -> str:
-    """Return one sentence that names the runs that were cut short and went on from a checkpoint, or ""."""
-    records = [(run.folder, read_record(run.folder)) for row in rows for run in row.runs]
-    names = [folder.name for folder, record in records if record and record.resumed]
-    if not names:
-        return ""
-    return f"These runs were cut short and went on from a checkpoint, so their times are of parts: {', '.join(names)}."
-
-
-def ended_early(rows: Sequence[Setting]) -> str:
-    """Return one sentence that names the runs that ended early and why, or "" if there are none."""
-    ended = [
-        f"{run.folder.name} after {len(run.steps)} steps ({run.summary['ended'].rstrip('.')})"
-        for row in rows for run in row.runs if run.summary.get("ended")
-    ]
-    return f"These runs ended early and count with the steps they took: {'; '.join(ended)}." if ended else ""
-
-
-def not_evaluated(rows: Sequence[Setting]) -> str:
-    """Return sentences that name the ended runs that have evaluations, but none of their start or of their end, or "".
-    """
-    sentences = []
-    for end, version in (("start", "version 0"), ("end", "their last version")):
-        names = [
-            run.folder.name
-            for row in rows for run, accuracy in zip(row.runs, row.values[f"accuracy_{end}"], strict=True)
-            if run.evals and run.has_ended and math.isnan(accuracy)
-        ]
-        if names:
-            sentences.append(
-                f"These runs ended without an evaluation of {version}, so that their settings have no held-out "
-                f"accuracy at the {end} and no improvement, and stand in no comparison by either: {', '.join(names)}."
-            )
-    return " ".join(sentences)
+def cautions(rows: Sequence[Setting]) -> list[str]:
+    """Return sentences that name the runs whose values have another meaning: ended early, not evaluated, resumed."""
+    runs = [run for row in rows for run in row.runs]
+    early = [f"{run.folder.name} ({run.summary['ended'].rstrip('.')})" for run in runs if run.summary.get("ended")]
+    without = [run.folder.name for run in runs if run.steps and run.evals and math.isnan(run.improvement)]
+    resumed = [run.folder.name for run in runs if (record := read_record(run.folder)) and record.resumed]
+    sentences = {
+        "These runs ended early and count with the steps they took: {}.": early,
+        "These runs have no held-out evaluation of their start or of their end, so their settings have no improvement: "
+        "{}.": without,
+        "These runs went on from a checkpoint, so their times are of parts: {}.": resumed,
+    }
+    return [sentence.format("; ".join(names)) for sentence, names in sentences.items() if names]

@@ -29,7 +29,7 @@ SECONDS = "seconds since the end of the first step"
 CAPTIONS = {
     "trade_off": "What a step is worth, how busy the learner is, and what a minute brings.",
     "depths": "Speed, reward of the policy and the worst KL over the measured staleness.",
-    "learning": "Held-out accuracy and the reward of each policy version: means over seeds, bands of one standard error.",
+    "learning": "Held-out accuracy and the reward of each policy version: means over seeds ± one standard error.",
     "off_policy": "How far the trained policy is from the policies that sampled its data.",
     "utilisation": "Share of time that each pool spent in each state. Diamonds: predicted by the simulator.",
 }
@@ -51,9 +51,9 @@ def draw_all(rows: Sequence[Setting], folder: Path, predicted: Mapping[Bound, Re
     bounded = [row for row in rows if not row.exact]
     has_steps = all(run.steps for row in rows for run in row.runs)
     figures = {
-        "trade_off": lambda: _trade_off(rows),
+        "trade_off": lambda: trade_off(rows),
         "depths": lambda: _depths(bounded),
-        "learning": lambda: _learning(rows),
+        "learning": lambda: learning(rows),
         "utilisation": lambda: _utilisation(bounded, predicted) if has_steps else None,
         "off_policy": lambda: _off_policy(rows),
     }
@@ -125,8 +125,8 @@ def _against_staleness(axes: Axes, rows: Sequence[Setting], key: str, label: str
     axes.set_ylabel(label)
 
 
-def _trade_off(rows: Sequence[Setting]) -> Any:
-    """Return a figure of what a step is worth and, in bounded mode, the learner's utilisation and the speed of learning.
+def trade_off(rows: Sequence[Setting]) -> Any:
+    """Return a figure of what a step is worth and, in bounded mode, the learner's utilisation and what a minute brings.
 
     Where efficiency can't be told, it shows the one by sampled reward, and else the improvement.
     """
@@ -181,10 +181,10 @@ def _depths(rows: Sequence[Setting]) -> Any:
     return figure
 
 
-def _learning(rows: Sequence[Setting]) -> Any:
-    """Return a figure of held-out accuracy and of the policy's reward, by version and by time, of at most five settings.
+def learning(rows: Sequence[Setting]) -> Any:
+    """Return a figure of held-out accuracy and of the policy's reward, by version and by time; None without curves.
 
-    They are the best and settings from the lowest to the highest staleness. It is None if no curve is known.
+    It has at most five settings, the best and others from the lowest to the highest staleness.
     """
     order = sorted(rows, key=lambda row: (row.series, row.staleness))
     best = best_rows(rows)[:1]

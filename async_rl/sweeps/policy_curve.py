@@ -1,14 +1,12 @@
 """The reward of each policy version, by version and by time: a run's learning curve without the lag of its batches.
 
-Batch v shows the reward of the policies that sampled it, which are older than v by their staleness. Its mean over the
-time therefore falls with the staleness also where nothing is learned more slowly. Here the answers of batch v that are
-s versions old count for version v - s, which is served from the end of step v - s on:
+Batch v shows the reward of the policies that sampled it, which are older than v by their staleness. Here the answers of
+batch v that are s versions old count for version v - s, which is served from the end of step v - s on:
 
     reward(n) = sum_v episodes(v, v - n) reward(v, v - n) / sum_v episodes(v, v - n)
 
-An answer that several versions sampled counts for the oldest of them, as its staleness does. The last versions are left
-out: those of which groups may still run or wait when the run ends, by the largest staleness that the run had. What has
-arrived of them are their fastest groups, whose rewards are not those of all.
+An answer that several versions sampled counts for the oldest of them. The last versions, as many as the largest
+staleness, are left out: only their fastest groups have arrived, whose rewards are not typical.
 """
 
 from __future__ import annotations

@@ -42,8 +42,6 @@ class Stages:
     group_cv: float
     together: float
     """The mean number of groups in flight while a group runs."""
-    in_flight: float
-    """The mean over time of groups in flight over the concurrency."""
     rollout_busy_s: float
     """The time per step in which at least one group is in flight, also while an evaluation runs."""
     failed: float
@@ -63,7 +61,7 @@ def stages(run: Run) -> Stages:
         pushes=len(pushes) / max(1, len(steps)), pause_s=run.figure("push/pause_s"),
         receive_s=_receive_s(steps),
         group_s=run.figure("rollout/group_s") * running, group_cv=_group_cv(run),
-        together=run.figure("rollout/concurrency"), in_flight=_in_flight(run),
+        together=run.figure("rollout/concurrency"),
         rollout_busy_s=busy * step_s,
         failed=dropped / max(1.0, dropped + buffer.get("buffer/trained", 0.0)),
     )
@@ -79,19 +77,6 @@ def _receive_s(steps: Sequence[Step]) -> float:
 def timed_steps(run: Run) -> list[Step]:
     """Return the steps of a run without the first of each start, which are not in its seconds either."""
     return [step for step in run.steps if not is_warm_up(step)]
-
-
-def _in_flight(run: Run) -> float:
-    """Return the sum of all groups' durations over the run's duration and the concurrency; nan if not measured.
-
-    The metric rollout/in_flight is sampled at the worker's reports, and is too high on a busy machine.
-    """
-    seconds = [
-        group_s * sum(step.get(f"rollout/{end}") or 0.0 for end in ("groups", "failed", "aborted"))
-        for step in timed_steps(run)
-        if (group_s := step.get("rollout/group_s")) is not None
-    ]
-    return sum(seconds) / max(float(run.summary["seconds"]), 1e-9) / _concurrency(_config(run)) or math.nan
 
 
 def _group_cv(run: Run) -> float:
@@ -154,8 +139,6 @@ class Measured:
     staleness_mean: float
     bound: float
     """The work-conserving bound of learner + rollout, from work_conserving_bound."""
-    in_flight: float
-    """The mean over time of groups in flight over the concurrency."""
     predicted: Result | None
     """The simulator's result; None if it does not cover the run's rules, or if durations were not measured."""
 
@@ -192,7 +175,7 @@ def compare(rows: Sequence[Setting]) -> list[Measured]:
                 staleness=row.staleness, learner=row.estimate("learner").mean, rollout=row.estimate("rollout").mean,
                 staleness_mean=row.estimate("staleness_mean").mean,
                 bound=_mean_of([work_conserving_bound(stage, row.staleness.depth) for stage in own]),
-                in_flight=_mean(own, "in_flight"), predicted=_predict(runs[0], own, everywhere) if own else None,
+                predicted=_predict(runs[0], own, everywhere) if own else None,
             )
         )
     return measured
@@ -215,8 +198,7 @@ def rules_of(run: Run) -> Workload:
     """Return a workload with the sizes and rules of the run's config; its durations are the simulator's defaults.
 
     Raises:
-        ConfigError: the run has something that the simulator does not cover: episodes of several turns, eval.pin_version,
-            or pushes that waited for evaluations.
+        ConfigError: the simulator does not cover the run.
     """
     config = _config(run)
     held_s = sum(step.get("time/held_by_eval_s") or 0.0 for step in timed_steps(run))
@@ -233,14 +215,11 @@ def rules_of(run: Run) -> Workload:
         )
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
     return Workload(
-        concurrency=_concurrency(config), prompts_per_step=config["learner"]["prompts_per_step"],
+        concurrency=int(config["rollout"]["concurrency"] * config["placement"]["rollout"]["servers"]),
+        prompts_per_step=config["learner"]["prompts_per_step"],
         late=staleness["late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
         every_steps=push["every_steps"], drain=push["on_update"] == "drain",
     )
-
-
-def _concurrency(config: dict[str, Any]) -> int:
-    return int(config["rollout"]["concurrency"] * config["placement"]["rollout"]["servers"])
 
 
 def _config(run: Run) -> dict[str, Any]:

@@ -83,25 +83,19 @@ NOTES = (
     "Every value is mean ± standard error over seeds. The start-up and the first step of a run are left out. The row "
     "that learns fastest per minute is bold; the sentence at the top says whether its lead is more than chance.",
     "A step is worth e synchronous steps if held-out accuracy after v steps is that of synchronous training after e v "
-    "steps: staleness.max 0, other settings equal. Effective steps per minute are steps per minute times e. e is "
-    "fitted to the evaluations of all seeds; its error is the jackknife's over seeds, with the error of the "
-    "synchronous curve in it. By sampled reward, e compares the rewards of policy versions with those at the lowest "
-    "staleness of the sweep.",
-    "Improvement is held-out accuracy at the end minus at the start, or without evaluations the mean reward of the last "
-    "tenth of the steps minus that of the first tenth. It stands only where e can't be told. It flatters stale runs, "
-    "because a learning curve is concave: a run that learns half as fast gains more than half.",
-    "The learner is utilised while it computes an update, the rollout pool while at least one group is in flight and no "
-    "push pauses it. Occupancy is the number of running requests over the server's slots.",
-    "KL is the divergence of the behaviour policy from the proximal policy (k3 estimate). IS weights are the "
-    "probability ratios of the proximal over the behaviour policy before truncation; their variance is the median over "
-    "the steps. The worst steps: quantiles over the steps of a run, then the mean over seeds.",
+    "steps: staleness.max 0, other settings equal. Effective steps per minute are steps per minute times e. The error "
+    "of e is the jackknife's over seeds, with the synchronous curve's in it. By sampled reward, e compares the rewards "
+    "of policy versions with those at the lowest staleness of the sweep.",
+    "Improvement is held-out accuracy at the end minus at the start, or without evaluations the mean reward of the "
+    "last tenth of the steps minus that of the first. It flatters stale runs, because a learning curve is concave.",
+    "The learner is utilised while it computes an update, the rollout pool while a group is in flight and no push "
+    "pauses it. The work-conserving bound is the sum of both if neither pool ever waited without need. Predictions "
+    "come from the simulator; - where it does not cover the run's rules. Exact mode has no times.",
+    "KL is the divergence of the behaviour policy from the proximal policy (k3 estimate). IS weights are the ratios of "
+    "proximal over behaviour probability before truncation; their variance is the median over the steps. The worst "
+    "steps: quantiles over the steps of a run, then the mean over seeds.",
     "The reward of the policy: the answers of batch v that are s versions old count for version v - s, and a version "
-    "for the time in which it is served, over the seconds that all runs have. The rewards of the batches lag by the "
-    "staleness, which flatters fresh runs.",
-    "Predictions come from the simulator, from the measured durations and the run's rules; - where it does not cover "
-    "these rules. The work-conserving bound is the sum of both utilisations if neither pool ever waited without need: "
-    "the stages one after the other at staleness 0, and the slower pool without pause above.",
-    "With staleness.mode=exact a push waits for the groups of its batch. Times and utilisation are left out there.",
+    "for the time in which it is served. The rewards of the batches lag by the staleness, which flatters fresh runs.",
 )
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -192,23 +186,22 @@ def prediction(measured: Sequence[Measured]) -> Table | None:
     """Return a table of utilisation and staleness, measured and predicted, at each bound; None without `measured`."""
     header = (
         "staleness", "learner, measured", "predicted", "rollout, measured", "predicted", "staleness, measured",
-        "predicted", "in flight, measured", "predicted", "both pools, measured", "work-conserving bound",
-        "share of the bound",
+        "predicted", "both pools, measured", "work-conserving bound", "share of the bound",
     )  # fmt: skip
 
-    def percent(value: float | None) -> str:
-        return "-" if value is None or math.isnan(value) else f"{value:.1%}"
+    def text(value: float | None, form: str = "{:.1%}") -> str:
+        return "-" if value is None or math.isnan(value) else form.format(value)
 
     lines = []
     for m in measured:
-        learner, rollout, staleness, in_flight = (
-            getattr(m.predicted, name, None) for name in ("utilisation", "rollout", "mean_staleness", "in_flight")
+        learner, rollout, staleness = (
+            getattr(m.predicted, name, None) for name in ("utilisation", "rollout", "mean_staleness")
         )
+        both = m.learner + m.rollout
         lines.append([
-            str(m.staleness), percent(m.learner), percent(learner), percent(m.rollout), percent(rollout),
-            f"{m.staleness_mean:.2f}", "-" if staleness is None else f"{staleness:.2f}", percent(m.in_flight),
-            percent(in_flight), percent(m.learner + m.rollout), percent(m.bound),
-            percent((m.learner + m.rollout) / m.bound),
+            str(m.staleness), text(m.learner), text(learner), text(m.rollout), text(rollout),
+            text(m.staleness_mean, "{:.2f}"), text(staleness, "{:.2f}"), text(both), text(m.bound),
+            text(both / m.bound),
         ])  # fmt: skip
     return Table(header, lines, "Utilisation: measured, predicted, possible") if measured else None
 

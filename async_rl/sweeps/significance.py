@@ -123,12 +123,12 @@ def _has_improved(row: Setting, key: str) -> bool:
 def bounds_compared(rows: Sequence[Setting]) -> list[Table]:
     """Return a table of settings for each unit of `speed_key` with several of them, best first.
 
-    They are compared with the best row, and with the lowest bound of the best row's series. The best row is chosen by
-    the same data, so the p-values are corrected for the number of other rows. Still they are somewhat too small: in
-    simulated sweeps of five equal rows with five seeds, 6 % have one below 0.05. Effective steps of two rows share the
-    error of the synchronous curve, so their p-values are rather too large.
+    They are compared with the best row, and with the lowest bound of its series. The best row is chosen by the same
+    data, so the p-values are corrected for the number of other rows; in simulated sweeps of five equal rows with five
+    seeds, 6 % still have one below 0.05.
     """
-    return [_compared(order, baseline(rows, order[0]), speed_key(rows)) for order in ranked(rows) if order[1:]]
+    key = speed_key(rows)
+    return [_compared(order, baseline(rows, order[0]), key) for order in ranked(rows) if order[1:]]
 
 
 def _compared(order: Sequence[Setting], base: Setting, key: str) -> Table:

@@ -44,10 +44,7 @@ def p_value(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
-    """Return the mean of mean(a) - mean(b) over the strata (a, b) in `pairs`, and its p-value by Welch's test.
-
-    Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
-    """
+    """Return the mean of mean(a) - mean(b) over the strata (a, b) in `pairs`, and its p-value (Satterthwaite 1946)."""
     difference = float(np.mean([np.mean(a) - np.mean(b) for a, b in pairs]))
     sides = [side for pair in pairs for side in pair]
     if min(len(side) for side in sides) < 2:
@@ -63,10 +60,9 @@ def stratified(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tupl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number: below 0.05, the chance of any false alarm among them is 5 %.
+    """Return p-values corrected for their number by Holm's method (1979). A nan stays nan and does not count.
 
-    The k-th smallest of n is multiplied by n - k + 1 and is no less than the smaller ones. A nan stays nan and does not
-    count in n. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    The k-th smallest of n is multiplied by n - k + 1 and is no less than the smaller ones.
     """
     adjusted, least = list(p_values), 0.0
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
@@ -86,10 +82,9 @@ def ratio_text(a: Sequence[float], b: Sequence[float]) -> str:
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Return the confidence interval of mean(a) / mean(b), by Fieller's theorem, or (-inf, inf) if it has no bounds.
+    """Return the confidence interval of mean(a) / mean(b) by Fieller's theorem (1954), or (-inf, inf) without bounds.
 
     It holds the ratios r with (mean(a) - r mean(b))^2 <= t^2 (error(a)^2 + r^2 error(b)^2).
-    Source: Fieller 1954, "Some problems in interval estimation"; t with Welch's degrees of freedom.
     """
     top, bottom = estimate(a), estimate(b)
     if math.isnan(top.error) or math.isnan(bottom.error) or bottom.mean == 0:

@@ -23,10 +23,8 @@ QUICK = [
     "async-rl prepare gsm8k test.jsonl data/gsm8k/test.parquet",
     "async-rl keys new keys",
     "async-rl plan --staleness 0,1,2,4,8 --train-s 10 --sync-s 0.5 --group-s 8 --cv 1",
-    "async-rl plan --train-s 40 --group-s 60 --cv 0.5 --staleness 0,1,2,4,8 --devices 8 --now 4,4",
+    "async-rl plan --train-s 40 --group-s 60 --cv 0.5 --staleness 0,1,2,4,8",
     "async-rl plan --rollout-s 60 --train-s 40",
-    "async-rl plan --params 70e9 --method ppo --device-gb 80 --link-gbps 400",
-    "async-rl plan --servers 1000 --tokens 4000",
 ]
 NIGHTLY = [
     "make demo",
@@ -73,7 +71,6 @@ NIGHTLY = [
     "python -m benchmarks.buffer",
 ]
 ELSEWHERE = {
-    "async-rl report runs/first runs/second": "tests/sweeps/test_comparison.py",
     "async-rl train --resume runs/quickstart run.steps=500": "tests/e2e/test_resume.py",
     "async-rl train configs/quickstart.yaml --resume auto": "tests/e2e/test_resume.py",
     "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/models/test_export.py",

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from async_rl.config.loading import dump_config, load_config
+from async_rl.sweeps.cell_process import CellPlace
 from async_rl.sweeps.cells import Bound, Cell, all_cells, cell_config, seed_axis, staleness_axis
-from async_rl.sweeps.places import CellPlace
 from async_rl.sweeps.records import make_record, write_record
 from async_rl.sweeps.sweep import Sweep
 from async_rl.telemetry.timeline import STATES

@@ -16,8 +16,6 @@ from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.resuming import write_config
 from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir
-from async_rl.sweeps.cell_process import claimed
-from async_rl.sweeps.cells import Cell
 from tests.kit.configs import changed, make_config
 
 
@@ -157,9 +155,6 @@ def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
     with pytest.raises(ConfigError, match=message), open_run_dir(config):
         raise AssertionError("it has no lock")
     assert not (tmp_path / "run").exists()
-    cell = Cell({}, (), tmp_path / "cells" / "c")
-    with pytest.raises(ConfigError, match="a disk with file locks"), claimed(cell, tmp_path):
-        raise AssertionError("it has no lock")
 
 
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:

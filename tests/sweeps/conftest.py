@@ -17,7 +17,7 @@ def small_pictures() -> Iterator[None]:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
+    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: {})
 
 
 @pytest.fixture(scope="session")

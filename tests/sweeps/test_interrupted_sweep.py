@@ -7,16 +7,11 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from async_rl.cli import main
-from async_rl.errors import StillRunningInterrupt
-from async_rl.sweeps.cell_process import CellProcesses
-from async_rl.sweeps.cells import Cell
-from async_rl.sweeps.places import CellPlace
 from benchmarks.marked_command import wait_until
 from tests.kit.sweeps import base_yaml
 
@@ -65,40 +60,3 @@ def test_the_cells_of_an_interrupted_sweep_end_in_order_or_at_once(
     told = capfd.readouterr().err
     assert "ending 2 cells after the step that each is in, with a checkpoint; another Ctrl-C ends them at once" in told
     assert "interrupted, every process of the run has ended" in told and "go on" not in told
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core holds one cell")
-def test_cells_that_do_not_end_at_once_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, seconds = interrupted(tmp_path, monkeypatch, ends_at=3, signals=2)
-    pids = [int(file.stem) for file in (tmp_path / "asked").glob("*.0")]
-    for pid in pids:
-        os.killpg(pid, signal.SIGKILL)
-    told = capfd.readouterr().err
-    assert code == 130 and seconds < 10
-    assert "every process of the run has ended" not in told
-    assert "runs go on that were to end within 1 s (timeouts.shutdown_s): process " in told
-    assert all(f"process {pid}, {tmp_path}" in told for pid in pids)
-
-
-def test_two_signals_after_an_error_leave_a_cell_that_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, cell = tmp_path / "started", tmp_path / "cell"
-    cell.write_text(f"#!/bin/sh\ntrap '' TERM\necho $$ > {started}\nfor i in $(seq 400); do sleep 0.05; done\n")
-    cell.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(cell))
-    processes = CellProcesses(tmp_path)
-
-    def wait_in_vain(seconds: float | None) -> None:
-        raise KeyboardInterrupt
-
-    with ThreadPoolExecutor(1) as pool:
-        trained = pool.submit(processes.train, ["async-rl"], Cell({}, (), tmp_path / "named"), CellPlace())
-        wait_until(lambda: started.exists() and started.read_text().endswith("\n"), 60, "the cell")
-        pid = int(started.read_text())
-        with pytest.raises(StillRunningInterrupt, match=rf"60 s .*: process {pid}, {tmp_path}/named\.log\. `kill -9`"):
-            processes.end(wait_in_vain, shutdown_s=60.0)
-        assert trained.result(timeout=10).startswith("exit code -15")
-    os.killpg(pid, signal.SIGKILL)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.sweeps.efficiency import BY_REWARD, effective_steps, why_unknown
-from async_rl.sweeps.policy_curve import PolicyCurve, less_lag, mean_rewards, policy_curve
+from async_rl.sweeps.efficiency import effective_steps, why_unknown
+from async_rl.sweeps.policy_curve import PolicyCurve, mean_rewards, policy_curve
 from async_rl.sweeps.statistics import estimate
 from async_rl.telemetry.figures import LAST_BUCKET
 from learner.algorithms.diagnostics import BUCKETS, batch_metrics
@@ -178,13 +178,6 @@ def test_spans_of_versions_get_longer_as_the_run_goes_on() -> None:
     assert found == [(pytest.approx(mean), pytest.approx(mean)) for mean in means]
 
 
-def test_the_lag_is_taken_off_exactly_where_the_run_has_learned_all_before_its_end() -> None:
-    """The reward is 0 for 30 s and 1 for 30 s; seen 6 s later it is 0 for 36 s: 0.4 in place of 0.5."""
-    assert less_lag(0.4, 6.0, 60.0, 1.0) == pytest.approx(0.5)
-    assert less_lag(0.4, 90.0, 60.0, 0.5) == pytest.approx(0.9)  # never more than all that was gained
-    assert math.isnan(less_lag(0.4, math.nan, 60.0, 1.0)) and math.isnan(less_lag(0.4, 6.0, 0.0, 1.0))
-
-
 def noisy(rng: np.random.Generator, staleness: int, e: float, batches: int) -> PolicyCurve:
     """A run of 64 answers a batch that are right or wrong, and whose policy learns at `e` of the speed."""
     return policy_curve(
@@ -199,7 +192,7 @@ def test_sampled_rewards_tell_a_known_efficiency_with_its_error(base: int, deep:
     for _ in range(60):
         fresh = {str(seed): noisy(rng, base, 1.0, 30).evaluations() for seed in range(5)}
         stale = {str(seed): noisy(rng, deep, e, 60).evaluations() for seed in range(5)}
-        assert why_unknown(list(fresh.values()), BY_REWARD) == ""
+        assert why_unknown(list(fresh.values()), "reward") == ""
         found = effective_steps(stale, dict.fromkeys(stale, 10.0), list(fresh.items()), within=True)
         result = estimate(list(found[:, 0]))
         means.append(result.mean)

@@ -11,7 +11,7 @@ import pytest
 from async_rl.errors import ConfigError
 from async_rl.sweeps.prediction import Stages, compare, rules_of, stages, work_conserving_bound, workload_of
 from async_rl.sweeps.report import prediction
-from async_rl.sweeps.results import Run, read_runs
+from async_rl.sweeps.results import read_runs
 from async_rl.sweeps.settings import settings_of
 from buffer.simulate import Workload, simulate
 from tests.kit.sweeps import make_sweep
@@ -66,7 +66,7 @@ def test_dropped_groups_are_generated_all_the_same() -> None:
 def stage(together: float, group_s: float, pushes: float = 1.0) -> Stages:
     return Stages(
         train_s=2.0, train_cv=0.1, sync_s=0.5, pushes=pushes, pause_s=0.4, receive_s=0.1, group_s=group_s, group_cv=0.2,
-        together=together, in_flight=0.5, rollout_busy_s=3.0, failed=0.0,
+        together=together, rollout_busy_s=3.0, failed=0.0,
     )
 
 
@@ -237,7 +237,7 @@ def test_a_run_that_ended_after_its_first_step_leaves_the_predictions_alone(tmp_
     for before, found in zip(whole, compare(rows), strict=True):
         assert before.predicted is not None and found.predicted is not None
         assert found.predicted.utilisation == pytest.approx(before.predicted.utilisation, rel=0.05)
-        assert (found.bound, found.in_flight) == pytest.approx((before.bound, before.in_flight), rel=0.05)
+        assert found.bound == pytest.approx(before.bound, rel=0.05)
     del rows[1].runs[1].steps[1:]
     synchronous, other = compare(rows)
     assert synchronous.predicted is not None and other.predicted is None and np.isnan(other.bound)
@@ -246,20 +246,6 @@ def test_a_run_that_ended_after_its_first_step_leaves_the_predictions_alone(tmp_
 def test_exact_mode_is_not_compared(tmp_path: Path) -> None:
     overrides = ("staleness.mode=exact", "weight_sync.on_update=drain")
     assert compare(settings_of(read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12, overrides=overrides)))) == []
-
-
-def test_groups_in_flight_are_their_seconds_over_the_runs(tmp_path: Path) -> None:
-    """6 groups of 2 s and 4 of 1 s, however they ended, in 4 s: 4 in flight, of 8 that 2 servers of 4 may have."""
-    (tmp_path / "config.yaml").write_text("rollout: {concurrency: 4}\nplacement: {rollout: {servers: 2}}\n")
-    times: dict[str, float | None] = {"time/train_s": 1.0, "time/wait_data_s": 0.5, "time/push_s": 0.1}
-    ended: list[dict[str, float | None]] = [
-        {"time/since_first_step_s": 0.0, "rollout/group_s": 9.0, "rollout/groups": 9.0},  # before the clock starts
-        {"rollout/group_s": 2.0, "rollout/groups": 4.0, "rollout/failed": 1.0, "rollout/aborted": 1.0},
-        {"rollout/group_s": 1.0, "rollout/groups": 4.0},
-    ]
-    summary = {"seconds": 4.0, "buffer": {"buffer/trained": 8.0}}
-    run = Run({"staleness": "1", "seed": "0"}, summary, [times | step for step in ended], [], tmp_path)
-    assert stages(run).in_flight == pytest.approx(0.5)
 
 
 def test_the_first_step_after_a_resume_is_in_no_duration_as_that_of_the_start(tmp_path: Path) -> None:
@@ -273,13 +259,6 @@ def test_the_first_step_after_a_resume_is_in_no_duration_as_that_of_the_start(tm
     only_starts = dataclasses.replace(run, steps=[whole[0], again])
     (measured,) = compare(settings_of([only_starts]))
     assert measured.predicted is None
-
-
-def test_measured_groups_in_flight_stand_beside_the_predicted_ones(tmp_path: Path) -> None:
-    """The runs come from the simulator."""
-    for measured in compare(settings_of(read_runs(make_sweep(tmp_path)))):
-        assert measured.predicted is not None
-        assert measured.predicted.in_flight == pytest.approx(measured.in_flight, rel=0.1)
 
 
 def test_predictions_hold_no_nan() -> None:

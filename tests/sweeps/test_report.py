@@ -15,13 +15,13 @@ import pytest
 from async_rl.config.loading import dump_config
 from async_rl.errors import ConfigError
 from async_rl.sweeps.cells import all_cells, cell_config, key_axis, seed_axis
-from async_rl.sweeps.plots import _utilisation
+from async_rl.sweeps.plots import learning, trade_off
 from async_rl.sweeps.prediction import compare
 from async_rl.sweeps.records import make_record, write_record
 from async_rl.sweeps.report import write_report
 from async_rl.sweeps.results import Run, read_results, read_runs
 from async_rl.sweeps.settings import Setting, settings_of
-from async_rl.sweeps.significance import best_row, bounds_compared, corrections_compared, ended_early
+from async_rl.sweeps.significance import bounds_compared, corrections_compared, recommendation
 from tests.kit.runs import logged
 from tests.kit.sweeps import base_yaml, make_sweep, write_cell
 
@@ -32,8 +32,9 @@ def printed(sweep: Path) -> str:
 
 
 def test_the_table_has_a_row_for_each_bound_and_marks_the_best(sweep: Path, printed: str) -> None:
-    lines = (sweep / "table.md").read_text().split("\n\n")[1].splitlines()
-    assert lines[0].startswith("| staleness | IS-weight variance | KL")
+    text = (sweep / "table.md").read_text().partition("## The trade-off\n\n")[2]
+    lines = text.partition("\n\n")[0].splitlines()
+    assert lines[0].startswith("| staleness | effective steps per minute | a step is worth")
     assert [line.replace("*", "").split("|")[1].strip() for line in lines[2:]] == ["0", "1", "3"]
     (best,) = [line for line in lines if line.endswith("best")]
     assert best.startswith("| **1** |")  # at 1 the learner is nearly always busy, at 3 a step teaches 45 % less
@@ -55,13 +56,14 @@ def test_the_page_is_one_file_with_every_picture_in_it(sweep: Path, printed: str
     assert pictures == sorted(
         f"{name}.png"
         for name in (
-            "trade_off", "accuracy_by_step", "accuracy_by_time", "policy_reward_by_version", "policy_reward_by_time",
-            "utilisation", "offpolicy", "staleness",
+            "trade_off", "learning", "utilisation", "off_policy",
         )
     )
     assert page.count("data:image/png;base64,") == len(pictures)
     assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
     assert 'class="best"' in page
+    first = [page.index(part) for part in ('class="lead"', "<figure>", "<table>")]
+    assert first == sorted(first)
 
 
 def compared(rows: list[Setting]) -> dict[str, list[str]]:
@@ -72,8 +74,8 @@ def compared(rows: list[Setting]) -> dict[str, list[str]]:
 
 def test_bounds_are_compared_by_ratio_with_an_interval_and_by_p_value(sweep: Path, printed: str) -> None:
     rows = settings_of(read_runs(sweep))
-    assert best_row(rows).startswith("On this hardware staleness 1 has the most effective steps per minute: ")
-    assert best_row(rows) in printed
+    assert recommendation(rows).startswith("Take staleness 1: staleness 1 has the most effective steps per minute, ")
+    assert recommendation(rows) in printed
     lines = compared(rows)
     assert list(lines) == ["staleness 1", "staleness 3", "staleness 0"]
     gain = rows[1].estimate("effective_steps_per_minute").mean / rows[0].estimate("effective_steps_per_minute").mean
@@ -99,35 +101,12 @@ def test_exact_mode_is_in_the_table_but_neither_recommended_nor_predicted(sweep:
     for file in exact.glob("cells/*/config.yaml"):
         file.write_text(file.read_text().replace("mode: bounded", "mode: exact"))
     text = write_report(exact)
-    assert "No row is the best one: no setting with staleness.mode=bounded has a value of improvement per min" in text
+    assert "No setting is recommended" in text
     assert "predicted" not in text
     header = next(line for line in text.splitlines() if line.startswith("|"))
     assert "ESS" in header
     assert not any(word in header for word in ("utilisation", "minute", "wall"))
-    drawn = {path.stem for path in (exact / "plots").iterdir()}
-    assert {"accuracy_by_step", "trade_off"} <= drawn
-    assert not {"utilisation", "accuracy_by_time", "policy_reward_by_time"} & drawn
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_gpu_utilisation_by_nvml_is_reported_where_there_were_gpus(sweep: Path, printed: str, tmp_path: Path) -> None:
-    def drawn(folder: Path) -> list[str]:
-        (legend,) = _utilisation(settings_of(read_runs(folder)), {}).legends
-        return [text.get_text() for text in legend.get_texts()]
-
-    assert "NVML" not in printed
-    assert "GPU, by NVML" not in drawn(sweep)
-    copy = tmp_path / "copy"
-    shutil.copytree(sweep, copy)
-    for number, file in enumerate(sorted(copy.glob("cells/staleness-1.*/summary.json"))):
-        said = {"gpu/learner": 0.8 + 0.01 * number, "gpu/rollout": 0.6}
-        file.write_text(json.dumps(json.loads(file.read_text()) | said))
-    lines = [line for line in write_report(copy).splitlines() if line.startswith("|")]
-    table = [[text.strip(" *") for text in line.split("|")] for line in lines]
-    learner, row = (table[0].index(f"GPU of {pool}, NVML") for pool in ("the learner", "rollout"))
-    assert [line[learner] for line in table[2:5]] == ["-", "81.0% ± 0.6%", "-"]
-    assert table[3][row] == "60.0% ± 0.0%"
-    assert "GPU, by NVML" in drawn(copy)
+    assert {path.stem for path in (exact / "plots").iterdir()} == {"trade_off", "learning", "off_policy"}
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
@@ -149,7 +128,6 @@ def test_the_only_setting_of_a_report_is_not_declared_the_best(sweep: Path, prin
     text = write_report(run)
     html = (run / "report.html").read_text()
     assert "| 0 | " in text and "<table" in html
-    assert "On this hardware" not in text
     assert "best" not in text
     assert 'class="best"' not in html
 
@@ -194,8 +172,7 @@ def test_cells_that_differ_in_more_than_the_axes_are_not_compared(
     file.write_text(json.dumps(
         record | {"config": re.sub(rf"(?m)^  {name}: .*", f"  {name}: {other}", record["config"], count=1)}
     ))
-    told = rf"differ in its axes alone, got {re.escape(key)} .* and {other} in .*--axis {key}="
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=re.escape(key)):
         read_runs(copy)
     for cell in (copy / "cells").iterdir():  # an axis of the sweep now
         other_record = json.loads((cell / "cell.json").read_text())
@@ -239,19 +216,6 @@ def test_an_evaluation_beside_training_counts_from_the_newest_version_that_answe
     assert [(version, seconds) for version, seconds, _ in read.evals][1] == (13.0, at_13)
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_a_run_that_ended_before_the_others_is_named(sweep: Path, tmp_path: Path) -> None:
-    assert ended_early(settings_of(read_runs(sweep))) == ""
-    copy = tmp_path / "copy"
-    shutil.copytree(sweep, copy)
-    file = copy / "cells" / "staleness-3.seed-1" / "summary.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": "1000 groups in a row had equal rewards."}))
-    assert (
-        "count with the steps they took: staleness-3.seed-1 after 40 steps (1000 groups in a row had equal rewards)."
-        in write_report(copy)
-    )
-
-
 def exact_row(bound: int, correction: str, gains: list[float]) -> Setting:
     labels = {"staleness": str(bound), "correction": correction, "seed": "0"}
     runs = tuple(Run(labels, {}, [], [], Path(), exact=True) for _ in gains)
@@ -291,21 +255,6 @@ def test_a_correction_with_a_seed_that_has_no_improvement_has_no_difference() ->
     assert found == {("coupled", "average"): ("-", "-"), ("coupled", "4"): ("-", "-")}
 
 
-def test_dropped_groups_stand_beside_trained_ones(sweep: Path, printed: str) -> None:
-    assert "| staleness 1 | trained | 60 | 0.5 | 1 |" in printed
-    assert "| staleness 1 | dropped: late | 90 | 0.5 | 2.62 |" in printed
-
-
-def test_the_shares_of_late_groups_and_of_masked_tokens_are_reported(sweep: Path, printed: str) -> None:
-    assert "groups dropped as too late" in printed and "tokens masked as too old" not in printed
-    run = read_runs(sweep)[0]
-    trained = run.summary["buffer"]["buffer/trained"]
-    assert run.values()["dropped"] == pytest.approx(4 / (trained + 4))
-    masked = [0.9, 0.1, 0.3]  # the first step is left out
-    steps = [{**step, "staleness/masked_fraction": share} for step, share in zip(run.steps, masked, strict=False)]
-    assert dataclasses.replace(run, steps=steps).values()["masked"] == pytest.approx(0.2)
-
-
 def test_what_clipping_held_back_and_the_gradient_stand_beside_every_run(sweep: Path) -> None:
     run = read_runs(sweep)[0]
     names = ("clipped_positive", "clipped_negative", "grad_norm")
@@ -331,9 +280,34 @@ def test_depths_stand_between_the_bounds_in_tables_and_prediction(tmp_path: Path
     assert found.predicted.utilisation == pytest.approx(found.learner, rel=0.1)
     assert measured["1"].staleness_mean < found.staleness_mean < measured["3"].staleness_mean
     write_report(sweep)
-    assert (sweep / "plots" / "depth_beside_bound.png").is_file()
+    assert (sweep / "plots" / "depths.png").is_file()
     assert "| 1.5/3 |" in (sweep / "table.md").read_text()
     with (sweep / "runs.csv").open() as file:
         assert [line["staleness"] for line in csv.DictReader(file)] == ["0", "0", "1", "1", "1.5/3", "1.5/3", "3", "3"]
     shutil.rmtree(sweep / "cells")
     assert [str(row.staleness) for row in settings_of(read_results(sweep))] == ["0", "1", "1.5/3", "3"]
+
+
+def test_a_report_claims_no_lead_that_its_seeds_do_not_show(sweep: Path) -> None:
+    """Two seeds whose values lie far apart, and a best bound by a hair."""
+    rows = [dataclasses.replace(row, values=dict(row.values)) for row in settings_of(read_runs(sweep))]
+    for row, values in zip(rows, ([90.0, 100.0, 110.0], [91.0, 101.0, 111.0], [95.0, 97.0, 99.0]), strict=True):
+        row.values["effective_steps_per_minute"] = values
+    assert "3 seeds of 40 steps can't tell these bounds apart" in recommendation(rows)
+    rows[2].values["effective_steps_per_minute"] = [10.0, 11.0, 12.0]  # the others are both ahead of it
+    assert recommendation(rows).startswith("Take staleness 0: ") and "apart from staleness 0;" in recommendation(rows)
+
+
+def test_a_plot_has_a_dot_for_each_seed_and_joins_bounds_alone(tmp_path: Path) -> None:
+    rows = settings_of(read_runs(make_sweep(tmp_path, bounds=(0, 1, "1.5/3", "2/3", 3, 4), seeds=2, steps=12)))
+
+    def lines(rows: list[Setting]) -> list[int]:
+        """The numbers of points of the lines of the first panel that have a line."""
+        found = [line for line in trade_off(rows).axes[0].lines if line.get_linestyle() == "-"]
+        return [len(line.get_xdata()) for line in found if len(line.get_xdata()) > 1]
+
+    axes = trade_off(rows).axes[0]
+    assert axes.get_ylabel() and len([line for line in axes.lines if line.get_marker() == "."]) == len(rows)
+    assert lines(rows) == [] and lines([row for row in rows if row.staleness.is_full]) == [4]
+    curves = learning(rows).axes[0]
+    assert len({line.get_label() for line in curves.lines if not line.get_label().startswith("_")}) == 5

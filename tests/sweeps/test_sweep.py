@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
@@ -16,7 +15,7 @@ from async_rl.cli import main
 from async_rl.config.loading import load_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
-from async_rl.sweeps.cell_process import CellProcesses
+from async_rl.sweeps.cell_process import CellPlace, CellProcesses
 from async_rl.sweeps.cells import (
     CORRECTIONS,
     MODES,
@@ -30,7 +29,6 @@ from async_rl.sweeps.cells import (
     seed_axis,
     staleness_axis,
 )
-from async_rl.sweeps.places import CellPlace
 from async_rl.sweeps.sweep import Progress, run_sweep, train_command
 from benchmarks.marked_command import wait_until
 from tests.kit.sweeps import Trainer, base_yaml, make
@@ -59,16 +57,8 @@ def test_a_cell_runs_in_its_folder_whatever_yaml_reads_in_its_path(tmp_path: Pat
 
 
 def test_two_cells_in_one_folder_are_refused(tmp_path: Path) -> None:
-    message = r"folders of their own, got .*/model\.path-m_a\.seed-0 for .*'m/a'.* and for .*'m_a'"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"model\.path-m_a\.seed-0"):
         all_cells([key_axis("model.path=m/a,m_a"), seed_axis(1, 0)], tmp_path)
-
-
-@pytest.mark.parametrize("text", ["staleness.max=4", "staleness={max: 4}"])
-def test_two_axes_that_set_the_same_key_are_refused(tmp_path: Path, text: str) -> None:
-    axes = [staleness_axis("0,1"), seed_axis(1, 0), key_axis(text)]
-    with pytest.raises(ConfigError, match=r"different keys, got staleness, which sets staleness\.\w+, and staleness"):
-        all_cells(axes, tmp_path)
 
 
 def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> None:
@@ -183,7 +173,6 @@ def test_other_bounds_with_another_setting_in_the_same_folder_are_refused(tmp_pa
     ("axis", "key", "before", "now"),
     [
         (key_axis("algorithm.preset=grpo,dr_grpo"), "algorithm.entropy_coef", "0.0", "0.5"),
-        (named_axis("mode", "bounded,exact", MODES), "weight_sync.on_update", "in_place", "abort"),
     ],
 )
 def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(
@@ -191,8 +180,7 @@ def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(
 ) -> None:
     axes = (staleness_axis("1"), seed_axis(2, 0), axis)
     run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",), max_cells=2), Trainer())
-    message = rf"got {re.escape(key)} {before} in .*seed-0 and {now} now\. Give this sweep another --name, or move"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=re.escape(key)):
         run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={now}",)), Trainer())
     assert run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",)), Trainer()).pending == []
 
@@ -202,35 +190,11 @@ def test_a_sweep_of_a_run_to_continue_is_refused(tmp_path: Path) -> None:
         run_sweep(make(tmp_path, overrides=("run.resume=/runs/a",)), Trainer())
 
 
-def test_a_cell_cut_short_starts_anew(tmp_path: Path) -> None:
-    sweep = make(tmp_path)
-    left_over = tmp_path / "sweep" / "cells" / "staleness-0.seed-0" / "metrics.jsonl"
-    left_over.parent.mkdir(parents=True)
-    left_over.write_text("{")
-    run_sweep(sweep, Trainer())
-    assert left_over.read_text() != "{"
-
-
 def test_equal_time_for_every_cell_is_a_limit_in_seconds(tmp_path: Path) -> None:
     overrides = make(tmp_path, seconds=30.0).base_overrides()
     assert "run.seconds=30.0" in overrides
     assert any(override.startswith("run.steps=") for override in overrides)
     assert not any(override.startswith("run.s") for override in make(tmp_path).base_overrides())
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["learner.decay_fraction=0.25", "--seconds", "30"], "0.25"), (["learner.decay_fraction=0.25"], ""),
-        (["--axis", "learner.decay_fraction=0,0.5,0.25", "--seconds", "30"], "0.25, 0.5"), (["--seconds", "30"], ""),
-    ],
-)
-def test_a_learning_rate_that_does_not_fall_in_cells_of_equal_time_is_told(
-    tmp_path: Path, options: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path}", "--dry-run", *options]) == 0
-    found = re.findall(r"learner\.decay_fraction (.*) has no effect with --seconds", capsys.readouterr().out)
-    assert found == [told] * bool(told)
 
 
 def test_trackers_are_off_in_cells_unless_the_command_sets_them(tmp_path: Path) -> None:
@@ -240,12 +204,12 @@ def test_trackers_are_off_in_cells_unless_the_command_sets_them(tmp_path: Path) 
     )  # fmt: skip
 
 
-def test_the_time_left_is_that_of_cells_with_the_same_settings(tmp_path: Path) -> None:
+def test_the_time_left_is_that_of_the_average_finished_cell(tmp_path: Path) -> None:
     cells = all_cells(make(tmp_path).axes, tmp_path)
     progress = Progress(cells, seconds={"staleness-0.seed-0": 120.0, "staleness-1.seed-0": 60.0})
     assert progress.time_left() == "about 3 min left"
     assert Progress(cells).time_left() == "time left unknown"
-    assert Progress(cells[:1], seconds={cells[0].name: 1.0}).time_left() == "done"
+    assert Progress(cells[:1], seconds={cells[0].name: 1.0}).time_left() == "none left"
 
 
 @pytest.mark.processes
@@ -257,19 +221,6 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
     assert error.startswith("exit code 2")
     assert "model.path" in error
     assert (sweep.folder / "logs" / f"{cell.name}.log").exists()
-
-
-def test_the_error_of_a_cell_is_that_of_its_command_and_not_of_an_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(words: list[str], log: TextIO, place: CellPlace) -> int:
-        log.write("an episode ended with error: bad tool call\nasync-rl: error: learner/0 died (no memory)\nits log\n")
-        return 1
-
-    processes, cell = CellProcesses(tmp_path / "logs"), Cell({}, (), tmp_path / "cells" / "c")
-    monkeypatch.setattr(processes, "_run", fail)
-    error = processes.train(["async-rl"], cell, CellPlace())
-    assert error == f"exit code 1, {tmp_path}/logs/c.log: async-rl: error: learner/0 died (no memory)"
 
 
 @pytest.mark.processes
@@ -301,14 +252,15 @@ def test_the_command_reports_what_is_finished_and_remembers_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("async_rl.sweeps.cell_process.CellProcesses.train", Trainer())
-    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: [])
+    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: {})
     config = str(base_yaml(tmp_path))
     options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]
     assert main(["sweep", config, *options]) == 0
-    assert "On this hardware" in capsys.readouterr().out
+    assert "effective steps per minute" in capsys.readouterr().out
     plan = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert plan["axes"] == {"staleness": ["0", "1"], "seed": ["0", "1"]}
     assert plan["machine"]["processor"]
     assert main(["report", str(tmp_path / "s")]) == 0
-    assert main(["plan", str(tmp_path / "s"), "--staleness", "0,1", "--devices", "4"]) == 0
-    assert "Take staleness.max" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "s"), "--staleness", "0,1"]) == 0
+    told = capsys.readouterr().out
+    assert "Measured: " in told and "For speed alone staleness.max = 1" in told

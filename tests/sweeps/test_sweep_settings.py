@@ -19,7 +19,6 @@ from tests.kit.sweeps import base_yaml
         (["run.seed=7"], "run.seed"),
         (["--mode", "exact", "weight_sync.on_update=in_place"], "weight_sync.on_update"),
         (["--axis", "task.params={a: 1},{a: 2}", "task.params.a=3"], "task.params"),
-        (["--axis", "staleness={max: 4}"], "staleness"),
         (["--seconds", "60", "run.steps=100"], "run.steps"),
         (["--seconds", "60", "--axis", "run.seconds=10,20"], "run.seconds"),
     ],

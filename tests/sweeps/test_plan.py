@@ -82,19 +82,12 @@ def test_durations_given_over_a_run_replace_its_own(sweep: Path) -> None:
     assert float(rows(text)[0][0]) == pytest.approx(8 + 0.4 + 0.05, rel=0.02)
 
 
-def test_all_of_a_batch_counts_what_is_dropped_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 groups are generated for 16: each takes half as long of the 8 s."""
-    half = dataclasses.replace(WORKLOAD, failed=0.5)
-    monkeypatch.setattr("async_rl.sweeps.plan.measured_workload", lambda rows, folder: half)
-    assert "a group takes 0.25 s alone" in plan("--rollout-s 8 --staleness 0", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ("", "plan needs a RUN_DIR, or --train-s"),
         ("--rollout-s 60", "plan needs a RUN_DIR, or --train-s"),
-        ("--train-s 40", "one of --group-s and --rollout-s"),
+        ("--train-s 40", "one of --group-s"),
         (f"{OVERLAP} --group-s 3", "give it without --group-s and --load-s"),
         (f"{OVERLAP} --load-s 3", "give it without --group-s and --load-s"),
         (f"{OVERLAP} --staleness one", "--staleness must be values of staleness.max"),

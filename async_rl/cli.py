@@ -164,7 +164,13 @@ def _add_commands(commands: Any) -> None:
     trajectories.add_argument("target", type=Path, metavar="OUT.parquet")
     trajectories.add_argument("--text", action="store_true", help="add prompt and answer as text and ground truth")
 
-    _add_guard(add)
+    about = "answer a run that its watcher has paused"
+    answer = add("answer", _answer, about, "runs/my-run go-on")
+    answer.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    answer.add_argument(
+        "answer", choices=("go-on", "rollback", "stop"), help="go-on: accept the rules that broke; rollback: go back "
+        "to the checkpoint before the trouble, with smaller steps; stop: end the run with the model of that checkpoint",
+    )
     status = add("status", _status, "show who waits on whom, in a run that goes on or has ended", "runs/quickstart")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
@@ -174,20 +180,6 @@ def _add_commands(commands: Any) -> None:
 
     doctor = add("doctor", _doctor, "check this machine, and a config if one is given", quickstart)
     _add_config(doctor, is_needed=False)
-
-
-def _add_guard(add: Callable[..., argparse.ArgumentParser]) -> None:
-    about = "answer a run that its guard has paused, or show what its guard did"
-    guard = add("guard", _guard, about, "runs/my-run --go-on")
-    guard.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    answers = guard.add_mutually_exclusive_group()
-    for flag, about in (
-        ("--go-on", "go on; the signals that fired are accepted"),
-        ("--rollback", "go back to the checkpoint before the trouble, with smaller moves"),
-        ("--stop", "end the run, with the model of that checkpoint"),
-    ):
-        name = flag.removeprefix("--").replace("-", "_")
-        answers.add_argument(flag, dest="answer", action="store_const", const=name, help=about)
 
 
 def _add_config(parser: argparse.ArgumentParser, is_needed: bool = True, or_else: str = "") -> None:
@@ -301,14 +293,11 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def _guard(args: argparse.Namespace) -> int:
-    from async_rl.storage.guard_events import answer_pause, guard_text
+def _answer(args: argparse.Namespace) -> int:
+    from async_rl.storage.watch_events import answer_pause
 
-    if args.answer:
-        answer_pause(args.run_dir, args.answer)
-        print(f"{args.run_dir} has the answer, and acts on it within seconds")
-    else:
-        print(guard_text(args.run_dir), end="")
+    answer_pause(args.run_dir, args.answer)
+    print(f"{args.run_dir} has the answer, and acts on it within seconds")
     return 0
 
 

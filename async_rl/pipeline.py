@@ -46,10 +46,10 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import AsyncRLError, NothingToLearnError, ProcessDiedError, ProcessKilledError, WaitTimeoutError
 from async_rl.storage.checkpoints import list_checkpoints
 from async_rl.storage.free_space import full_disk_named
-from async_rl.storage.guard_events import with_rollbacks
 from async_rl.storage.hub import located, pinned, upload_model
 from async_rl.storage.hub_names import hub_repos, with_absolute_paths
 from async_rl.storage.run_dir import INTERRUPTED, open_run_dir
+from async_rl.storage.watch_events import with_rollbacks
 from async_rl.storage.whole_file import write_whole
 from async_rl.telemetry.plot_learning_curve import plot_learning_curve
 from async_rl.telemetry.status import NORMAL_END
@@ -100,7 +100,7 @@ def _run_once(
     config: Config, signals: StopSignals, cautions: Sequence[str],
     beside: Callable[[Path], AbstractContextManager[object]], control: RunControl,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train until the end, an interrupt or a rollback of the guard, after which the caller resumes the run."""
+    """Train until the end, an interrupt or a rollback of the watcher, after which the caller resumes the run."""
     with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
         control.run_dir = config.run_dir
         try:
@@ -117,7 +117,7 @@ def _run_once(
 
 def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control: RunControl) -> dict[str, Any]:
     run_dir = config.run_dir
-    signals.is_heeded = False  # after a rollback of the guard, training begins again
+    signals.is_heeded = False  # after a rollback, training begins again
     with (
         contextlib.closing(RunLog(config, control.on_step)) as log, own_keys(config, run_dir / "keys") as config,
         open_ray(config), ray_messages_in(run_dir / "logs" / "ray.log"),
@@ -146,8 +146,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
             servers = supervisor.end_restarts()
             if not signals.requested and not log.end_reason:
                 _evaluate_trained(config, processes, log, servers)
-                if supervisor.guard:
-                    supervisor.guard.act(at_end=True)
+                supervisor.watch.act(at_end=True)
             counters = _close_buffer(config, processes, log, revive_buffer)
             supervisor.watchdog.write_status(NORMAL_END)
         except BaseException as error:
@@ -157,9 +156,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
             control.disconnect()
             processes.stop(0 if signals.at_once else config.timeouts.shutdown_s)
         summary = log.summary(counters) | ({INTERRUPTED: True} if signals.requested else {})
-        supervisor.alarms.complete(summary)
-        if supervisor.guard:
-            supervisor.guard.complete(summary)
+        supervisor.watch.complete(summary)
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         if "rolled_back" not in summary:
             upload_model(config, run_dir / "model", log.logger.note)

@@ -20,7 +20,7 @@ class NoBatch:
 
     `push wanted`: a rollout server came back and waits for weights; the batch is asked for again after the push.
     `checkpoint wanted`: so does the program that trains; the batch is asked for again after the checkpoint.
-    `paused`: the guard has paused the run; the batch is asked for again, also while the pause lasts.
+    `paused`: the watcher has paused the run; the batch is asked for again, also while the pause lasts.
     `stopped`: the user has stopped the run. `ended`: the program has ended it early, as if it were complete.
     `nothing to learn`: the buffer will hand out no batch any more.
     """

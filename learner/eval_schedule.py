@@ -64,5 +64,5 @@ class EvalSchedule:
             raise WaitTimeoutError(
                 f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.work_s) for the held-out "
                 f"evaluation before it, which has not ended. Make eval.size smaller or eval.every_steps larger, or "
-                "unset what needs each evaluation: eval.pin_version, checkpoint.keep_best, guard.action"
+                "unset what needs each evaluation: eval.pin_version, checkpoint.keep_best, watch.action"
             )

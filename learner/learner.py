@@ -23,7 +23,6 @@ from async_rl.telemetry.timeline import Span, Timeline
 from async_rl.types import Batch
 from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
-from learner.alarms import Alarms, rules_for
 from learner.batch_checks import check_staleness
 from learner.batch_taking import NoBatch, ask_buffer, await_push, share_taken
 from learner.checkpointing import Checkpointer
@@ -74,7 +73,6 @@ class Learner:
         self._client = LearnerClient(buffer_address, config.timeouts, config.network.keys) if rank == 0 else None
         self._weights = pushers["rollout"]
         self.evaluations = Evaluations(config, rank, self._timeline, pushers.get("eval"))
-        self._alarms = Alarms(rules_for(self._updater.dtype, has_weights=config.correction_entry.is_applied))
         self.requests = DriverRequests()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, device)
         self._lineage = lineage_of(config.run_dir)
@@ -252,9 +250,8 @@ class Learner:
             return report
         metrics = [*metrics, *measured, Metric("time/step_s", step_s), *step_times(spans)]
         self._recent_steps.add(self.version, reduce_metrics(metrics))
-        alarms, states = self._alarms.check(self.version, metrics)
         examples = choose_examples(self._updater.trained) if self.config.logging.wandb != "disabled" else ()
-        return replace(report, metrics=(*metrics, *states), alarms=alarms, examples=examples)
+        return replace(report, metrics=tuple(metrics), examples=examples)
 
     def _keep_for_checkpoint(self, metrics: list[Metric], step_s: float) -> None:
         """Have the step's checkpoint hold the metrics of the step itself, which is reported only after it."""
@@ -319,7 +316,7 @@ class Learner:
             self._push_metrics += self._checkpoint()
 
     def _pause(self) -> None:
-        """Wait for the end of the guard's pause, for a few seconds at a time."""
+        """Wait for the end of the watcher's pause, for a few seconds at a time."""
         with self._timeline.span("other", PAUSE):
             if self.rank == 0:
                 self.requests.wait_paused()

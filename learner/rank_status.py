@@ -8,7 +8,7 @@ from async_rl.config import TimeoutsConfig
 from async_rl.telemetry.status import Status
 
 PAUSE = "pause"
-"""The name of the span of a learner that the guard has paused."""
+"""The name of the span of a learner that the watcher has paused."""
 _WORDS = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
 
 
@@ -35,5 +35,5 @@ def rank_status(
             limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
             return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
     if name == PAUSE:
-        return Status(doing="is paused by the guard", waits_on="the user: async-rl guard", since_s=since_s)
+        return Status(doing="is paused by the watcher", waits_on="a person: async-rl answer", since_s=since_s)
     return Status(doing=_WORDS.get(state, state), since_s=since_s)

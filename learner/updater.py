@@ -78,7 +78,7 @@ class Updater:
         offloads = config.learner.offload == "all"
         shard(self.policy, ranks, config.learner, offloads)
         self._reward_model = RewardModel(config, device, dtype, ranks) if config.reward_model.path else None
-        lr = policy_lr(config) * config.guard.lr_factor
+        lr = policy_lr(config) / config.watch.kl_factor
         self.optimizers = {"policy": Optimizer("policy", self.policy, lr, config.learner, averages=True)}
         """The optimizers of the networks that are trained: `policy` and, if the advantage needs one, `critic`."""
         lms = [self.policy.lm]

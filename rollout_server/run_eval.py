@@ -106,7 +106,7 @@ class Evaluation:
     async def _gold_metrics(
         self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Episode | None]]
     ) -> list[Metric]:
-        """Return the moments of the gold rewards of held-out answers, and of their rewards, for async_rl/guard.
+        """Return the moments of the gold rewards of held-out answers, and of their rewards, for the watcher.
 
         Answers whose gold reward failed, and those on which it gave no verdict, are in no moment, but counted. With a
         reward model in place of the task's rewards these are the gold ones; the model is in the learner, so that the

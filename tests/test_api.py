@@ -130,10 +130,10 @@ def test_resume_auto_starts_a_run_goes_on_with_it_and_has_the_summary_of_its_end
         assert list(run) == []
     assert run.summary == {"steps": 7, "accuracy_end": 0.5} and run.run_dir == tmp_path / "job-2"
     assert capsys.readouterr().out == f"{tmp_path}/job-2 has its 7 steps: nothing is left to train\n"
-    (tmp_path / "job-2" / "summary.json").write_text('{"steps": 5, "ended": "alarms.action is stop: entropy."}')
+    (tmp_path / "job-2" / "summary.json").write_text('{"steps": 5, "ended": "the watcher ended the run: entropy."}')
     assert async_rl.train(settings, resume="auto")["steps"] == 5
     assert capsys.readouterr().out == (
-        f"{tmp_path}/job-2 has ended after 5 steps: alarms.action is stop: entropy. Nothing is left to train; "
+        f"{tmp_path}/job-2 has ended after 5 steps: the watcher ended the run: entropy. Nothing is left to train; "
         f"`async-rl train --resume {tmp_path}/job-2` goes on all the same\n"
     )
     (tmp_path / "job-2" / "summary.json").unlink()
@@ -203,7 +203,7 @@ def test_an_end_also_holds_for_the_learner_with_which_a_rollback_goes_on(learner
     control, next_learner = RunControl(), FakeLearner()
     control.connect(learner)
     control.save()
-    control.end("good enough")  # which comes too late: the guard has just told this learner to stop
+    control.end("good enough")  # which comes too late: the watcher has just told this learner to stop
     control.disconnect()
     control.end("the program left its loop over the steps")
     control.save()

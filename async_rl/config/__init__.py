@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
-from async_rl.config.alarms import AlarmsConfig
 from async_rl.config.algorithm import AlgorithmConfig, ClipConfig, CorrectionConfig, KlConfig, MasksConfig
 from async_rl.config.cross_section import check_cross_section
 from async_rl.config.data import (
@@ -22,7 +21,6 @@ from async_rl.config.data import (
     TaskConfig,
 )
 from async_rl.config.depths import SlotLimits
-from async_rl.config.guard import GuardConfig
 from async_rl.config.judge import JudgeConfig
 from async_rl.config.learning import (
     CriticConfig,
@@ -49,6 +47,7 @@ from async_rl.config.system import (
     WeightSyncConfig,
 )
 from async_rl.config.task_parts import ColumnsConfig, DataConfig, RewardConfig
+from async_rl.config.watch import WatchConfig
 from async_rl.seams import CORRECTIONS, ENGINES, Correction, EngineEntry, find_entry
 
 
@@ -71,8 +70,7 @@ class Config:
     weight_sync: Section[WeightSyncConfig] = field(default_factory=WeightSyncConfig)
     placement: Section[PlacementConfig] = field(default_factory=PlacementConfig)
     eval: Section[EvalConfig] = field(default_factory=EvalConfig)
-    guard: Section[GuardConfig] = field(default_factory=GuardConfig)
-    alarms: Section[AlarmsConfig] = field(default_factory=AlarmsConfig)
+    watch: Section[WatchConfig] = field(default_factory=WatchConfig)
     checkpoint: Section[CheckpointConfig] = field(default_factory=CheckpointConfig)
     sft: Section[SftConfig] = field(default_factory=SftConfig)
     reward_training: Section[RewardTrainingConfig] = field(default_factory=RewardTrainingConfig)
@@ -209,25 +207,17 @@ class Config:
     def needs_evaluation_of(self, version: int) -> bool:
         """Return whether a version that is due may not be skipped, because its evaluation decides on a checkpoint.
 
-        checkpoint.keep_best chooses among those of versions that get one. Gold rewards tell a guard which one to go
+        checkpoint.keep_best chooses among those of versions that get one. Gold rewards tell the watcher which one to go
         back to, by the means of evaluations in a row.
         """
         every = self.checkpoint.every_steps
         may_be_best = self.checkpoint.keep_best > 0 and every > 0 and version % every == 0
-        return may_be_best or (self.guard.acts and self.has_gold)
+        return may_be_best or (self.watch.acts and self.has_gold)
 
     @property
     def has_gold(self) -> bool:
         """Whether answers to held-out prompts have gold rewards, which are not trained on."""
         return bool(self.eval.gold_reward) or self.reward_model.leaves_task_out
-
-    @property
-    def guard_action(self) -> str:
-        """The action of the guard on trouble: guard.action, where auto is warn or "", which is nothing."""
-        if self.guard.action != "auto":
-            return self.guard.action
-        judge = self.judge.path or self.judge.urls
-        return "warn" if self.reward_model.path or judge or self.eval.gold_reward else ""
 
     @property
     def drops_zero_variance(self) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from async_rl.config.alarms import check_alarms
 from async_rl.config.check import check, either
 from async_rl.config.compact import check_compact
 from async_rl.config.depths import check_slots
-from async_rl.config.guard import check_guard
-from async_rl.config.held_out import check_best, check_eval_servers
+from async_rl.config.held_out import check_best, check_eval_servers, check_gold
 from async_rl.config.learning import check_average
 from async_rl.config.staging import check_staging
+from async_rl.config.watch import check_watch
 from async_rl.seams import ADVANTAGES, ENGINES, EngineEntry, working_transports
 
 if TYPE_CHECKING:
@@ -37,11 +36,8 @@ def check_cross_section(config: Config) -> None:
     check_average(config.learner, config.eval, config.placement)
     _check_judge(config)
     _check_difficulty(config)
-    check_alarms(config.alarms, config.checkpoint)
-    check_guard(
-        config.guard, config.task, config.eval, config.checkpoint, has_rule=config.reward_model.leaves_task_out,
-        has_kl_penalty=config.algorithm.kl.kind != "none",
-    )
+    check_watch(config.watch, config.checkpoint)
+    check_gold(config.eval, config.task, has_rule=config.reward_model.leaves_task_out)
     _check_updates(config)
     if config.placement.rollout.engines:
         for name in config.engine_entries:

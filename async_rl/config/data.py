@@ -291,7 +291,7 @@ class EvalConfig:
 
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. One that is due during another is
-    skipped, but its push waits if it gets a checkpoint with keep_best, or if guard.action acts on gold rewards. Prompts
+    skipped, but its push waits if it gets a checkpoint with keep_best, or if watch.action acts on gold rewards. Prompts
     in flight: rollout.concurrency; with pin_version, or on servers of its own (placement.eval.servers), all."""
     size: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
@@ -305,7 +305,7 @@ class EvalConfig:
     """An answer with this reward or more counts as right, 1e-6 less being allowed for. Verifiers may give partial
     credit, and several rewards add up to more than 1: eval/reward has all of it, eval/accuracy only what is right."""
     gold_reward: str = ""
-    """The reward that the guard holds to be true: a name as in task.reward, or `task` for the task's own. It scores
+    """The reward that the watcher takes as true: a name as in task.reward, or `task` for the task's own. It scores
     held-out answers only, and is not trained on. Empty: with a reward model the rewards of held-out answers, which
     are the rule's, else none."""
     pin_version: bool = False

@@ -36,6 +36,30 @@ def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskC
     )
 
 
+def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> None:
+    """Check that eval.gold_reward, if it is set, has held-out answers to score.
+
+    Args:
+        has_rule: whether the rewards of the task, which are not trained on, are the gold ones.
+    """
+    gold = evaluation.gold_reward
+    if not gold:
+        return
+    check(
+        evaluation.size > 0 and evaluation.every_steps > 0, "eval.gold_reward", gold,
+        "empty without eval.size and eval.every_steps", "It scores the answers of evaluations beside training.",
+    )
+    check_eval_path(
+        task, "eval.gold_reward",
+        "It scores answers to held-out prompts, and no others. Or leave eval.gold_reward empty.",
+    )
+    check(
+        not has_rule, "eval.gold_reward", gold, "empty with reward_model.path",
+        "The rewards of held-out answers are the gold rewards then: set task.reward, or reward_model.task_weight if "
+        "they are trained on too.",
+    )
+
+
 def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, server_url: str) -> None:
     """Check that evaluation servers, if there are any, are ones that the run starts and that have evaluations to make.
 

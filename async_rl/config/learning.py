@@ -162,7 +162,7 @@ class LearnerConfig:
     """Groups in a batch."""
     lr: PositiveFloat | Literal["auto"] = "auto"
     """The policy's learning rate. auto: by the number of weights of the model, and ten times as much for adapters (see
-    docs/not-learning.md); `async-rl train CONFIG --dry-run` shows it."""
+    docs/watcher.md); `async-rl train CONFIG --dry-run` shows it."""
     optimizer: str = "AdamW"
     """The optimizer of policy and critic: a name in torch.optim, such as Adam or SGD, or module:name of a class or
     function that takes (parameters, lr=...) and the `optimizer_params`, and makes a torch.optim.Optimizer."""

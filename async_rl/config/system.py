@@ -274,7 +274,7 @@ class TimeoutsConfig:
     shutdown_s: Seconds = 30.0
     """How long a process that was asked to end may take."""
     pause_s: Seconds = 259_200.0
-    """How long a run that its guard has paused waits for `async-rl guard`, before it ends with a checkpoint."""
+    """How long a run that its watcher has paused waits for `async-rl answer`, before it ends with a checkpoint."""
     interrupt_s: Seconds = 300.0
     """How long the running step and its checkpoint may take after Ctrl-C or SIGTERM, before the run ends without them.
     """

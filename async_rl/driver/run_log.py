@@ -10,26 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
+from async_rl.config.watch import RULES
 from async_rl.driver.run_control import StepListener
 from async_rl.driver.run_results import RunResults
 from async_rl.driver.run_timeline import RunTimeline
-from async_rl.guard.alarm_log import AlarmLog, alarm_texts
-from async_rl.guard.collapse_watch import CollapseFinding
-from async_rl.guard.decision import Finding, Guard
 from async_rl.messages.reports import EvaluationDone, Report, StepDone, TrainingEnded, WorkerReport
-from async_rl.storage.checkpoints import list_checkpoints, prune, resumed_training_state
-from async_rl.storage.guard_events import accepted_signals, checkpoint_before
+from async_rl.storage.checkpoints import checkpoint_before, list_checkpoints, prune, resumed_training_state
 from async_rl.storage.resuming import kept_resumes, write_config
 from async_rl.storage.unlogged_steps import missing_steps, numbers_text, restored_records
+from async_rl.storage.watch_events import accepted_rules
 from async_rl.telemetry.figures import trained_tokens
 from async_rl.telemetry.metrics import Metric, MetricsLogger, folded, read_metrics, reduce_metrics
 from async_rl.telemetry.timeline import RESTART, Span
+from async_rl.watcher import Finding, Watcher, limits_of
 
 Values = dict[str, float]
 
 MOST_METRICS = 2**16
 """The most metrics that are kept apart until a step ends; then those of one key become one. Workers report twice a
-second, also while the guard holds the learner for days."""
+second, also while a pause holds the learner for days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,9 @@ class RunLog:
         """The value of what checkpoint.best_by names, by policy version."""
         self._restored: list[dict[str, float | None]] = []
         """The records of steps that the run had trained but not logged before it was resumed, until the first step."""
-        self.guard = Guard(config.guard, accepted_signals(self.run_dir)) if config.guard_action else None
-        """Follows the metrics, if the run is guarded."""
-        self.alarms = AlarmLog(config.alarms, config.eval.right_above)
+        self.watcher = Watcher(
+            limits_of(config), config.rollout.group_size, config.eval.every_steps, accepted_rules(self.run_dir)
+        )
         if saved := resumed_training_state(config):
             self.version = saved.version
             past = read_metrics(self.run_dir / "metrics.jsonl")
@@ -80,16 +79,12 @@ class RunLog:
                 known = {key: value for key, value in record.items() if value is not None}
                 self._note_values(int(known["step"]), known)
                 self.results.count_past(known)
-            self.alarms.take_new()  # an alarm from before a resume is told, and acted on, once
-            self.alarms.take_over()
         self._finding: Finding | None = None
-        """The finding of the guard in the step or evaluation that is being logged."""
+        """The finding in the step or evaluation that is being logged."""
         self._trouble: Finding | None = None
         """The first trouble that is not acted on yet."""
-        self._collapse: CollapseFinding | None = None
-        """The first alarm of a collapse that is not acted on yet."""
         self.kept_checkpoints: set[int] = set()
-        """The versions to which the guard goes back, or may be told to."""
+        """The versions to which the run goes back, or a person may send it."""
         self.end_reason = ""
         """The reason of the driver for which the learner was stopped."""
         self._pending: list[_OpenStep] = []
@@ -118,55 +113,37 @@ class RunLog:
     def _note_values(self, version: int, values: Values) -> Values:
         """Keep what the summary and the choice of checkpoints need of the metrics of a step or an evaluation.
 
-        Returns the signals of the guard and the alarms of a collapse as metrics, `guard/<name>` and `alarm/<name>`.
+        Returns the metrics `alarm/<rule>`, 1 or 0, of the rules that were checked.
         """
-        alarms = self.alarms.add(version, values) if "batch/episodes" in values else {}
         self.results.add(version, values)
         if "eval/accuracy" in values:
             self._best_values[version] = values[f"eval/{self._config.checkpoint.best_by}"]
-        found = self.guard.add(version, values) if self.guard else None
-        self._finding = found
-        return alarms | ({f"guard/{name}": value for name, value in found.values.items()} if found else {})
+        found = self._finding = self.watcher.add(version, values)
+        return {f"alarm/{name}": float(is_broken) for name, is_broken in found.states.items()} if found else {}
 
     def _tell_findings(self) -> None:
-        """Say which alarms began or ended, and which signals of the guard began, since the last step or evaluation."""
-        for collapse in self.alarms.take_new():
-            for text in alarm_texts(collapse):
-                self.logger.alarm(text)
-            if collapse.is_serious:
-                self._collapse = self._collapse or collapse
-        for text in self.alarms.take_over():
-            self.logger.note(text)
+        """Say which alarms began or ended with the step or evaluation that was logged."""
         found, self._finding = self._finding, None
         if found is None:
             return
-        if found.new:
-            self.logger.alarm(f"guard: step {found.version}: {found.text(self._config.guard, found.new)}")
-        if found.is_trouble and self._trouble is None:  # several steps may be logged at once: the first one counts
+        for name in found.new:
+            self.logger.alarm(f"ALARM at step {found.version}: {found.text([name])}. {RULES[name].advice}.")
+        for name, since in found.over.items():
+            self.logger.note(f"step {found.version}: the alarm {name}, on since step {since}, is over")
+        if found.trouble and self._trouble is None:  # several steps may be logged before it is acted on
             self._trouble = found
 
     def take_trouble(self) -> Finding | None:
-        """Return the first finding of the guard that is trouble since the last call."""
+        """Return the first trouble since the last call."""
         found, self._trouble = self._trouble, None
         return found
 
-    def take_collapse(self) -> CollapseFinding | None:
-        """Return the first finding with a new alarm of a collapse, not only a caution, since the last call."""
-        found, self._collapse = self._collapse, None
-        return found
-
     def _prune(self) -> None:
-        wanted, kept = [], self.kept_checkpoints
-        if self.guard and self._config.guard.acts:
-            wanted = self.guard.needed()
-            # the learner may be some steps ahead of the log, and the guard may need these later
-            kept = kept | {each for each in list_checkpoints(self.run_dir) if each > self.version}
-        if self._config.alarms.action == "stop":
-            wanted = [*wanted, self.alarms.back_to]
-            kept = kept | {each for each in list_checkpoints(self.run_dir) if each >= self.alarms.next_back_to}
+        needed: set[int | None] = {*self.kept_checkpoints}
+        if self._config.watch.acts:
+            needed |= self.watcher.needed(list_checkpoints(self.run_dir))
         if self._trouble:
-            wanted = [*wanted, self._trouble.back_to]
-        needed = {checkpoint_before(self.run_dir, version) for version in wanted} | kept
+            needed.add(checkpoint_before(self.run_dir, self._trouble.back_to))
         prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 
     def add(self, process: str, report: Report) -> None:
@@ -175,8 +152,6 @@ class RunLog:
             case StepDone():
                 spans = self.timeline.add(report)
                 self._reported_steps[process] = report.version
-                for text in report.alarms:
-                    self.logger.alarm(text)
                 if process == "learner/0":
                     end_s = max((span.end_s for span in spans if span.pool == process), default=0.0)
                     self._pending.append(_OpenStep(report, end_s, time.monotonic()))
@@ -332,6 +307,6 @@ class RunLog:
         }
         if self.ended:
             summary["ended"] = self.ended
-        if alarms := self.alarms.sentence():
+        if alarms := self.watcher.sentence():
             summary["alarms"] = alarms
         return summary

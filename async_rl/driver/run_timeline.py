@@ -17,7 +17,7 @@ from async_rl.telemetry.plot_timeline import plot_timeline
 from async_rl.telemetry.timeline import Sample, Span, Usage
 
 MOST_SAMPLES = 2**16
-"""If more samples are in memory, as while the guard holds the learner for days, those of each pool are thinned out."""
+"""If more samples are in memory, as while a pause holds the learner for days, those of each pool are thinned out."""
 
 
 class RunTimeline:

@@ -27,9 +27,8 @@ from async_rl.driver.change import Change
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.judges import Judges
 from async_rl.driver.restart_limit import RestartLimit
-from async_rl.driver.run_alarms import RunAlarms
-from async_rl.driver.run_guard import RunGuard
 from async_rl.driver.run_log import RunLog
+from async_rl.driver.run_watch import RunWatch
 from async_rl.driver.server_memory import ServerMemory
 from async_rl.driver.signals import StopSignals
 from async_rl.driver.watchdog import Watchdog
@@ -70,8 +69,7 @@ class Supervisor:
         """The stream of reports of each process; Ray ends a stream that nobody refers to."""
         self._evaluations = RunningEvaluations(config, processes, log, self._running, self._declare_lost)
         self.watchdog = Watchdog(config, processes)
-        self.guard = RunGuard(config, processes, log, log.guard, self.watchdog) if log.guard else None
-        self.alarms = RunAlarms(config, processes, log, self.watchdog)
+        self.watch = RunWatch(config, processes, log, self.watchdog)
 
     def train(
         self, buffer_address: str, revive_buffer: ReviveBuffer, signals: StopSignals, judge_urls: Mapping[str, str]
@@ -103,8 +101,7 @@ class Supervisor:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         with signals.deferred(lambda: loop.call_soon_threadsafe(stop.set)):
             signals.check()
-            if self.guard:
-                self.guard.begin()
+            self.watch.begin()
             async with asyncio.TaskGroup() as self._tasks:  # the first failure is raised and cancels all tasks
                 learners = [self._tasks.create_task(self._follow_learner(name)) for name in self._learning]
                 servers_kept, watch = map(self._keep_server, servers), self._watch(signals)
@@ -244,8 +241,7 @@ class Supervisor:
             if signals.at_once:  # the second signal was raised in another thread than this one
                 raise KeyboardInterrupt("ended at once")
             self._log.close_overdue()
-            if self.guard:
-                self.guard.look()
+            self.watch.look()
             await self._changed.notify()
             for name, error in dead:
                 if name == "buffer":
@@ -296,9 +292,7 @@ class Supervisor:
         stream = self._streams[name] = run.options(num_returns="streaming").remote()
         async for report in self._processes.reports(name, stream):
             self._log.add(name, report)
-            if self.guard:
-                self.guard.act()
-            self.alarms.act()
+            self.watch.act()
             if name == "learner/0":
                 self._on_learner_report(report)
             await self._changed.notify()

@@ -33,9 +33,7 @@ class StepDone(TimedReport):
     version: int
     """Policy version that the step produced, 1..run.steps."""
     metrics: tuple[Metric, ...] = ()
-    """The metrics of all ranks together; reported by rank 0 alone, as are the alarms."""
-    alarms: tuple[str, ...] = ()
-    """Alarms that began with this step, each as one line for the console."""
+    """The metrics of all ranks together; reported by rank 0 alone."""
     examples: tuple[Example, ...] = ()
     """Example answers of the batch; empty with logging.wandb disabled."""
 

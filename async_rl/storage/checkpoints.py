@@ -105,6 +105,12 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def checkpoint_before(run_dir: Path, version: int) -> int | None:
+    """Return the version of the newest checkpoint that is not newer than `version`, or else of the oldest one."""
+    versions = list(list_checkpoints(run_dir))
+    return max((v for v in versions if v <= version), default=min(versions, default=None))
+
+
 def find_checkpoint(path: str | Path, *, resumes: bool = True) -> Path:
     """Return the checkpoint that `run.resume` names: `path` itself, or the newest one of the run directory `path`.
 

@@ -27,8 +27,8 @@ from async_rl.storage.whole_file import write_whole
 _LOCK_FILE = ".lock"
 _ASKED_NAME = ".asked_name"
 """The file with the run.name that was asked for: a directory gets a number if the name is taken."""
-GUARD_ANSWER = "guard_answer"
-"""The file with the user's answer to a pause, see guard_events.py."""
+WATCH_ANSWER = "watch_answer"
+"""The file with the user's answer to a pause, see watch_events.py."""
 INTERRUPTED = "interrupted"
 """The key of the summary of a run that Ctrl-C or SIGTERM has ended."""
 
@@ -73,7 +73,7 @@ def _resumed(config: Config) -> Iterator[Config]:
     """
     checkpoint = find_checkpoint(config.run.resume)
     run_dir = run_dir_of(checkpoint)
-    (run_dir / GUARD_ANSWER).unlink(missing_ok=True)  # to the run before; one that comes while this run starts stays
+    (run_dir / WATCH_ANSWER).unlink(missing_ok=True)  # to the run before; one that comes while this run starts stays
     undo_resume(run_dir)  # of a resume that was killed before its first step
     is_named = Path(os.path.abspath(config.run.resume)) != run_dir
     if not checkpoint.exists():  # that resume had set it aside
@@ -159,9 +159,9 @@ def _numbers(config: Config) -> list[int]:
 def is_complete(run_dir: Path, config: Config) -> bool:
     """Return whether a run has come to its end, with a summary: after run.steps steps, or earlier for its own reasons.
 
-    Its own are run.seconds, an alarm, the program that trains, and a task of which nothing is left to learn. A run that
-    Ctrl-C or SIGTERM has ended, that the guard sends back, that went on after its summary or back to a checkpoint, or
-    that ended without a step, which is an error, is not complete.
+    Its own are run.seconds, a stop by the watcher, the program that trains, and a task of which nothing is left to
+    learn. A run that Ctrl-C or SIGTERM has ended, that the watcher sends back, that went on after its summary or back
+    to a checkpoint, or that ended without a step, which is an error, is not complete.
     """
     file = run_dir / "summary.json"
     summary = json.loads(file.read_text()) if file.is_file() else {INTERRUPTED: True}

@@ -69,7 +69,7 @@ KINDS: tuple[tuple[str, FigureKind], ...] = (
     (r"by_length/(\d+)/reward", FigureKind("mean", r"by_length/\1/episodes")),
     (r"by_staleness/(\d+)/(reward(?:/.+)?|response_length)", FigureKind("mean", r"staleness/episodes_\1")),
     # largest values
-    (r".+[/_]max|alarm/.+|guard/.+|buffer/unaccounted", FigureKind("max")),
+    (r".+[/_]max|alarm/.+|buffer/unaccounted", FigureKind("max")),
     (r"by_(staleness|length)/(\d+)/.+", FigureKind("mean", r"by_\1/\2/tokens")),
     # values of tokens and of episodes
     (r"offpolicy/is_weight_var", FigureKind("median")),  # a few steps with very large weights would dominate a mean

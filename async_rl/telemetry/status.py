@@ -18,7 +18,7 @@ from async_rl.storage.whole_file import write_whole
 NORMAL_END = "ended normally"
 RUNNING = "running"
 PAUSED = "paused"
-"""The note on a run that its guard has paused begins with this word."""
+"""The note on a run that its watcher has paused begins with this word."""
 STALE_S = 30.0
 """A running driver writes the status more often than this."""
 

@@ -266,7 +266,7 @@ def rule_metrics(by_rule: Batch, by_model: Batch, *, is_gold: bool) -> list[Metr
     )
     metrics = [Metric("reward/rule_mean", float(rule.mean()))]
     if is_gold and rule.std() > 0 and model.std() > 0:
-        metrics.append(Metric("guard/rule_correlation", float(np.corrcoef(rule, model)[0, 1])))
+        metrics.append(Metric("reward/rule_correlation", float(np.corrcoef(rule, model)[0, 1])))
     return metrics
 
 

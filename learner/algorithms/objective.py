@@ -94,8 +94,8 @@ class Objective:
         aggregation = find_entry(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation")
         self._normaliser, self._divides_by_length = aggregation
         self._whitens_at_start = algorithm.whitens_at_start
-        self.kl_coef = algorithm.kl.coef * config.guard.kl_factor
-        self._kl_target = algorithm.kl.target / config.guard.kl_factor
+        self.kl_coef = algorithm.kl.coef * config.watch.kl_factor
+        self._kl_target = algorithm.kl.target / config.watch.kl_factor
         takes_several = algorithm.steps_per_batch > 1
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start

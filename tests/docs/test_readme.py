@@ -89,12 +89,9 @@ ELSEWHERE = {
     "async-rl sweep configs/sweep_agent_cpu.yaml --staleness 0,1,2,4,8 --seeds 3": "benchmarks/results, by hand",
     "python -m benchmarks.engines configs/quickstart.yaml --rounds 3 --seconds 20 learner.prompts_per_step=16":
         "benchmarks/results, by hand",
-    "python -m benchmarks.over_optimisation --seeds 10 --out benchmarks/results/over_optimisation":
-        "benchmarks/results, by hand",
-    "async-rl guard runs/my-run": "tests/e2e/test_guard.py",
-    "async-rl guard runs/my-run --go-on": "tests/e2e/test_guard.py",
-    "async-rl guard runs/my-run --rollback": "tests/e2e/test_guard.py",
-    "async-rl guard runs/my-run --stop": "tests/e2e/test_guard.py",
+    "async-rl answer runs/my-run go-on": "tests/e2e/test_watcher.py",
+    "async-rl answer runs/my-run rollback": "tests/e2e/test_watcher.py",
+    "async-rl answer runs/my-run stop": "tests/e2e/test_watcher.py",
     "make test": "CI runs it",
     "make check": "tests/test_architecture.py",
     "make unit": "a part of make test",

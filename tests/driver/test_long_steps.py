@@ -1,4 +1,4 @@
-"""A step with days of workers' reports, as while the guard holds the learner: what the driver keeps, and logs."""
+"""A step with days of workers' reports, as while a pause holds the learner: what the driver keeps, and logs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_summary_counts_a_resume_unless_that_is_undone(tmp_path: Path, is_stop
     resumed_log(tmp_path).close()
     with open_run_dir(make_config(run={"resume": tmp_path / "r"}, logging={"wandb": "disabled"})) as config:
         log = RunLog(config)
-        log.add("learner/0", TrainingEnded(version=RESUMED_AT, reason="the guard's pause ran out", is_stop=is_stop))
+        log.add("learner/0", TrainingEnded(version=RESUMED_AT, reason="the pause ran out", is_stop=is_stop))
         log.close()
         summary = log.summary({})
     assert summary["resumes"] == lineage_of(config.run_dir) == (0 if is_stop else 1)

@@ -79,7 +79,7 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
     ]
     assert [report.version for report in reports] == [1, 2, 3]
     keys = [{metric.key for metric in report.metrics} for report in reports]
-    for prefix in ("staleness/episodes_", "by_staleness/0/", "by_length/", "alarm/"):
+    for prefix in ("staleness/episodes_", "by_staleness/0/", "by_length/"):
         assert all(any(key.startswith(prefix) for key in of_step) for of_step in keys)
         keys = [{key for key in of_step if not key.startswith(prefix)} for of_step in keys]
     assert keys[0] == METRICS

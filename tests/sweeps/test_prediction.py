@@ -211,7 +211,7 @@ def test_what_can_not_be_simulated_is_not_predicted(tmp_path: Path, overrides: t
 def test_a_run_whose_pushes_waited_for_evaluations_is_not_predicted(
     tmp_path: Path, held_s: float, is_predicted: bool
 ) -> None:
-    """As with checkpoint.keep_best, or a guard with gold rewards."""
+    """As with checkpoint.keep_best, or a watcher that acts on gold rewards."""
     runs = read_runs(make_sweep(tmp_path, (0, 1), seeds=1, steps=12))
     for run in runs:
         run.steps[-1]["time/held_by_eval_s"] = held_s

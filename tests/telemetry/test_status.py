@@ -37,10 +37,11 @@ def test_a_driver_that_stopped_writing_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_paused_run_says_why_and_who_waits(tmp_path: Path) -> None:
-    status = Status(process="learner/0", doing="is paused by the guard", waits_on="the user", since_s=time.monotonic())
-    write_status(tmp_path, [status], "paused by the guard since step 2: the KL is 12")
+    doing = "is paused by the watcher"
+    status = Status(process="learner/0", doing=doing, waits_on="the user", since_s=time.monotonic())
+    write_status(tmp_path, [status], "paused by the watcher since step 2: the KL is 12")
     text = format_status(tmp_path)
-    assert "paused by the guard since step 2: the KL is 12" in text and "is paused by the guard" in text
+    assert "paused by the watcher since step 2: the KL is 12" in text and "is paused by the watcher" in text
     assert "before that end" not in text
 
 

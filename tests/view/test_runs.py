@@ -80,8 +80,8 @@ def test_a_run_that_ended_says_why_it_ended_early_and_nothing_of_its_processes(r
 
 
 def test_a_run_that_is_paused_says_why(tmp_path: Path) -> None:
-    run = refreshed(make_run(tmp_path / "run", note="paused by the guard since step 8: the KL is 12"))
-    assert (run.state.name, run.state.text) == ("paused", "The run is paused by the guard since step 8: the KL is 12")
+    run = refreshed(make_run(tmp_path / "run", note="paused by the watcher since step 8: the KL is 12"))
+    assert (run.state.name, run.state.text) == ("paused", "The run is paused by the watcher since step 8: the KL is 12")
     assert run.state.processes and run.time_left_s is None
 
 

@@ -258,7 +258,7 @@ def test_rule_and_model_are_compared_over_the_answers_of_a_batch() -> None:
         for rewards in ((0.0, 1.0, 2.0, 3.0), (1.0, 0.0, 3.0, 2.0))
     )
     assert {m.key: m.value for m in rule_metrics(by_rule, by_model, is_gold=True)} == pytest.approx(
-        {"reward/rule_mean": 1.5, "guard/rule_correlation": 0.6}
+        {"reward/rule_mean": 1.5, "reward/rule_correlation": 0.6}
     )
     same = batch_of(make_group(0, [3], [make_row([5], [-1.0], 1.0)] * 4), version=0)
     assert [m.key for m in rule_metrics(same, by_model, is_gold=True)] == ["reward/rule_mean"]

@@ -305,11 +305,11 @@ def test_an_adaptive_coefficient_moves_toward_its_target_and_a_fixed_one_stays()
         assert objective.kl_coef == pytest.approx(0.5 * factor)
 
 
-def test_a_rollback_of_the_guard_raises_the_coefficient_and_lowers_its_target() -> None:
+def test_a_rollback_of_the_watcher_raises_the_coefficient_and_lowers_its_target() -> None:
     totals = {"tokens": np.array([4.0, 6.0]), "reference_k3": np.float64(1.0)}  # 0.1 nats a token
     for target, resumed, moved in ((0.0, 1.0, 1.0), (0.2, 0.7, 0.7), (0.4, 0.7, 0.7 * 0.98)):
         algorithm = AlgorithmConfig(kl=KlConfig(kind="k2_loss", coef=0.5, target=target))
-        objective = Objective(learner_config(algorithm=algorithm, guard={"rollbacks": 1}))
+        objective = Objective(learner_config(algorithm=algorithm, watch={"rollbacks": 1}))
         assert objective.kl_coef == 1.0
         objective.restore(0.7)
         assert objective.kl_coef == resumed, "a fixed one is that of the configuration"

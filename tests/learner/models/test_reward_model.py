@@ -285,7 +285,7 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
     found = {metric.key: metric.value for metric in Updater(config, CPU).update(batch)}
     expected = {metric.key: metric.value for metric in Updater(learner_config(tiny_model_path), CPU).update(scored)}
     assert found.pop("reward/rule_mean") == pytest.approx(sum(rewards_of(batch)) / 12)
-    assert -1 <= found.pop("guard/rule_correlation", 0.0) <= 1  # absent where the rule gives all the same
+    assert -1 <= found.pop("reward/rule_correlation", 0.0) <= 1  # absent where the rule gives all the same
     assert found["reward/mean"] == pytest.approx(sum(rewards_of(scored)) / 12)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
     both = learner_config(tiny_model_path, reward_model=RewardModelConfig(path=path, task_weight=0.5))
@@ -294,7 +294,7 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
     mean = found["reward/reward_model"] + 0.5 * found["reward/rule_mean"]
     assert found["reward/mean"] == pytest.approx(mean, rel=1e-5)
     assert any(key.startswith("by_staleness/") and key.endswith("/reward/reward_model") for key in found)
-    assert "guard/rule_correlation" not in found
+    assert "reward/rule_correlation" not in found
 
 
 def test_a_reward_that_is_no_number_ends_the_run_and_names_the_reward_model(

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_rl.driver.run_log import RunLog
+from async_rl.driver.run_watch import RunWatch
+from async_rl.driver.watchdog import Watchdog
+from async_rl.messages.reports import EvaluationDone, StepDone, TrainingEnded, WorkerReport
+from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
+from async_rl.storage.run_dir import is_complete, is_of_newest_end, open_run_dir
+from async_rl.storage.watch_events import answer_pause, newest_event, read_events
+from async_rl.telemetry.metrics import Metric
+from async_rl.telemetry.status import format_status
+from async_rl.telemetry.timeline import Span
+from tests.kit.configs import changed, make_config
+from tests.kit.runs import logged
+
+BAD = 7
+"""The first step whose rewards are 0 in most tests: 1 to 6 get 1, and the answers of 6, the best, are of version 5."""
+
+
+class Calls:
+    """Stands for the actor of a learner rank, and keeps the names of its calls."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda: self.made.append(name))
+
+
+class Run:
+    """A log with a watcher, and what acts on it."""
+
+    def __init__(self, folder: Path, resume: str = "", steps: int = 100, **watch: Any) -> None:
+        self.config = make_config(
+            run={"dir": str(folder), "name": "r", "resume": resume, "steps": steps}, watch=watch,
+            checkpoint={"every_steps": 1, "keep_last": 1}, eval={"every_steps": 1}, logging={"wandb": "disabled"},
+        )  # fmt: skip
+        self.run_dir = self.config.run_dir
+        self.log = RunLog(self.config)
+        self.learner = Calls()
+        self.processes: Any = SimpleNamespace(actors={"learner/0": self.learner}, place=None)
+        self.watchdog = Watchdog(self.config, self.processes)
+        self.watch = RunWatch(self.config, self.processes, self.log, self.watchdog)
+
+    def checkpoint(self, version: int) -> None:
+        (folder := checkpoint_folder(self.run_dir, version)).mkdir(parents=True, exist_ok=True)
+        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.1, buffer={})
+        write_training_state(folder, state)
+
+    def step(self, version: int, is_bad: bool = False, ahead: int = 0, saves: bool = True) -> None:
+        if saves:
+            for saved in range(version + ahead if version > 1 else 1, version + ahead + 1):  # ahead of the log
+                self.checkpoint(saved)
+        values = {"batch/episodes": 64.0, "reward/mean": float(not is_bad), "reward/std": 0.1}
+        spans = tuple(Span(pool, "busy", version - 1.0, float(version)) for pool in ("learner/0", "rollout/0"))
+        metrics = tuple(Metric(key, value) for key, value in values.items())
+        self.log.add("learner/0", StepDone(version=version, metrics=metrics, spans=spans[:1]))
+        self.log.add("rollout/0", WorkerReport(spans=spans[1:]))
+        self.watch.act()
+
+    def steps(self, last: int, first: int = 1, **more: Any) -> None:
+        """Make some steps, from BAD on bad ones."""
+        for version in range(first, last + 1):
+            self.step(version, version >= BAD, **more)
+
+    def evaluate(self, version: int, gold: float) -> None:
+        found = {"eval/gold": gold, "eval/gold_squared": gold * gold + 1, "eval/gold_labels": 64.0}
+        metrics = tuple(Metric(key, value) for key, value in found.items())
+        self.log.add_eval(EvaluationDone(version=version, metrics=metrics))
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in read_events(self.run_dir)]
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The checkpoints whose models are exported."""
+    found: list[Path] = []
+    monkeypatch.setattr("learner.models.export.export", lambda source, target: found.append(source))
+    return found
+
+
+def resumed(first: Run, folder: str | Path, **more: Any) -> Run:
+    return Run(first.run_dir.parent, str(folder), **more)
+
+
+def test_a_watcher_that_warns_tells_console_metrics_status_and_summary_and_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, action="warn")
+    run.steps(8)
+    for version in range(9, 14):
+        run.step(version)
+    run.watchdog.write_status("running")
+    assert not run.learner.made and run.kinds() == [] and list(list_checkpoints(run.run_dir)) == [13]
+    said = capsys.readouterr().out
+    assert said.count("ALARM at step 7") == 1 and "since step 7, is over" in said
+    # on while two of the newest five steps are bad; the first four are no window
+    assert [line.get("alarm/reward") for line in logged(run.run_dir)] == [None] * 4 + [0.0] * 2 + [1.0] * 5 + [0.0] * 2
+    sentence = run.log.summary({})["alarms"]
+    assert "reward 5 times" in sentence and sentence in format_status(run.run_dir)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_rollback_is_to_the_newest_checkpoint_at_the_best_reward_which_was_kept(tmp_path: Path, ahead: int) -> None:
+    run = Run(tmp_path, action="rollback")
+    run.steps(BAD, ahead=ahead)
+    assert 5 in list_checkpoints(run.run_dir), "keep_last is 1"
+    (event,) = read_events(run.run_dir)
+    assert (event.kind, event.version, event.back_to, event.rules) == ("rollback", 7, 5, ("reward",))
+    assert run.learner.made == ["stop"]
+    (run.run_dir / "model").mkdir()  # as the learner saves it at its end
+    summary: dict[str, Any] = {}
+    run.watch.complete(summary)
+    assert summary == {"rolled_back": 5}
+    assert not (run.run_dir / "model").exists(), "a life that is interrupted would upload it"
+    run.step(8, is_bad=True)
+    assert run.kinds() == ["rollback"], "the run is ending"
+    assert 5 in list_checkpoints(run.run_dir), "also after further steps"
+
+
+def test_after_its_last_rollback_the_next_trouble_ends_the_run(tmp_path: Path, exported: list[Path]) -> None:
+    run = Run(tmp_path, action="rollback", max_rollbacks=2, rollbacks=2)
+    run.steps(BAD)
+    assert run.kinds() == ["stop"] and run.learner.made == ["stop"]
+    summary = run.log.summary({})
+    run.watch.complete(summary)
+    assert exported == [checkpoint_folder(run.run_dir, 5)] and summary["model_version"] == 5
+    assert "with the model of version 5" in summary["ended"]
+
+
+def test_a_stop_before_the_first_checkpoint_ends_with_the_model_of_the_last_step(
+    tmp_path: Path, exported: list[Path]
+) -> None:
+    run = Run(tmp_path, action="stop")
+    run.steps(BAD, saves=False)
+    assert run.learner.made == ["stop"]
+    run.checkpoint(BAD)  # the learner writes one when it stops
+    run.watch.complete({})
+    assert exported == [checkpoint_folder(run.run_dir, BAD)]
+
+
+def test_a_rollback_without_a_checkpoint_lets_the_run_go_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, action="rollback")
+    run.steps(BAD, saves=False)
+    assert run.learner.made == run.kinds() == [] and not run.log.end_reason
+
+
+def test_an_alarm_from_before_a_resume_is_not_acted_on_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Run(tmp_path, action="stop")
+    first.steps(BAD)
+    first.log.close()
+    assert first.learner.made == ["stop"]
+    capsys.readouterr()
+    again = resumed(first, checkpoint_folder(first.run_dir, BAD), action="stop")
+    again.step(8, is_bad=True)
+    assert not again.learner.made and "ALARM" not in capsys.readouterr().out
+    for version in range(9, 17):
+        again.step(version, is_bad=version > 14)  # a new one
+    assert again.learner.made == ["stop"]
+
+
+def test_a_paused_run_waits_for_an_answer_and_goes_on_without_the_accepted_rules(tmp_path: Path) -> None:
+    run = Run(tmp_path, action="pause")
+    run.steps(BAD)
+    assert run.learner.made == ["pause"]
+    assert run.watchdog.note.startswith("paused by the watcher since step 7")
+    run.step(8, is_bad=True)
+    run.watch.look()
+    assert run.kinds() == ["pause"] and run.learner.made == ["pause"]
+    (run.run_dir / "watch_answer").write_text("go-on")
+    run.watch.look()
+    assert run.learner.made == ["pause", "go_on"] and run.watchdog.note == "running"
+    for version in range(9, 18):
+        run.step(version, is_bad=version > 14)
+    assert run.kinds() == ["pause", "go-on"]
+
+
+@pytest.mark.parametrize("answer", ["rollback", "stop"])
+def test_a_pause_may_be_answered_by_going_back_or_ending(tmp_path: Path, answer: str) -> None:
+    run = Run(tmp_path, action="pause")
+    run.steps(BAD)
+    (run.run_dir / "watch_answer").write_text(answer)
+    run.watch.look()
+    assert run.kinds() == ["pause", answer] and run.learner.made == ["pause", "stop"]
+
+
+def test_a_resumed_run_pauses_again_until_it_is_answered(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    first.steps(BAD)
+    first.log.close()
+    (first.run_dir / "watch_answer").write_text("stop")
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
+        again = resumed(first, config.run.resume, action="pause")
+        again.watch.begin()
+        again.watch.look()
+        assert again.learner.made == ["pause"], "an answer to the run before is not for this one"
+        answer_pause(first.run_dir, "go-on")
+        again.watch.look()
+        assert again.learner.made == ["pause", "go_on"] and again.kinds() == ["pause", "go-on"]
+
+
+def test_a_run_resumed_from_before_its_pause_pauses_only_at_the_next_trouble(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    first.steps(BAD)
+    first.log.close()
+    first.checkpoint(6)
+    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 6))})) as config:
+        again = resumed(first, config.run.resume, action="pause")
+        again.watch.begin()
+        (first.run_dir / "watch_answer").write_text("go-on")  # to the pause that holds no more
+        again.watch.look()
+        assert again.learner.made == [] and again.kinds() == ["pause"], "before its first step the resume may be undone"
+        for version in range(7, 10):
+            again.step(version, is_bad=version > 8)
+            again.watch.look()
+    assert again.kinds() == ["pause", "resumed", "pause"] and again.learner.made == ["pause"]
+    assert again.watchdog.note.startswith("paused by the watcher since step 9")
+
+
+def test_a_paused_run_whose_newest_checkpoint_is_from_before_its_pause_pauses_again(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    first.steps(BAD)
+    first.log.close()
+    shutil.rmtree(checkpoint_folder(first.run_dir, BAD))  # as if checkpoint.every_steps were 2, and the run was killed
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
+        again = resumed(first, config.run.resume, action="pause")
+        again.watch.begin()
+        assert again.log.version == 5 and again.learner.made == ["pause"]
+        answer_pause(first.run_dir, "go-on")
+        again.watch.look()
+        again.step(6)
+        again.step(7, is_bad=True)
+    assert again.kinds() == ["pause", "go-on"] and again.learner.made == ["pause", "go_on"]
+
+
+def test_a_pause_answered_by_ending_in_a_resume_without_a_step_ends_the_run(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="pause")
+    first.steps(BAD)
+    first.log.close()
+    shutil.rmtree(checkpoint_folder(first.run_dir, BAD))  # the run was killed before it was whole
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
+        again = resumed(first, config.run.resume, action="pause")
+        again.watch.begin()
+        answer_pause(first.run_dir, "stop")
+        again.watch.look()
+        again.log.add("learner/0", TrainingEnded(version=5, reason="stopped at version 5", is_stop=True))
+        again.log.close()
+        summary = again.log.summary({})
+        (first.run_dir / "summary.json").write_text(json.dumps(summary))
+    assert again.kinds() == ["pause", "stop"] and is_complete(first.run_dir, config)
+    assert [line["step"] for line in logged(first.run_dir)] == [1, 2, 3, 4, 5]
+    assert is_of_newest_end(summary, 5, first.run_dir)
+
+
+GOLD = (0.0, 1.0, 2.0, 1.0, 0.0)
+"""Gold rewards of variance 1 and 64 labels. The best three, 1 to 1, are around 3; the last, 0, is far below these."""
+
+
+@pytest.mark.parametrize(
+    ("action", "ended", "steps", "kind"),
+    [
+        ("stop", "", 5, "stop"), ("rollback", "", 5, "rollback"), ("pause", "", 5, ""),
+        ("rollback", "the program ended the run", 5, "stop"), ("rollback", "", 6, "stop"),  # by run.seconds
+    ],
+)  # fmt: skip
+def test_trouble_in_the_evaluation_after_the_last_step_is_acted_on_too(
+    tmp_path: Path, action: str, ended: str, steps: int, kind: str
+) -> None:
+    run = Run(tmp_path, steps=steps, action=action)
+    for version, gold in enumerate(GOLD, 1):
+        run.step(version)
+        if version == 5 and ended:
+            run.log.add("learner/0", TrainingEnded(version=5, reason=ended))
+        run.evaluate(version, gold)
+        run.watch.act(at_end=version == 5)
+    if action == "pause":
+        assert run.kinds() == run.learner.made == [] and run.watchdog.note == "running"
+        run.log.close()
+        assert 3 in list_checkpoints(run.run_dir)
+        return
+    (event,) = read_events(run.run_dir)
+    assert (event.kind, event.version, event.back_to, event.rules) == (kind, 5, 3, ("gold",))
+    assert run.log.summary({})["ended"] == run.log.end_reason
+
+
+@pytest.mark.parametrize(("steps", "ended"), [(BAD, ""), (100, "the program ended the run")])
+def test_trouble_in_the_last_step_itself_does_not_pause_a_run_that_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, ended: str
+) -> None:
+    run = Run(tmp_path, steps=steps, action="pause")
+    run.steps(BAD - 1)
+    if ended:  # known before the last step is logged, which waits for other reports
+        run.log.add("learner/0", TrainingEnded(version=BAD, reason=ended))
+    run.step(BAD, is_bad=True)
+    assert run.kinds() == run.learner.made == [] and run.watchdog.note == "running"
+    assert f"async-rl export {checkpoint_folder(run.run_dir, 5)} OUT_DIR\n" in capsys.readouterr().out
+    run.watch.act(at_end=True)
+    assert run.kinds() == []
+
+
+def test_a_pause_that_came_after_the_learners_last_step_is_over_with_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, action="pause")
+    run.steps(BAD)
+    assert run.kinds() == ["pause"]  # the learner has ended by run.seconds, which the driver learns only from its end
+    run.watch.act(at_end=True)
+    assert run.kinds() == ["pause", "ended"] and run.watchdog.note == "running"
+    assert newest_event(run.run_dir, "pause") is None
+
+
+def rolled_back(tmp_path: Path) -> Run:
+    first = Run(tmp_path, action="rollback")
+    first.steps(BAD)
+    first.log.close()
+    return first
+
+
+def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path) -> None:
+    first = rolled_back(tmp_path)
+    again = resumed(first, checkpoint_folder(first.run_dir, 5), action="rollback", rollbacks=1)
+    again.watch.begin()
+    assert again.kinds() == ["rollback"]
+    again.step(6)
+    assert again.kinds() == ["rollback", "resumed"]
+
+
+def test_a_rollback_is_over_too_if_the_resumed_run_ends_without_a_step(tmp_path: Path) -> None:
+    first = rolled_back(tmp_path)
+    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 5))})) as config:
+        again = resumed(first, config.run.resume, action="rollback")
+        again.watch.begin()
+        again.log.add("learner/0", TrainingEnded(version=5, reason="the program ended the run"))
+        again.watch.act()
+        again.log.close()
+        (first.run_dir / "summary.json").write_text(json.dumps(again.log.summary({})))
+    assert again.kinds() == ["rollback", "resumed"] and is_complete(first.run_dir, config)
+    assert list(list_checkpoints(first.run_dir)) == [5]
+    assert [line["step"] for line in logged(first.run_dir)] == [1, 2, 3, 4, 5]
+
+
+def test_a_rollback_is_not_over_if_the_user_stops_the_resumed_run_before_a_step(tmp_path: Path) -> None:
+    first = rolled_back(tmp_path)
+    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 5))})) as config:
+        again = resumed(first, config.run.resume, action="rollback")
+        again.watch.begin()
+        again.log.add("learner/0", TrainingEnded(version=5, reason="stopped at version 5", is_stop=True))
+        again.watch.act()
+        again.log.close()
+    assert again.kinds() == ["rollback"] and BAD in list_checkpoints(first.run_dir)
+
+
+def test_a_resume_with_only_the_end_of_a_run_left_acts_on_its_evaluation(tmp_path: Path) -> None:
+    first = Run(tmp_path, action="rollback")
+    for version, gold in enumerate(GOLD[:4], 1):
+        first.step(version)
+        first.evaluate(version, gold)
+    first.step(5)
+    first.log.close()
+    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir), "steps": 5})) as config:
+        again = resumed(first, config.run.resume, steps=5, action="rollback")
+        again.watch.begin()
+        again.log.add("learner/0", TrainingEnded(version=5, reason=""))
+        again.evaluate(5, GOLD[4])
+        again.watch.act(at_end=True)
+        again.log.close()
+    (event,) = read_events(first.run_dir)
+    assert (event.kind, event.version, event.back_to) == ("rollback", 5, 3)

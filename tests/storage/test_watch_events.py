@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.storage.checkpoints import (
+    TrainingState,
+    checkpoint_before,
+    checkpoint_folder,
+    write_training_state,
+)
+from async_rl.storage.watch_events import (
+    Kind,
+    WatchEvent,
+    accepted_rules,
+    add_event,
+    answer_pause,
+    newest_event,
+    read_events,
+    take_answer,
+    with_rollbacks,
+)
+from tests.kit.configs import make_config
+
+
+def config_of(run_dir: Path, resume: Path | str = "") -> Config:
+    return make_config(run={"dir": str(run_dir.parent), "name": run_dir.name, "resume": str(resume)})
+
+
+def add(run_dir: Path, kind: Kind) -> WatchEvent:
+    event = WatchEvent(kind=kind, version=30, back_to=15, rules=("gold", "reward"), text="gold fell", time_s=1.0)
+    add_event(run_dir, event)
+    return event
+
+
+def add_checkpoints(run_dir: Path, *versions: int) -> None:
+    for version in versions:
+        folder = checkpoint_folder(run_dir, version)
+        folder.mkdir(parents=True)
+        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.1, buffer={})
+        write_training_state(folder, state)
+
+
+@contextmanager
+def running(run_dir: Path) -> Iterator[None]:
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_events_are_read_as_they_were_written_without_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    assert read_events(tmp_path) == []
+    events = [add(tmp_path, "pause"), add(tmp_path, "go-on")]
+    with (tmp_path / "watch_events.jsonl").open("a") as file:
+        file.write('{"kind": "rollb')
+    assert read_events(tmp_path) == events
+    events.append(add(tmp_path, "go-on"))
+    assert read_events(tmp_path) == events
+    assert accepted_rules(tmp_path) == {"gold", "reward"}
+
+
+def test_a_pause_is_open_until_there_is_an_answer(tmp_path: Path) -> None:
+    assert newest_event(tmp_path, "pause") is None
+    event = add(tmp_path, "pause")
+    assert newest_event(tmp_path, "pause") == event
+    add(tmp_path, "go-on")
+    assert newest_event(tmp_path, "pause") is None
+
+
+def test_the_checkpoint_to_go_back_to_is_the_newest_before_or_else_the_oldest(tmp_path: Path) -> None:
+    assert checkpoint_before(tmp_path, 5) is None
+    add_checkpoints(tmp_path, 10, 20, 30)
+    assert [checkpoint_before(tmp_path, version) for version in (5, 10, 29, 99)] == [10, 10, 20, 30]
+
+
+def test_a_resume_continues_a_rollback_that_has_not_begun_and_counts_all(tmp_path: Path) -> None:
+    add_checkpoints(tmp_path, 15, 30)
+    add(tmp_path, "rollback")
+    add(tmp_path, "resumed")
+    once = with_rollbacks(config_of(tmp_path, tmp_path))
+    assert (once.run.resume, once.watch.rollbacks) == (str(tmp_path), 1), "the run has made a step since"
+    add(tmp_path, "rollback")
+    twice = with_rollbacks(config_of(tmp_path, tmp_path))
+    assert (twice.run.resume, twice.watch.rollbacks) == (str(checkpoint_folder(tmp_path, 15)), 2)
+    named = with_rollbacks(config_of(tmp_path, checkpoint_folder(tmp_path, 30)))
+    assert named.run.resume == str(checkpoint_folder(tmp_path, 30)), "the user has chosen this one"
+    assert with_rollbacks(config_of(tmp_path)).watch.rollbacks == 0, "a new run"
+
+
+def test_only_a_paused_run_that_goes_on_can_be_answered_and_it_gets_the_answer_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        answer_pause(tmp_path, "go-on")
+    add(tmp_path, "pause")
+    with running(tmp_path), pytest.raises(ConfigError):  # there is no checkpoint
+        answer_pause(tmp_path, "rollback")
+    with pytest.raises(ConfigError):  # it does not run
+        answer_pause(tmp_path, "go-on")
+    with running(tmp_path):
+        answer_pause(tmp_path, "go-on")
+    assert [take_answer(tmp_path), take_answer(tmp_path)] == ["go-on", None]

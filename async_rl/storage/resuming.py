@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -110,16 +111,25 @@ def prepare_resume(config: Config, saved: TrainingState, is_named: bool) -> None
     partial.rename(marker.past_config(run_dir))
 
 
-def check_alpha(config: Config, saved: TrainingState) -> None:
-    """Check that the adapters of the checkpoint `saved`, if it holds any, keep the model.lora.alpha of their training.
+def check_origin(config: Config, saved: TrainingState) -> None:
+    """Check that a resume keeps the model that the run began with, and the scale of its adapters.
 
-    Nothing is checked if the config of that time is gone or can't be read.
+    Nothing is checked if the config of the checkpoint `saved` is gone or can't be read.
 
     Raises:
-        ConfigError: with another alpha they would weigh more or less, in the version of the checkpoint, too.
+        ConfigError: another model.path would change the reference of the KL term; another model.lora.alpha would change
+            the weight of the adapters, also in the version of the checkpoint.
     """
     past = _config_of(config.run_dir, saved.lineage)
-    if past is None or 0 in (past.model.lora.rank, config.model.lora.rank):
+    if past is None:
+        return
+    check(
+        os.path.abspath(config.model.path) == os.path.abspath(past.model.path), "model.path", config.model.path,
+        f"{past.model.path}, with which the run of {config.run.resume} began",
+        f"If that folder was moved, write its new place into {config.run_dir / 'config.yaml'}; for another model begin "
+        "a new run.",
+    )
+    if 0 in (past.model.lora.rank, config.model.lora.rank):
         return
     alpha, allowed = config.model.lora.alpha, past.model.lora.alpha
     check(

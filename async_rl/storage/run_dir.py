@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import find_checkpoint, lineage_of, list_checkpoints, read_training_state, run_dir_of
-from async_rl.storage.resuming import check_alpha, kept_resumes, prepare_resume, undo_resume, whole_lines, write_config
+from async_rl.storage.resuming import check_origin, kept_resumes, prepare_resume, undo_resume, whole_lines, write_config
 from async_rl.storage.whole_file import write_whole
 
 _LOCK_FILE = ".lock"
@@ -69,7 +69,8 @@ def _resumed(config: Config) -> Iterator[Config]:
     Of a run whose end was cut short, after its last step, the end is left to do.
 
     Raises:
-        ConfigError: the checkpoint is of run.steps or later, and the run is complete, or model.lora.alpha was another.
+        ConfigError: the checkpoint is of run.steps or later, and the run is complete, or it began with another
+            model.path or model.lora.alpha.
     """
     checkpoint = find_checkpoint(config.run.resume)
     run_dir = run_dir_of(checkpoint)
@@ -89,7 +90,7 @@ def _resumed(config: Config) -> Iterator[Config]:
         )
     run = dataclasses.replace(config.run, dir=str(run_dir.parent), name=run_dir.name, resume=str(checkpoint))
     config = dataclasses.replace(config, run=run)
-    check_alpha(config, saved)
+    check_origin(config, saved)
     try:
         prepare_resume(config, saved, is_named)
         yield config

@@ -204,6 +204,16 @@ def test_a_resume_that_was_killed_as_it_wrote_its_config_is_undone(stopped: Conf
     assert files(killed) == before
 
 
+def test_a_resume_with_another_model_is_refused(stopped: Config, tmp_path: Path) -> None:
+    """Its weights may fit, but the reference of the KL term would be another policy."""
+    write_config(stopped)
+    before = files(tmp_path / "run")
+    other = changed(stopped, model={"path": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match=r"model\.path must be .*, with which the run"), open_run_dir(other):
+        pass
+    assert files(tmp_path / "run") == before
+
+
 def test_a_resume_with_another_alpha_than_that_of_its_adapters_is_refused(stopped: Config, tmp_path: Path) -> None:
     first = changed(stopped, model={"lora": LoraConfig(rank=2, alpha=32.0)})
     write_config(first)

@@ -31,7 +31,7 @@ MARK_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """What a rule compares, and the numbers of its text."""
 
     value: float
@@ -45,7 +45,7 @@ class Finding:
     """The rules that were checked at a step or an evaluation."""
 
     version: int
-    measured: Mapping[str, Measured]
+    measured: Mapping[str, Measurement]
     states: Mapping[str, bool]
     """[rule] whether it is broken."""
     new: tuple[str, ...]
@@ -138,12 +138,12 @@ class Watcher:
         self._said = finding.text(broken & ACTING) or self._said
         return finding
 
-    def _is_broken(self, rule: Rule, each: Measured) -> bool:
+    def _is_broken(self, rule: Rule, each: Measurement) -> bool:
         """Return whether a value is beyond the limit of its rule; NaN is."""
         limit = self._limits[rule.name]
         return not (each.value >= limit if rule.comparison in ("below", "share") else each.value <= limit)
 
-    def _add_step(self, version: int, values: Values) -> dict[str, Measured]:
+    def _add_step(self, version: int, values: Values) -> dict[str, Measurement]:
         self._version = version
         self._sampled_by = max(0, version - 1 - math.ceil(values.get("staleness/mean", 0.0)))
         if "reward/rule_correlation" in values:
@@ -152,12 +152,12 @@ class Watcher:
         for name, rule in RULES.items():
             value = None if rule.metric == "eval/gold" else values.get(rule.metric)
             if value is not None and rule.window == 1:
-                found[name] = Measured(abs(value), value)
+                found[name] = Measurement(abs(value), value)
             elif value is not None and math.isfinite(value) and (each := self._of_window(rule, value, values)):
                 found[name] = each
         return found
 
-    def _of_window(self, rule: Rule, value: float, values: Values) -> Measured | None:
+    def _of_window(self, rule: Rule, value: float, values: Values) -> Measurement | None:
         """Take the newest value of a rule's metric; return what the rule compares, once there is a whole window."""
         recent = self._recent.setdefault(rule.name, deque(maxlen=rule.window + BEFORE))
         first = self._start.setdefault(rule.name, [])
@@ -181,19 +181,19 @@ class Watcher:
                 return self._growth(list(recent), rule.window)
             case "share":
                 self._healthy = self._sampled_by if now >= HEALTHY * start else self._healthy
-                return Measured(now / start if start > 0 else 1.0, now, start)
-        return Measured(now, now, start)
+                return Measurement(now / start if start > 0 else 1.0, now, start)
+        return Measurement(now, now, start)
 
-    def _growth(self, recent: Sequence[float], window: int) -> Measured | None:
+    def _growth(self, recent: Sequence[float], window: int) -> Measurement | None:
         """Return by which factor the median of the newest steps is above the mean of those before."""
         rewards = list(self._recent.get("reward", ()))
         if self._windows < FIRST_GROWTH or len(recent) < window + BEFORE:
             return None
         now, before = statistics.median(recent[-window:]), statistics.fmean(recent[:-window])
         rises = statistics.fmean(rewards[-window:]) > statistics.fmean(rewards[:-window])
-        return Measured(now / before if rises and now > SMALL_KL and before > 0 else 0.0, now, before)
+        return Measurement(now / before if rises and now > SMALL_KL and before > 0 else 0.0, now, before)
 
-    def _fall(self, newest: Sequence[float], mean: float, start: float) -> Measured:
+    def _fall(self, newest: Sequence[float], mean: float, start: float) -> Measurement:
         """Return how far the newest rewards are below the best window. W = len(newest)
 
             value = max over n = 1..W of  (best - mean of the n newest - chance) / (noise sqrt(1/n + 1/W))
@@ -207,7 +207,7 @@ class Watcher:
         self._windows += 1
         if mean >= self._best_reward:  # of equal ones the newest
             self._best_reward, self._reward_version = mean, self._sampled_by
-        best, found = self._best_reward, Measured(0.0, mean, start, self._best_reward)
+        best, found = self._best_reward, Measurement(0.0, mean, start, self._best_reward)
         gain = max(best - start, statistics.fmean(self._start["deviation"]) / 2)
         means = {n: statistics.fmean(newest[-n:]) for n in range(1, size + 1)}
         if best - min(means.values()) <= gain / 2:
@@ -220,10 +220,10 @@ class Watcher:
         for n, now in means.items():
             error = noise * math.sqrt(1 / n + 1 / size)
             if best - now > gain / 2 and error > 0 and (value := (best - now - chance) / error) > found.value:
-                found = Measured(value, now, start, best)
+                found = Measurement(value, now, start, best)
         return found
 
-    def _add_gold(self, version: int, values: Values) -> dict[str, Measured]:
+    def _add_gold(self, version: int, values: Values) -> dict[str, Measurement]:
         """Take an evaluation with gold rewards; return the fall and the correlation, from the third one on."""
         mean, squared, labels = values["eval/gold"], values["eval/gold_squared"], values["eval/gold_labels"]
         correlation = statistics.fmean(self._rule_correlations) if self._rule_correlations else math.nan
@@ -246,16 +246,16 @@ class Watcher:
         correlations = [each.correlation for each in self._gold[-window:]]
         if not any(map(math.isnan, correlations)):
             r, count = statistics.fmean(correlations), math.fsum(each.labels for each in self._gold[-window:])
-            found["correlation"] = Measured(-r * math.sqrt(count), r)
+            found["correlation"] = Measurement(-r * math.sqrt(count), r)
         return found
 
-    def _gold_fall(self, window: int, best: _Gold) -> Measured:
+    def _gold_fall(self, window: int, best: _Gold) -> Measurement:
         """Return how far the newest gold rewards are below the best three evaluations in a row, as `_fall` does.
 
         The noise is the deviation of both together: one right answer of 192 against none is one standard error.
         """
         windows = max(1.0, (len(self._gold) - window + 1) / window)
-        found = Measured(0.0, _joined(self._gold[-window:]).mean, best=best.mean)
+        found = Measurement(0.0, _joined(self._gold[-window:]).mean, best=best.mean)
         for n in range(1, window + 1):
             now = _joined(self._gold[-n:])
             both = _joined([best, now])
@@ -263,7 +263,7 @@ class Watcher:
             chance = noise * math.sqrt(2 * math.log(windows) / best.labels)
             error = noise * math.sqrt(1 / best.labels + 1 / now.labels)
             if error > 0 and (value := (best.mean - now.mean - chance) / error) > found.value:
-                found = Measured(value, now.mean, best=best.mean)
+                found = Measurement(value, now.mean, best=best.mean)
         return found
 
     def _back_to(self, trouble: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.storage.model_folder import has_tokenizer, load_tokenizer
 from async_rl.storage.model_loading import usable_positions
-from async_rl.template_date import TEMPLATE_DATE
+from async_rl.storage.template_date import TEMPLATE_DATE
 from async_rl.types import Batch, Row
 from learner.models.loading import open_model
 from learner.models.network import Network

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from async_rl.errors import ConfigError
-from async_rl.template_date import TEMPLATE_DATE
+from async_rl.storage.template_date import TEMPLATE_DATE
 
 
 def prompt_text(

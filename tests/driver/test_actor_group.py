@@ -20,7 +20,6 @@ from ray.exceptions import OutOfMemoryError
 from async_rl.config import Limit, NetworkConfig
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import BufferActor
-from async_rl.driver.entering import Origin
 from async_rl.driver.placement import Reservation
 from async_rl.driver.ray_start import ray_messages_in
 from async_rl.driver.signals import StopSignals
@@ -111,24 +110,6 @@ def test_a_config_error_out_of_a_process_is_told_as_it_is(group: ActorGroup) -> 
     with pytest.raises(ConfigError) as caught:
         call(group, "rollout/0", Failing, ConfigError("a.key must be 1, got 2"))
     assert str(caught.value) == "a.key must be 1, got 2"
-
-
-class Placed:
-    def __init__(self, origin: Origin) -> None:
-        self._places = dict(origin.places)
-
-    def start(self) -> dict[tuple[str, str], str]:
-        return self._places
-
-    def stop(self) -> None: ...
-
-
-def test_a_process_is_told_the_copies_of_its_host_alone(tmp_path: Path, ray_here: None) -> None:
-    copy, other = {("model.path", "model"): "/copy"}, {("model.path", "model"): "/another"}
-    reservation = cast(Reservation, FakeReservation())
-    processes = ActorGroup(tmp_path, reservation, StopSignals(), places={"10.0.0.9": copy, "10.0.0.8": other})
-    assert call(processes, "rollout/0", Placed) == copy
-    processes.stop(1.0)
 
 
 class Slow:

@@ -92,7 +92,7 @@ def resumed(first: Run, folder: str | Path, **more: Any) -> Run:
     return Run(first.run_dir.parent, str(folder), **more)
 
 
-def test_a_watcher_that_warns_tells_console_metrics_status_and_summary_and_does_nothing(
+def test_a_watcher_that_warns_reports_everywhere_and_does_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path, action="warn")

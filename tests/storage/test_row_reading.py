@@ -113,7 +113,7 @@ def cautions_of_reward_model(policy: Path, folder: Path) -> Sequence[str] | None
     return next(each for each in input_checks(config) if each.what == "reward_model.path loads").run()
 
 
-def test_a_reward_model_with_too_few_positions_is_refused_if_it_reads_tokens_and_a_caution_if_text(
+def test_too_few_positions_of_a_reward_model_are_refused_if_it_reads_tokens(
     policy: Path, tmp_path: Path
 ) -> None:
     other = character_tokenizer()

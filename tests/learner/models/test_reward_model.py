@@ -131,7 +131,7 @@ def save_other_reward_model(folder: Path, template: str | None) -> PreTrainedTok
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_2", "glm4moe"])
-def test_a_reward_model_with_another_vocabulary_reads_the_messages_of_each_prompt_in_its_own_template(
+def test_a_reward_model_with_another_vocabulary_reads_messages_in_its_own_template(
     tmp_path: Path, one_rank: None, family: str
 ) -> None:
     policy = tokenizer_of(family)

@@ -12,7 +12,7 @@ const WAITS = {
   "batch/restart": "a batch, while a rollout server was started again",
   "batch/other": "a batch, while rollout did something else", drain: "running groups, before a push",
   "held push": "an evaluation, before a push", push: "a weight push", "eval push": "a push to the evaluation servers",
-  "release memory": "the servers' memory", copy: "a checkpoint", save: "a checkpoint", write: "a checkpoint", other: "other work",
+  "release memory": "the servers' memory", copy: "a checkpoint", save: "a checkpoint", write: "a checkpoint", other: "something else",
 };
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
@@ -27,7 +27,7 @@ function show(figure, items, card) {
   const muted = getComputedStyle(problem).color;
   for (const axis of [...figure.below, ...figure.left, ...figure.right]) Object.assign(axis, { axis_line_color: null,
     major_tick_line_color: null, minor_tick_line_color: null, major_label_text_color: muted, axis_label_text_color: muted });
-  figure.grid.grid_line_alpha = 0.4;
+  Object.assign(figure.grid, { grid_line_color: muted, grid_line_alpha: 0.15 });
   figure.add_layout(new Bokeh.Legend({ items, orientation: "horizontal", click_policy: "hide", ncols: innerWidth < 600 ? 3 : "auto",
     margin: 0, padding: 2, border_line_color: null, background_fill_alpha: 0, label_text_color: muted }), "above");
   card.replaceChildren();
@@ -36,11 +36,10 @@ function show(figure, items, card) {
 
 /** Draw a chart. Returns a function that takes the same chart with newer points. */
 function drawChart(card, chart) {
-  const figure = newFigure({ height: 220, tools: "xpan,xbox_zoom,reset" });
-  figure.yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: chart.format });
   const [start, end] = chart.axis;
-  if (start !== null) figure.y_range.start = start;
-  if (end !== null) figure.y_range.end = end;
+  const ends = { ...(start === null ? {} : { start }), ...(end === null ? {} : { end }) };
+  const figure = newFigure({ height: 220, tools: "xpan,xbox_zoom,reset", y_range: new Bokeh.DataRange1d(ends) });
+  figure.yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: chart.format });
   const items = [], sources = [];
   if (chart.lines.some((line) => line.is_right)) {
     figure.extra_y_ranges = { right: new Bokeh.DataRange1d() };

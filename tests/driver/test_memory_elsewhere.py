@@ -112,6 +112,7 @@ def test_a_dry_run_on_a_cluster_of_one_gpu_has_the_share_that_the_start_has(
     character_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.nodes", list)
     monkeypatch.setattr("async_rl.driver.dry_run.check_inputs", lambda config, task: [])
     hosts = [Host(name="10.0.0.1", cpus=16, gpus=1)]
     monkeypatch.setattr("async_rl.driver.placement.ray_hosts", lambda: hosts)

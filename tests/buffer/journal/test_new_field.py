@@ -109,7 +109,6 @@ def use_new_fields(folder: str) -> None:
             "mood", "num_hints", "is_hard", "notes", "seed", "score", "was_retried", "costs", "language", "entropies",
             "turn_s",
         )],
-        "on the page": [reader.group(0)[name] for name in ("mood", "num_hints", "is_hard")],
         "in SQL": reader.rows(
             "SELECT mood, score, costs, language, seconds FROM groups JOIN episodes USING (group_id) "
             "JOIN rows USING (group_id, episode) JOIN turns USING (group_id, row) LIMIT 1"
@@ -133,7 +132,6 @@ def test_a_declared_field_is_sent_checked_journalled_and_exported(tmp_path: Path
     rest = ["de", [0.25] * num_tokens, [1.5] * num_turns]
     assert found["decoded"] == ["wild", 3, True, ["a", "b"], 2**40, 0.5, True, {"tea": 2.0}, *rest]
     assert found["exported"] == ["wild", 3, 1, ["a", "b"], 2**40, 0.5, 1, '{"tea": 2.0}', *rest]
-    assert found["on the page"] == ["wild", 3, 1]
     assert found["in SQL"] == [
         {"mood": "wild", "score": 0.5, "costs": '{"tea": 2.0}', "language": "de", "seconds": 1.5}
     ]

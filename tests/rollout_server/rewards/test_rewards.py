@@ -278,17 +278,6 @@ def test_a_custom_function_gets_the_question_and_the_response(
     assert sys.modules["rewards_in_cwd"].seen == [(about("3"), "It is 3")]
 
 
-def test_a_module_is_that_of_the_working_directory_also_after_another_of_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for reward in (0.25, 0.5, 0.75):
-        folder = tmp_path / str(reward)
-        folder.mkdir()
-        (folder / "rewards_of_two.py").write_text(f"def score(question, response):\n    return {reward}\n")
-        monkeypatch.chdir(folder)
-        assert opened("rewards_of_two:score")(about("3"), "It is 3") == reward
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -17,6 +17,7 @@ def test_a_run_that_ends_without_a_step_has_a_non_zero_exit(
     steps: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary: dict[str, Any] = {"steps": steps, "ended": ENDED, "run_dir": str(tmp_path)}
+    monkeypatch.setattr(pipeline, "check_names", lambda config: None)
     monkeypatch.setattr(pipeline, "check_inputs", lambda config: [])
     monkeypatch.setattr(pipeline, "open_run_dir", contextlib.nullcontext)
     monkeypatch.setattr(pipeline, "_run", lambda *_: summary)

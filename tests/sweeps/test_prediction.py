@@ -188,10 +188,10 @@ def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("eval.pin_version=true", "eval.every_steps=5"), r"eval\.pin_version=True is not simulated"),
+        (("eval.pin_version=true", "eval.every_steps=5"), r"eval\.pin_version"),
         (
             ("task.name=", "task.env=my_games:Game", "rollout.max_episode_tokens=2000"),
-            "a few long episodes of several turns decide how long a batch takes",
+            "episodes of several turns",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_run_whose_pushes_waited_for_evaluations_is_not_predicted(
         run.steps[-1]["time/held_by_eval_s"] = held_s
     assert [m.predicted is not None for m in compare(settings_of(runs))] == [is_predicted] * 2
     if not is_predicted:
-        with pytest.raises(ConfigError, match=r"waited for evaluations for 100 s .* more than the 1% of its \d+ s"):
+        with pytest.raises(ConfigError, match="time/held_by_eval_s"):
             rules_of(runs[0])
 
 

@@ -6,6 +6,7 @@ all results. If Ray may place the run on other hosts, checks of this host alone 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from async_rl.driver.gpu_driver import check_gpu_driver, check_shared_gpus, take
 from async_rl.driver.memory import check_memory
 from async_rl.driver.placement import check_sharing, explain, find_hosts, gpus_here, runs_here
 from async_rl.driver.resources import host_demands
-from async_rl.errors import ConfigError, raised_at
+from async_rl.errors import ConfigError, RewardError
 from async_rl.network.ports import check_ports
 from async_rl.seams.lookup import import_object
 from async_rl.storage.checkpoints import check_measured
@@ -302,25 +303,28 @@ def _check_reward(config: Config, task: Task) -> list[str]:
 
 
 def _try_reward(named: NamedReward, name: str, task: Task) -> None:
-    """Call a reward function of the user's with the first prompt and its right answer, and check what it returns.
+    """Call a reward function of the user's with the first prompt and its right answer, within its time limit, and check
+    what it returns.
 
     Calls that may wait for a network (`async def`, `open`) and rewards of episodes and groups are not tried.
     """
     from rollout_server.rewards.base import is_async
     from rollout_server.rewards.contract import read_verdict
+    from rollout_server.rewards.reward_threads import RewardThreads
 
     function = named.reward.function
     if function is None or named.reward.of != "answer" or is_async(function):
         return
     question = task.prompt(0).question
     settings = {} if named.settings is None else {"settings": named.settings}
+    answer = question.solution or str(question.ground_truth)
+    threads = RewardThreads(named.timeout_s, 1, named.limit)
     try:
-        read_verdict(function(question, question.solution or str(question.ground_truth), **settings))
-    except Exception as error:
-        raise ConfigError(
-            f"the reward {name} must return a number for the right answer to the first prompt, got "
-            f"{type(error).__name__}: {error}, at {raised_at(error)}"
-        ) from error
+        asyncio.run(threads.run([lambda: read_verdict(function(question, answer, **settings))]))
+    except RewardError as error:
+        raise ConfigError(f"the reward {name} fails for the right answer to the first prompt: {error}") from error
+    finally:
+        threads.close()
 
 
 def _check_judge(config: Config) -> list[str]:

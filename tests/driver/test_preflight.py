@@ -34,6 +34,7 @@ from async_rl.config import (
     TaskConfig,
 )
 from async_rl.config.loading import load_config
+from async_rl.config.system import TimeoutsConfig
 from async_rl.config.task_parts import SandboxConfig
 from async_rl.driver.dry_run import dry_run
 from async_rl.driver.preflight import _check_loading, check_inputs, check_names
@@ -357,6 +358,18 @@ def test_a_reward_that_fails_for_the_right_answer_is_refused_with_the_users_line
     with pytest.raises(ConfigError, match=f"{module}:reward") as caught:
         check_inputs(config_of(model, task, tmp_path))
     assert "json.loads" not in body or f"{tmp_path}/{module}.py:5" in str(caught.value)
+
+
+def test_a_reward_that_hangs_in_its_trial_call_is_refused_with_its_time_limit(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import threading\n\n\ndef reward(question, response):\n    threading.Event().wait()\n"
+    (tmp_path / "hanging_reward.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = TaskConfig(name="reasoning_gym/spell_backward", reward="hanging_reward:reward")
+    config = dataclasses.replace(config_of(model, task, tmp_path), timeouts=TimeoutsConfig(reward_s=0.2))
+    with pytest.raises(ConfigError, match=r"hanging_reward:reward .* timeouts\.reward_s = 0\.2 s"):
+        check_inputs(config)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,9 @@ class RunWatch:
             self._say_too_late(self._pause)
             self._record(self._pause, "ended")
             self._pause, self._watchdog.note = None, RUNNING
-        found = self._log.take_trouble()
-        if found is None or self._pause or self._log.end_reason:
+        if self._pause or self._log.end_reason:  # trouble of other rules waits for the end of a pause
+            return
+        if (found := self._log.take_trouble()) is None:
             return
         watch, steps = self._config.watch, self._config.run.steps
         facts: dict[str, Any] = {"version": found.version, "back_to": found.back_to, "rules": found.trouble}

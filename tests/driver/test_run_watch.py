@@ -186,6 +186,20 @@ def test_a_paused_run_waits_for_an_answer_and_goes_on_without_the_accepted_rules
     assert run.kinds() == ["pause", "go-on"]
 
 
+def test_trouble_of_another_rule_in_a_pause_is_acted_on_after_the_answer(tmp_path: Path) -> None:
+    run = Run(tmp_path, action="pause")
+    run.steps(BAD)
+    for version, gold in enumerate(GOLD, BAD):
+        run.evaluate(version, gold)
+        run.watch.act()
+    assert run.kinds() == ["pause"]
+    (run.run_dir / "watch_answer").write_text("go-on")
+    run.watch.look()
+    run.step(8, is_bad=True)
+    assert [event.rules for event in read_events(run.run_dir)] == [("reward",), ("reward",), ("gold",)]
+    assert run.kinds() == ["pause", "go-on", "pause"]
+
+
 @pytest.mark.parametrize("answer", ["rollback", "stop"])
 def test_a_pause_may_be_answered_by_going_back_or_ending(tmp_path: Path, answer: str) -> None:
     run = Run(tmp_path, action="pause")

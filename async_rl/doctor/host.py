@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -185,9 +186,13 @@ def _missing_gpu_tools() -> list[str]:
     missing = [] if shutil.which("ninja", path=path) else ["ninja"]
     wanted = (torch.version.cuda or "").partition(".")[0]
     if nvcc := shutil.which("nvcc", path=f"{home}/bin" if home else path):  # the one that SGLang takes
-        found = re.search(r"release (\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
-        if found and found[1] != wanted:
-            missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1]})")
+        said = ""
+        with suppress(OSError, subprocess.TimeoutExpired):  # it can't be run, or hangs
+            done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+            said = done.stdout
+        found = re.search(r"release (\d+)", said)
+        if found is None or found[1] != wanted:
+            missing.append(f"nvcc of CUDA {wanted} ({nvcc} is of {found[1] if found else 'an unknown version'})")
     else:
         missing.append("nvcc")
     try:
@@ -261,7 +266,6 @@ def _examine_inputs(inputs: Sequence[PreflightCheck]) -> Iterator[Check]:
     """Run the checks that a run makes of its inputs before it starts, and yield the results as checks of the doctor.
 
     A check that needs others is skipped, with a warning, if one of these is not ok.
-
     """
     passed = set()
     for each in inputs:

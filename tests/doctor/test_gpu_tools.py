@@ -38,12 +38,15 @@ def program(file: Path, says: str) -> None:
     [
         ("13.0", "1 x H100"), ("13.2", "1 x H100"), ("", "1 x H100, but no nvcc"),
         ("12.4", "1 x H100, but no nvcc of CUDA 13 ({nvcc} is of 12)"),
+        ("broken", "1 x H100, but no nvcc of CUDA 13 ({nvcc} is of an unknown version)"),
     ],
 )
 def test_nvcc_must_be_there_and_of_torchs_cuda_for_sglang(cuda_home: Path, release: str, found: str) -> None:
     nvcc = cuda_home / "bin" / "nvcc"
     if release:
         program(nvcc, f"Cuda compilation tools, release {release}, V{release}.1")
+    if release == "broken":
+        nvcc.write_bytes(bytes(8))  # a file that the system can't execute
     check = host._gpu([ENGINES["sglang"]])
     assert check.found == found.format(nvcc=nvcc)
     assert check.state == ("broken" if "but" in found else "ok")

@@ -81,7 +81,6 @@ RULES = {
 """The rules by name. docs/watcher.md lists them; benchmarks/results/watcher.md has their false alarms and power."""
 
 
-
 @section("watch")
 class WatchConfig:
     """The watcher: it follows the metrics of a run by the rules of docs/watcher.md, and acts when one breaks."""

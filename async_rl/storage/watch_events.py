@@ -42,18 +42,15 @@ class WatchEvent:
 
 def read_events(run_dir: Path) -> list[WatchEvent]:
     """Return the events of a run, oldest first."""
-    return [WatchEvent(**{**each, "rules": tuple(each["rules"])}) for each in map(json.loads, _whole_lines(run_dir))]
+    file = run_dir / _FILE
+    found = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
+    return [WatchEvent(**{**each, "rules": tuple(each["rules"])}) for each in found]
 
 
 def add_event(run_dir: Path, event: WatchEvent) -> None:
     """Add an event to those of a run."""
-    write_whole(run_dir / _FILE, "".join([*_whole_lines(run_dir), json.dumps(asdict(event)) + "\n"]))
-
-
-def _whole_lines(run_dir: Path) -> list[str]:
-    """Return the lines of the file; a crash may have cut the last one short."""
-    file = run_dir / _FILE
-    return [line for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.is_file() else []
+    events = [*read_events(run_dir), event]
+    write_whole(run_dir / _FILE, "".join(json.dumps(asdict(each)) + "\n" for each in events))
 
 
 def newest_event(run_dir: Path, *kinds: Kind) -> WatchEvent | None:

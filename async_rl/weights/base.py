@@ -82,6 +82,7 @@ class WeightPublisher(ABC):
             self.connect()
         except (WeightSyncError, WaitTimeoutError) as error:
             return self._report_lost(error)
+        self._silences, self._has_repeated = 0, False
         return PushReport()
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Any:

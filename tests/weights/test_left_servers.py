@@ -157,7 +157,9 @@ def test_a_push_that_broke_while_every_server_answers_is_repeated_once(
     monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
     publisher = BrokenPublisher(CONFIG, ["http://127.0.0.1:9"], 0, CPU)
     publisher.loses_slow_servers = loses_slow_servers
-    for _ in range(2):  # each push may be repeated once
+    assert publisher.connect_living().repeats
+    assert not publisher.connect_living().has_failed
+    for _ in range(2):  # each push may be repeated once, also after a connection that was
         publisher.failures = 1
         assert publisher.push([("w", torch.zeros(1))], 1).repeats
         assert not publisher.push([("w", torch.zeros(1))], 1).has_failed

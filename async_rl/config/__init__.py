@@ -33,7 +33,7 @@ from async_rl.config.learning import (
     SftConfig,
 )
 from async_rl.config.network import NetworkConfig
-from async_rl.config.outputs import CheckpointConfig, LoggingConfig, kept_steps
+from async_rl.config.outputs import CheckpointConfig, LoggingConfig
 from async_rl.config.section import Section, section
 from async_rl.config.system import (
     EvalPlacement,
@@ -150,8 +150,13 @@ class Config:
 
     @property
     def journal_kept_steps(self) -> int:
-        """The number of steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever."""
-        return kept_steps(self.buffer.journal_keep_steps, self.checkpoint.every_steps)
+        """The number of steps for which the journal keeps the tokens of trained and dropped groups; -1: for ever.
+
+        At least 2 * checkpoint.every_steps: a resume needs the groups trained on after its checkpoint, which is the
+        last but one if a crash cuts short the writing of the last.
+        """
+        kept = self.buffer.journal_keep_steps
+        return kept if kept == -1 else max(kept, 2 * self.checkpoint.every_steps)
 
     @property
     def server_names(self) -> tuple[str, ...]:

@@ -50,12 +50,3 @@ class LoggingConfig:
     `tensorboard --logdir RUN_DIR` shows."""
     project: str = "async-rl"
     """The project in wandb and trackio."""
-
-
-def kept_steps(journal_keep_steps: int, checkpoint_every_steps: int) -> int:
-    """Return for how many steps the journal keeps the tokens of trained and dropped groups; -1: for ever.
-
-    At least 2 * checkpoint.every_steps: a resume needs the groups trained on after its checkpoint, which is the last
-    but one if a crash cuts short the writing of the last.
-    """
-    return journal_keep_steps if journal_keep_steps == -1 else max(journal_keep_steps, 2 * checkpoint_every_steps)

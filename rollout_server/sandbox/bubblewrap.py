@@ -12,6 +12,7 @@ import itertools
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,12 @@ from typing import IO, Protocol
 from async_rl.errors import AsyncRLError, ConfigError
 
 START_TIMEOUT_S = 60.0
-GRACE_S = 10.0
-"""How long after the deadline of a run its reply may come."""
 MARGIN_S = 5.0
 """How much later the time limit of a reward must be than that of its runs."""
+CLOSE_S = 1.0
+"""How long a sandbox may take to end by itself."""
+GRACE_S = MARGIN_S - CLOSE_S
+"""How long after the deadline of a run its reply may come. A run without one still ends within MARGIN_S."""
 FIRST_UID, NUM_UIDS = 60000, 4096
 """The users of programs where root runs the worker, as root is exempt from the limit of processes."""
 _ENVIRONMENT = {
@@ -182,11 +185,14 @@ class Interpreter:
         """Run a program to its end, or to its deadline, and return how it ended.
 
         Raises:
-            SandboxDiedError: the sandbox did not start, or died twice.
+            SandboxDiedError: the sandbox did not start, died twice, or did not answer in time.
         """
+        end_s = time.monotonic() + limits.wall_s + GRACE_S
         try:
             return self._run(program, stdin, limits)
         except SandboxDiedError:
+            if time.monotonic() >= end_s:
+                raise
             return self._run(program, stdin, limits)
 
     def close(self) -> None:
@@ -197,10 +203,11 @@ class Interpreter:
         assert process.stdin and process.stdout and self._errors
         with suppress(OSError):
             process.stdin.close()
-        poll = select.poll()
-        poll.register(process.stdout, 0)  # it hangs up when all processes of the sandbox have ended
-        if not poll.poll(1000):
-            process.kill()
+        ended, poll = os.pidfd_open(process.pid), select.poll()
+        poll.register(ended, select.POLLIN)
+        if not poll.poll(CLOSE_S * 1000):
+            os.killpg(process.pid, signal.SIGKILL)  # an outer bubblewrap may not signal the user of the inner one
+        os.close(ended)
         process.wait()
         process.stdout.close()
         self._errors.close()
@@ -212,13 +219,15 @@ class Interpreter:
         try:
             self.process = subprocess.Popen(
                 self.sandbox.command_line(user), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-                env=_ENVIRONMENT, cwd="/", bufsize=0,
+                env=_ENVIRONMENT, cwd="/", bufsize=0, process_group=0,
             )
         except OSError as error:
             raise SandboxDiedError(f"a sandbox could not be started: {error}") from error
-        setup = self.setup.encode()
-        self._send(b"%d\n%b" % (len(setup), setup))
-        if self._read(_LINE, time.monotonic() + START_TIMEOUT_S).strip() != b"ready":
+        assert self.process.stdin
+        os.set_blocking(self.process.stdin.fileno(), False)
+        setup, end_s = self.setup.encode(), time.monotonic() + START_TIMEOUT_S
+        self._send(b"%d\n%b" % (len(setup), setup), end_s)
+        if self._read(_LINE, end_s).strip() != b"ready":
             raise self._death("could not be started")
 
     def _run(self, program: str, stdin: str, limits: RunLimits) -> Ended:
@@ -227,8 +236,8 @@ class Interpreter:
         source, given = program.encode(errors="replace"), stdin.encode(errors="replace")
         of_run = (limits.wall_s, limits.cpu_s, limits.memory_bytes, limits.output_bytes, limits.processes)
         numbers = " ".join(map(str, (len(source), len(given), *of_run)))
-        self._send(b"%b\n%b%b" % (numbers.encode(), source, given))
         end_s = time.monotonic() + limits.wall_s + GRACE_S
+        self._send(b"%b\n%b%b" % (numbers.encode(), source, given), end_s)
         try:
             code, is_late, cpu_s, *lengths = self._read(_LINE, end_s).split()
             sizes = [min(int(each), limits.output_bytes) for each in lengths]
@@ -240,11 +249,15 @@ class Interpreter:
         except ValueError:
             raise self._death("died during a run") from None
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, end_s: float) -> None:
         assert self.process and self.process.stdin
+        left, poll = memoryview(data), select.poll()
+        poll.register(self.process.stdin, select.POLLOUT)
         try:
-            while data:
-                data = data[self.process.stdin.write(data) or 0 :]
+            while left:
+                if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+                    raise self._death("did not read")
+                left = left[self.process.stdin.write(left) or 0 :]
         except OSError:
             raise self._death("died") from None
 

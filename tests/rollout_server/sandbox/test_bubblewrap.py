@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from async_rl.errors import ConfigError
+from rollout_server.sandbox import bubblewrap
 from rollout_server.sandbox.bubblewrap import Bubblewrap, Ended, Interpreter, RunLimits, SandboxDiedError
 from tests.kit.sandbox import needs_bubblewrap
 from tests.kit.sandbox.misdeeds import MISDEEDS, SOUND, TRY, exposed_host
@@ -118,6 +119,46 @@ def test_a_sandbox_that_dies_is_replaced_once() -> None:
     with pytest.raises(SandboxDiedError), Bubblewrap().open("1 / 0") as run:
         run("print(3)")
     assert processes_here() == []
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("python", ["", sys.executable])
+def test_a_sandbox_that_is_stopped_is_killed_with_all_its_processes(python: str) -> None:
+    interpreter = Interpreter(Bubblewrap(python=python), "")
+    interpreter.run("print(1)")
+    assert interpreter.process
+    started = psutil.Process(interpreter.process.pid).children(recursive=True)
+    started[-1].suspend()
+    interpreter.close()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+class Deaf(Bubblewrap):
+    """An interpreter that is ready, closes its output, and reads no program."""
+
+    def command_line(self, user: int | None) -> list[str]:
+        code = "import os, time; os.write(1, b'ready'.ljust(63) + b'\\n'); os.close(1); time.sleep(99)"
+        return [sys.executable, "-c", code]
+
+
+def test_an_interpreter_that_does_not_read_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "GRACE_S", 0.2)
+    interpreter = Interpreter(Deaf(), "")
+    interpreter.start()
+    assert interpreter.process
+    process, began_s = interpreter.process, time.monotonic()
+    with pytest.raises(SandboxDiedError, match="did not read"):
+        interpreter.run("x" * (1 << 20), "", RunLimits(wall_s=0.2))
+    assert time.monotonic() - began_s < 20 and process.poll() == -9 and interpreter.process is None
+
+
+@needs_bubblewrap
+def test_a_program_that_removes_its_own_file_is_one_like_others() -> None:
+    with Bubblewrap(command=["bash"]).open() as run:
+        assert run("rm $0; echo 5").output == "5\n"
+        assert run("rm $0; mkdir $0; echo 6").output == "6\n"
+        assert run("echo 7").output == "7\n"
 
 
 @needs_bubblewrap

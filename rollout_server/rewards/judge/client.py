@@ -71,34 +71,40 @@ class JudgeClient:
         """
         patience_s, clock = self._judge.patience_s, asyncio.get_running_loop().time
         deadline_s: float | None = None
-        problem, failed, pause_s, limited_s, retries = "", "", FIRST_PAUSE_S, 0.0, 0
+        problem, failed, pause_s = "", "", FIRST_PAUSE_S
+        counts = {"requests": 0.0, "retries": 0.0, "limited_s": 0.0}
         while deadline_s is None or clock() < deadline_s:
             wanted_s = 0.0
             try:
-                async with asyncio.timeout_at(deadline_s):
-                    limited_s += await self._wait_for_rate()
+                async with asyncio.timeout_at(deadline_s) as patience:
+                    counts["limited_s"] += await self._wait_for_rate()
                     async with self._places:
                         url = min(set(self._open) - {failed} or self._open, key=self._open.__getitem__)
-                        answered = await self._post(url, body)
-                return _read(answered, {"requests": retries + 1.0, "retries": float(retries), "limited_s": limited_s})
+                        counts |= {"retries": counts["requests"], "requests": counts["requests"] + 1}
+                        async with asyncio.timeout(self._judge.timeout_s):  # httpx only limits each read
+                            answered = await self._post(url, body)
+                return _read(answered, counts)
             except TimeoutError:
-                break
+                if patience.expired():
+                    break
+                problem = f"no whole reply in {self._judge.timeout_s:g} s (judge.timeout_s)"
             except APIStatusError as error:
                 problem, status = f"HTTP {error.status_code}: {error.response.text[:300]}", error.status_code
                 if status in _HOPELESS:
                     key = "judge.api_key_variable" if status in (401, 403) else "judge.urls and judge.model"
                     raise RewardError(f"the judge at {url} refuses all requests, see {key}: {problem}") from None
                 if status < 500 and status not in _PASSING:
-                    return JudgeReply(reason=f"the judge refused the request: {problem}")
+                    return JudgeReply(reason=f"the judge refused the request: {problem}", counts=counts)
                 wanted_s = _retry_after_s(error.response)
             except (APIConnectionError, ValueError) as error:  # a ValueError: no JSON, such as the page of a gateway
                 problem = f"{type(error).__name__}: {error.__cause__ or error}"
-            problem, failed, retries = f"{url}: {problem}", url, retries + 1
+            problem, failed = f"{url}: {problem}", url
             deadline_s = deadline_s or clock() + patience_s
             pause = max(wanted_s, pause_s * random.uniform(0.5, 1.5))
             await asyncio.sleep(min(pause, max(0.0, deadline_s - clock())))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        return JudgeReply(reason=f"the judge did not answer for {patience_s:g} s (judge.patience_s): {problem}")
+        reason = f"the judge did not answer for {patience_s:g} s (judge.patience_s): {problem}"
+        return JudgeReply(reason=reason, counts=counts)
 
     async def _wait_for_rate(self) -> float:
         """Wait until the rate has room for a request; returns for how many seconds."""

@@ -67,6 +67,36 @@ def test_a_slow_reply_costs_waiting() -> None:
     assert asyncio.run(ask()) == [0.7]
 
 
+def test_a_reply_that_trickles_costs_waiting() -> None:
+    left = [1]
+
+    async def ask() -> tuple[list[float | None], dict[str, float]]:
+        async def chat(request: web.Request) -> web.StreamResponse:
+            if not left:
+                return web.json_response({"choices": [{"message": {"content": score(7)}}]})
+            left.pop()
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while True:  # as gateways do to keep a connection open
+                await response.write(b"\n")
+                await asyncio.sleep(0.05)
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", chat)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            found, counts = await verdicts_and_counts(judged_by(url, model="m", timeout_s=0.5), "x")
+            return [verdict.reward for verdict in found], counts
+        finally:
+            await runner.cleanup()
+
+    rewards, counts = asyncio.run(asyncio.wait_for(ask(), 20))
+    assert rewards == [0.7] and counts["scoring/judge/requests"] == 2
+
+
 def test_a_broken_connection_costs_waiting() -> None:
     left = [1, 2]
 
@@ -111,10 +141,11 @@ def test_after_the_patience_there_is_no_verdict_and_the_reason_is_given(retry_af
     async def ask() -> None:
         fake = FakeJudge(lambda body: failing(503, "down for a while", retry_after))
         async with fake.serve() as url:
-            (verdict,) = await verdicts(judged_by(url, patience_s=0.5), "x")
+            (verdict,), counts = await verdicts_and_counts(judged_by(url, patience_s=0.5), "x")
         assert verdict.reward is None
         assert "judge.patience_s" in verdict.reason and "down for a while" in verdict.reason
         assert len(fake.asked) <= 2 if retry_after else len(fake.asked) > 2
+        assert counts["scoring/judge/requests"] == len(fake.asked) == counts["scoring/judge/retries"] + 1
 
     asyncio.run(ask())
 

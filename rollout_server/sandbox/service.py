@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from typing import Any
 
 from async_rl.errors import ConfigError
 from rollout_server.sandbox.bubblewrap import DEFAULT_LIMITS, Ended, RunLimits, RunProgram, SandboxDiedError
 
 _COMPILE_S = 10.0
-_QUEUE_S = 30.0
-"""How long a program may wait at the service before it runs."""
+MARGIN_S = 10.0
+"""A run ends so long after its time limit, whatever the service does: queue, compile, fail, or send slowly."""
+_MAX_CHARACTERS, _REST_BYTES = 12, 1 << 20
+"""The bytes of JSON that a byte of output or of errors may take (6 each), and those of the rest of a reply."""
 PAUSES_S = (1.0, 4.0)
 """The pauses before a request is sent again."""
 
@@ -43,11 +47,12 @@ class Service:
             "code": program, "stdin": stdin, "language": self.language, "compile_timeout": _COMPILE_S,
             "run_timeout": limits.wall_s, "memory_limit_MB": limits.memory_bytes >> 20,
         }  # fmt: skip
-        for pause_s in (*PAUSES_S, None):
+        end_s = time.monotonic() + limits.wall_s + MARGIN_S
+        for pause_s in (*PAUSES_S, math.inf):
             try:
-                return self._asked(request, limits)
+                return self._asked(request, limits, end_s)
             except (OSError, ValueError, LookupError, AttributeError, SandboxDiedError) as error:
-                if pause_s is None:
+                if time.monotonic() + pause_s + limits.wall_s > end_s:  # no time for another try
                     raise SandboxDiedError(f"the sandbox service {self.url} ran no program: {error}") from error
                 time.sleep(pause_s)
         raise AssertionError
@@ -62,11 +67,11 @@ class Service:
         if program and ended.output.strip() != "found":
             raise ConfigError(f"task.sandbox.url: {self.url} ran print('found') and returned {ended.output!r:.80}")
 
-    def _asked(self, request: dict[str, Any], limits: RunLimits) -> Ended:
+    def _asked(self, request: dict[str, Any], limits: RunLimits, end_s: float) -> Ended:
         data, headers = json.dumps(request).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url.rstrip('/')}/run_code", data, headers)
-        with urllib.request.urlopen(asked, timeout=limits.wall_s + _COMPILE_S + _QUEUE_S) as reply:
-            found = json.loads(reply.read())
+        with urllib.request.urlopen(asked, timeout=end_s - time.monotonic()) as reply:
+            found = json.loads(_read(reply, end_s, _MAX_CHARACTERS * limits.output_bytes + _REST_BYTES))
         runs = [found.get(name) for name in ("compile_result", "run_result") if found.get(name)]
         if found["status"] == "SandboxError" or not runs:
             raise SandboxDiedError(f"{found.get('message') or 'it gave no reason'}"[:300])
@@ -77,3 +82,15 @@ class Service:
             errors=(last.get("stderr") or "")[: limits.output_bytes], is_late=last["status"] == "TimeLimitExceeded",
             cpu_s=float(last.get("execution_time") or 0),
         )  # fmt: skip
+
+
+def _read(reply: HTTPResponse, end_s: float, max_bytes: int) -> bytes:
+    """Return the body of a reply. SandboxDiedError: it is too long, or has not come in time."""
+    body = bytearray()
+    while chunk := reply.read1(1 << 16):
+        body += chunk
+        if len(body) > max_bytes:
+            raise SandboxDiedError(f"its reply has more than {max_bytes} bytes")
+        if time.monotonic() > end_s:
+            raise SandboxDiedError("its reply did not come in time")
+    return bytes(body)

@@ -25,6 +25,7 @@ from async_rl.cores import usable_cores
 from rollout_server.question import Question
 from rollout_server.rewards.code.cases import Case, read_cases
 from rollout_server.rewards.contract import Reward, RewardResult
+from rollout_server.sandbox import service
 from rollout_server.sandbox.bubblewrap import MARGIN_S, Bubblewrap, RunLimits, RunProgram, SandboxDiedError
 from rollout_server.sandbox.service import Service
 
@@ -211,11 +212,12 @@ def check_code(config: Config, settings: CodeSettings, timeout_s: float, key: st
     Raises:
         ConfigError: one of the two is not so.
     """
-    needed_s, why = settings.answer_s + MARGIN_S, "Else a slow program would cost its whole group the reward."
+    margin_s = service.MARGIN_S if config.task.sandbox.url else MARGIN_S
+    needed_s, why = settings.answer_s + margin_s, "Else a slow program would cost its whole group the reward."
     if config.task.rewards:
         check(
             needed_s <= timeout_s, f"{key}.params.answer_s", settings.answer_s,
-            f"at most {timeout_s - MARGIN_S:g}, {MARGIN_S:g} s less than timeouts.reward_s or its own timeout_s", why,
+            f"at most {timeout_s - margin_s:g}, {margin_s:g} s less than timeouts.reward_s or its own timeout_s", why,
         )
     else:  # a reward that is alone has no params
         check(needed_s <= timeout_s, "timeouts.reward_s", timeout_s, f"at least {needed_s:g} with {key} code", why)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -39,6 +41,8 @@ class StandIn(BaseHTTPRequestHandler):
 
     failures = 0
     """How many requests fail before one is served."""
+    trickles = False
+    """Whether a reply comes a byte at a time, and never ends."""
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -60,6 +64,14 @@ class StandIn(BaseHTTPRequestHandler):
                 run = ran("TimeLimitExceeded", None, "", "")
             reply |= {"status": "Failed" if run["return_code"] else "Success", "run_result": run}
         body = json.dumps(reply).encode()
+        if StandIn.trickles:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while StandIn.trickles:
+                    self.wfile.write(b" ")
+                    time.sleep(0.05)
+            return
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -71,10 +83,11 @@ class StandIn(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    StandIn.failures = 0
+    StandIn.failures, StandIn.trickles = 0, False
     with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        StandIn.trickles = False
         server.shutdown()
 
 
@@ -112,6 +125,15 @@ def test_an_error_of_the_service_is_asked_again_and_then_no_verdict(url: str) ->
     StandIn.failures = 99
     with pytest.raises(SandboxDiedError, match="no room"):
         Service(url=url).run("print(1)")
+
+
+def test_a_reply_that_never_ends_is_given_up_after_the_run_and_the_margin(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MARGIN_S", 0.5)
+    StandIn.trickles = True
+    with pytest.raises(SandboxDiedError, match="in time"):
+        Service(url=url).run("print(1)", "", RunLimits(wall_s=0.1))
 
 
 def test_a_service_that_is_not_there_is_refused_at_the_door() -> None:

@@ -43,10 +43,10 @@ class KillingPublisher(BroadcastPublisher):
         if self.rank == 0 and (self.settings.moment, self.settings.version) == ("between", version):
             self._kill()
             deadline = time.monotonic() + NOTICED_S
-            while f"{VICTIM} is lost" not in Path(self.settings.log).read_text():
+            while f"{VICTIM}: the prompts of its" not in Path(self.settings.log).read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            time.sleep(2.0)  # the driver's call to the learner follows that line
+            time.sleep(2.0)  # the driver has called the learner before it asked the buffer for that number of groups
         return report
 
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:

@@ -27,7 +27,7 @@ def add_sweeps(add: AddCommand, add_config: Callable[[argparse.ArgumentParser], 
     report.add_argument("folder", type=Path, metavar="RUN_DIR")
 
     sentence = "predict the speed of each staleness bound by simulation"
-    _add_plan_options(add("plan", _plan, sentence, "--train-s 40 --rollout-s 60 --devices 8 --now 4,4"))
+    _add_plan_options(add("plan", _plan, sentence, "--train-s 40 --rollout-s 60"))
 
 
 def _add_sweep_options(sweep: argparse.ArgumentParser) -> None:

@@ -79,6 +79,7 @@ class Progress:
     """The duration of each finished cell, by cell name."""
     failed: dict[str, str] = field(default_factory=dict)
     """The error of each failed cell, by cell name."""
+
     @classmethod
     def of(cls, cells: list[Cell], at_once: int) -> Progress:
         done = {cell.name: record.seconds for cell in cells if (record := read_record(cell.folder))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,15 @@ def plan(options: str, folder: Path | None = None) -> str:
     parser = argparse.ArgumentParser()
     add_sweeps(partial(add_command, parser.add_subparsers()), lambda command: None)
     return answer(parser.parse_args(["plan", *([str(folder)] if folder else []), *options.split()]))
+
+
+def test_the_examples_in_the_help_are_understood() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    add_sweeps(partial(add_command, commands), lambda command: None)
+    for name in ("report", "plan"):
+        (example,) = re.findall(r"example: async-rl (.+)", commands.choices[name].description or "")
+        parser.parse_args(example.split())
 
 
 def rows(text: str) -> dict[int, list[str]]:

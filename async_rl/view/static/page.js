@@ -38,8 +38,8 @@ async function look() {
     if (!document.hidden) {
       const now = await (await fetch(changes)).json();
       const changed = new Set(Object.keys(now).filter((kind) => now[kind] !== seen[kind]));
-      seen = now;
       if (changed.size) await Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]);
+      seen = now; // only then: what could not be shown is asked for again
       sign.textContent = document.querySelector(".pill:is(.running, .resuming, .paused)") ? "live" : "up to date";
       sign.className = "live on";
     }

@@ -96,7 +96,7 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
     Raises:
         WaitTimeoutError: the run does not start, has no process of this kind, or after the kill neither goes on nor
             ends.
-        RuntimeError: the run ended although it should have survived.
+        RuntimeError: the run ended before the kill, or although it should have survived. The message ends with its log.
     """
     run_dir = folder / kind
     arguments = ["train", config, f"run.dir={folder}", f"run.name={kind}", "run.steps=1000000", *overrides]
@@ -105,6 +105,8 @@ def kill_once(config: str, kind: str, overrides: Sequence[str], rng: random.Rand
     again: MarkedCommand | None = None
     try:
         wait_until(lambda: _steps(run_dir) > 2 or command.process.poll() is not None, START_TIMEOUT_S, "two steps")
+        if command.process.poll() is not None:
+            raise RuntimeError(f"the run ended before the kill:\n{command.text()[-3000:]}")
         after_s = rng.uniform(0.0, 6.0)
         time.sleep(after_s)
         _kill_one(command, kind, rng)

@@ -60,10 +60,6 @@ class ComparedRun:
     """The metrics that only one commit has."""
     same_weights: bool
 
-    @property
-    def are_equal(self) -> bool:
-        return not self.different and self.same_weights and self.steps > 0
-
 
 def write_inputs(folder: Path, steps: int) -> Path:
     """Write a tiny model, the reward and a configuration; return the latter."""

@@ -203,9 +203,6 @@ class FakeReservation:
     def host_of(self, process: str) -> str:
         return "10.0.0.9"
 
-    def first_host_of(self, process: str) -> str:
-        return "10.0.0.9"
-
     def why_no_host(self, process: str) -> str:
         return ""
 

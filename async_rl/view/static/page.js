@@ -2,9 +2,10 @@
 const { base = "", changes } = document.body.dataset;
 let seen = JSON.parse(document.body.dataset.seen); // by kind of file, a text that differs after each change
 const LOOK_EVERY_MS = 1000;
+const ask = (url) => fetch(url, { signal: AbortSignal.timeout(30000) }); // a tunnel may be dead: nothing answers then
 
 export async function getJson(path) {
-  const response = await fetch(base + path);
+  const response = await ask(base + path);
   const found = await response.json();
   if (!response.ok) throw new Error(found.error);
   return found;
@@ -25,7 +26,7 @@ export const onChange = (listener) => listeners.push(listener);
 async function replaceParts(changed) {
   const parts = [...document.querySelectorAll("[data-live]")].filter((part) => part.dataset.live.split(" ").some((kind) => changed.has(kind)));
   if (!parts.length) return;
-  const response = await fetch(location.href);
+  const response = await ask(location.href);
   if (!response.ok) throw new Error(response.statusText);
   const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
   for (const part of parts) part.replaceWith(fresh.getElementById(part.id));
@@ -36,7 +37,7 @@ const sign = document.getElementById("live");
 async function look() {
   try {
     if (!document.hidden) {
-      const now = await (await fetch(changes)).json();
+      const now = await (await ask(changes)).json();
       const changed = new Set(Object.keys(now).filter((kind) => now[kind] !== seen[kind]));
       if (changed.size) await Promise.all([replaceParts(changed), ...listeners.map((call) => call(changed))]);
       seen = now; // only then: what could not be shown is asked for again

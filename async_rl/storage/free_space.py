@@ -11,7 +11,7 @@ from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.storage.checkpoints import find_checkpoint, run_dir_of
+from async_rl.storage.checkpoints import find_checkpoint, list_checkpoints, run_dir_of
 from async_rl.storage.model_folder import weight_files
 
 RUN_BYTES = 2**30
@@ -83,12 +83,14 @@ def existing_parent(path: Path) -> Path:
 
 
 def _num_checkpoints(config: Config) -> int:
-    """Return the largest number of checkpoints on the disk at one time, with the one that is being written."""
+    """Return how many checkpoints the disk needs room for, with the one that is being written."""
     checkpoint = config.checkpoint
-    if checkpoint.every_steps == 0 or config.run.resume:  # a resumed run has the others already
-        return min(1, checkpoint.every_steps)
+    if checkpoint.every_steps == 0:
+        return 0
     kept = checkpoint.keep_last + checkpoint.keep_best + bool(checkpoint.keep_best)  # one stays until it is measured
-    return min(kept + 1, -(-config.run.steps // checkpoint.every_steps))
+    number = min(kept + 1, -(-config.run.steps // checkpoint.every_steps))
+    there = len(list_checkpoints(run_dir_of(find_checkpoint(config.run.resume)))) if config.run.resume else 0
+    return max(1, number - there)
 
 
 def _gib(num_bytes: int) -> str:

@@ -95,7 +95,7 @@ def _recommended(order: Sequence[Setting], key: str, axes: Sequence[str]) -> str
     text = f"Take {freshest.name}: {most}, beyond the errors more than {_names(behind)}."
     if level[1:]:
         others = _names([row for row in level if row is not best])
-        text += f" {runs} can't tell it apart from {others}; {freshest.name} has the freshest data of these."
+        text += f" {runs} can't tell {best.name} apart from {others}; {freshest.name} has the freshest data of these."
     return text + flatters
 
 

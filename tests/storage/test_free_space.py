@@ -81,7 +81,7 @@ def test_the_needed_space_counts_the_result_and_all_checkpoints_at_once(
     assert needed["auto"] == needed["disk"] == needed["gloo"] + 2 * model_bytes
 
 
-def test_a_resumed_run_needs_space_for_one_checkpoint_on_the_disk_of_the_run(
+def test_a_resumed_run_needs_space_for_the_checkpoints_that_it_lacks(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh = make_config(good, run={"dir": tmp_path / "far"}, checkpoint={"every_steps": 10})
@@ -91,7 +91,7 @@ def test_a_resumed_run_needs_space_for_one_checkpoint_on_the_disk_of_the_run(
     write_training_state(folder, state)
     resumed = changed(fresh, run={"resume": fresh.run_dir, "dir": tmp_path / "here"})
     saved = needed_bytes(fresh, monkeypatch) - needed_bytes(resumed, monkeypatch)
-    assert saved == 2 * checkpoint_bytes(fresh)
+    assert saved == checkpoint_bytes(fresh), "one of three is there"
     monkeypatch.setattr(os, "access", lambda path, mode: path != fresh.run_dir)  # root may write anywhere
     with pytest.raises(ConfigError, match=r"run\.resume"):
         check(resumed)

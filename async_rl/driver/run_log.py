@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,8 @@ class RunLog:
                 self.results.count_past(known)
         self._finding: Finding | None = None
         """The finding in the step or evaluation that is being logged."""
-        self._trouble: Finding | None = None
-        """The first trouble that is not acted on yet."""
+        self._troubles = deque[Finding]()
+        """The trouble that is not acted on yet, oldest first."""
         self.kept_checkpoints: set[int] = set()
         """The versions to which the run goes back, or a person may send it."""
         self.end_reason = ""
@@ -130,20 +131,22 @@ class RunLog:
             self.logger.alarm(f"ALARM at step {found.version}: {found.text([name])}. {RULES[name].advice}.")
         for name, since in found.over.items():
             self.logger.note(f"step {found.version}: the alarm {name}, on since step {since}, is over")
-        if found.trouble and self._trouble is None:  # several steps may be logged before it is acted on
-            self._trouble = found
+        if found.trouble:  # several steps may be logged before one is acted on
+            self._troubles.append(found)
 
     def take_trouble(self) -> Finding | None:
-        """Return the first trouble since the last call."""
-        found, self._trouble = self._trouble, None
-        return found
+        """Return the oldest trouble that was not returned yet, unless a person has accepted its rules since."""
+        while self._troubles:
+            found = self._troubles.popleft()
+            if not self.watcher.accepted.issuperset(found.trouble):
+                return found
+        return None
 
     def _prune(self) -> None:
         needed: set[int | None] = {*self.kept_checkpoints}
         if self._config.watch.acts:
             needed |= self.watcher.needed(list_checkpoints(self.run_dir))
-        if self._trouble:
-            needed.add(checkpoint_before(self.run_dir, self._trouble.back_to))
+        needed |= {checkpoint_before(self.run_dir, trouble.back_to) for trouble in self._troubles}
         prune(self.run_dir, self._config.checkpoint, self._best_values, needed)
 
     def add(self, process: str, report: Report) -> None:

@@ -200,6 +200,19 @@ def test_trouble_of_another_rule_in_a_pause_is_acted_on_after_the_answer(tmp_pat
     assert run.kinds() == ["pause", "go-on", "pause"]
 
 
+def test_troubles_that_were_logged_before_one_is_acted_on_are_not_lost(tmp_path: Path) -> None:
+    run = Run(tmp_path, action="pause")
+    run.steps(BAD - 1)
+    for version, gold in enumerate(GOLD, BAD):
+        run.evaluate(version, gold)  # nothing is acted on before the next step, which brings the second trouble
+    run.step(BAD, is_bad=True)
+    assert [event.rules for event in read_events(run.run_dir)] == [("gold",)]
+    (run.run_dir / "watch_answer").write_text("go-on")
+    run.watch.look()
+    run.step(BAD + 1, is_bad=True)
+    assert [event.rules for event in read_events(run.run_dir)] == [("gold",), ("gold",), ("reward",)]
+
+
 @pytest.mark.parametrize("answer", ["rollback", "stop"])
 def test_a_pause_may_be_answered_by_going_back_or_ending(tmp_path: Path, answer: str) -> None:
     run = Run(tmp_path, action="pause")

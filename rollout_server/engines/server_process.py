@@ -152,12 +152,15 @@ class ServerProcess:
     def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self._folder, lock = new_folder()
+        # The first variable must be one that the server leaves alone: `setproctitle` finds the process's title by it.
+        folder = {"TMPDIR": str(self._folder)}
+        environment = {**folder, **self._lasting_caches(), **self._environment, **folder}
         try:
             with self.log_file.open("ab") as log:
                 self._log_start_bytes = log.tell()
                 return subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    env={**self._lasting_caches(), **self._environment, "TMPDIR": str(self._folder)}, cwd=_PROJECT,
+                    env=environment, cwd=_PROJECT,
                     start_new_session=True,  # Ctrl-C goes to the driver only, which then ends the server
                     pass_fds=(lock,),
                 )

@@ -20,7 +20,7 @@ from async_rl.config import Config, LearnerConfig, ModelConfig
 from async_rl.storage.checkpoints import model_folder
 from async_rl.storage.model_folder import MARKERS, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
-from async_rl.weights.safetensors_io import write_weights
+from async_rl.weights.disk import write_weights
 from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
 from learner.models.lora import AdapterParcels, adapter_starts, add_adapters, dropouts, merged_parameters

@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from learner.server_membership import ServerMembership
+from async_rl.weights.members import ServerMembership
 from tests.kit.learner.fakes import until_someone_waits
 
 

@@ -15,7 +15,7 @@ from rollout_server.engines.http_json import ask
 from rollout_server.engines.vllm.share_bucket import share_bucket
 
 if TYPE_CHECKING:
-    from async_rl.weights.bucket import Bucket
+    from async_rl.weights.server_admin import Bucket
 
 PAUSES = {
     "in_place": "mode=keep&clear_cache=false", "retract": "mode=keep&clear_cache=true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from async_rl.weights.bucket import Bucket
+from async_rl.weights.server_admin import Bucket
 
 
 def share_bucket(bucket: Bucket) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from async_rl.config import Limit, TimeoutsConfig
 from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.telemetry.timeline import Span
-from async_rl.weights.push_report import PushReport, Tolerance
+from async_rl.weights.members import ServerMembership
+from async_rl.weights.publisher import PushReport, Tolerance
 from learner.learner import Learner
-from learner.server_membership import ServerMembership
 from tests.kit.configs import learner_config
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.weights import safetensors_io
+from async_rl.weights import disk as safetensors_io
 from learner.models.export import export
 from tests.kit.learner.exported import TOKENS, train_and_export
 from tests.kit.models import save_tiny_model

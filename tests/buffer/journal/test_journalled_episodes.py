@@ -16,7 +16,6 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import Config
-from async_rl.messages.codec import check_group
 from async_rl.storage.checkpoints import TrainingState
 from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
@@ -114,8 +113,9 @@ def test_episodes_survive_a_crash_of_the_buffer(tmp_path: Path) -> None:
     assert expected_tables(group for batch in before for group in batch.groups) == tables_of(config, TRAINED)
     with serving(same_port(config, server)) as server:
         assert tables_of(config) == kept
-        state = server._store.state
-        payloads = [check_group(row.payload, LIMITS).group() for row in state.rows() if row.payload]
+        arrived = select(config, "SELECT group_id FROM groups WHERE state IN ('finished', 'held') ORDER BY 1")
+        reader = JournalReader(config.run_dir / FILE_NAME)
+        payloads = [group for (group_id,) in arrived if (group := reader.payload(group_id))]
         ids = ", ".join(str(group.group_id) for group in payloads)
         assert payloads, "groups arrived that no batch held yet"
         assert expected_tables(payloads) == tables_of(config, f"group_id IN ({ids})")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from async_rl.storage.checkpoints import TrainingState
@@ -65,8 +66,7 @@ class ModelChecker:
 
     def close(self) -> None:
         if self.journal:
-            self.journal._db.close()  # as when the process is killed, without a last commit
-            self.journal._files.close()
+            self.journal.close()  # without a last commit, as when the process is killed
 
     def commit(self) -> None:
         if self.journal:
@@ -223,14 +223,14 @@ class ModelChecker:
         """The journal's tables hold the whole run, and every payload that it lists can be read."""
         if not self.journal:
             return
-        database = self.journal._db
-        assert sorted(database.execute("SELECT group_id, version FROM uses")) == sorted(
-            (group_id, version) for group_id, versions in self.uses.items() for version in versions
-        )
-        assert [i for i, in database.execute("SELECT group_id FROM groups ORDER BY group_id")] == sorted(self.starts)
-        dropped = database.execute("SELECT drop_reason FROM groups WHERE state = 'dropped'")
+        with closing(sqlite3.connect(self.journal_file)) as database:
+            uses = database.execute("SELECT group_id, version FROM uses").fetchall()
+            groups = database.execute("SELECT group_id FROM groups ORDER BY group_id").fetchall()
+            dropped = database.execute("SELECT drop_reason FROM groups WHERE state = 'dropped'").fetchall()
+            places = database.execute("SELECT group_id, file, start, bytes FROM payloads").fetchall()
+        assert sorted(uses) == sorted((group_id, at) for group_id, versions in self.uses.items() for at in versions)
+        assert [group_id for group_id, in groups] == sorted(self.starts)
         assert Counter(reason for reason, in dropped) == self.drops
-        places = database.execute("SELECT group_id, file, start, bytes FROM payloads").fetchall()
         assert all(read_payload(payload_folder(self.journal_file), Place(*place)) == b"%d" % i for i, *place in places)
 
     def run_dry(self) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from async_rl.config import Config
+from async_rl.config import Config, RunConfig, TimeoutsConfig
 from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, lineage_of
 from async_rl.storage.unlogged_steps import RecentSteps
@@ -23,20 +24,25 @@ from async_rl.telemetry.timeline import Span, Timeline
 from async_rl.types import Batch
 from buffer.client import LearnerClient
 from buffer.protocol.wire import decode_batch
-from learner.batch_checks import check_staleness
-from learner.batch_taking import NoBatch, ask_buffer, await_push, share_taken
+from learner.batches import NoBatch, ask_buffer, await_push, check_staleness, share_taken
 from learner.checkpointing import Checkpointer
-from learner.driver_requests import DriverRequests
+from learner.driver_requests import DriverRequests, GpuTurns, start_limit
 from learner.evaluations import Evaluations
-from learner.gpu_turns import GpuTurns, start_limit
 from learner.log_ratios import LogRatioRecorder
 from learner.models.policy import due_folders, save_policy
 from learner.pusher import open_pushers
-from learner.rank_status import PAUSE, rank_status
 from learner.ranks import init_distributed
-from learner.run_limit import RunLimit
-from learner.step_times import step_times
 from learner.updater import Updater
+
+PAUSE = "pause"
+"""The name of the span of a learner that the watcher has paused."""
+_WORDS = {"busy": "trains", "checkpoint": "saves", "wait_weights": "waits for a server to start on its GPU"}
+STEP_TIMES = {
+    "batch": "time/wait_data_s", "update": "time/train_s", "push": "time/sync_s", "release memory": "time/sync_s",
+    "drain": "time/drain_s", "held push": "time/held_by_eval_s", "eval push": "time/eval_push_s",
+    PAUSE: "time/paused_s",
+}
+"""By name of a span, the metric that counts the span's seconds. The last four exist only if there was such a span."""
 
 
 class Learner:
@@ -338,3 +344,56 @@ class Learner:
         self.evaluations.close()
         self._gpus.close()
         dist.destroy_process_group()
+
+
+class RunLimit:
+    """The end of a run, the same on every rank. The seconds count from the end of the first step."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._first_step_s: float | None = None
+
+    def is_reached(self, version: int, now_s: float) -> bool:
+        """Return whether the step that ends now, at `now_s` of time.monotonic, and made `version` is the last one."""
+        if self._first_step_s is None:
+            self._first_step_s = now_s
+        late = torch.tensor(self._run.seconds > 0 and now_s - self._first_step_s >= self._run.seconds)
+        if self._run.seconds > 0:
+            dist.broadcast(late, 0)
+        return version >= self._run.steps or bool(late)
+
+
+def step_times(spans: Sequence[Span]) -> list[Metric]:
+    """Return the metrics named in STEP_TIMES: the seconds of a step that rank 0 waited, trained, pushed, and so on."""
+    seconds = dict.fromkeys(("time/wait_data_s", "time/train_s", "time/sync_s"), 0.0)
+    for span in spans:
+        if span.pool == "learner/0" and (key := STEP_TIMES.get(span.name)):
+            seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+    return [Metric(key, value, "sum") for key, value in seconds.items()]
+
+
+def rank_status(
+    rank: int, now: tuple[str, str, float], timeouts: TimeoutsConfig, pushed_to: Mapping[str, Sequence[str]]
+) -> Status:
+    """Return the status of a learner rank.
+
+    Args:
+        now: the state of its timeline, the name of the span, and its start by time.monotonic().
+        pushed_to: the servers that get the weights, by the name of the push's span.
+    """
+    state, name, since_s = now
+    others = "buffer" if rank == 0 else "learner/0"
+    match state:
+        case "eval":
+            on = "the held-out evaluation"
+            return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
+        case "wait_data":
+            doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
+            return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
+        case "sync":
+            servers = pushed_to.get(name, pushed_to["push"])  # each may die in a push: it is repeated without that one
+            limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push
+            return Status(doing="pushes weights", waits_on=", ".join(servers), since_s=since_s, limit_s=limit_s)
+    if name == PAUSE:
+        return Status(doing="is paused by the watcher", waits_on="a person: async-rl answer", since_s=since_s)
+    return Status(doing=_WORDS.get(state, state), since_s=since_s)

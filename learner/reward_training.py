@@ -18,7 +18,7 @@ from async_rl.messages.reports import StepDone
 from async_rl.storage.model_folder import end_tokens, load_tokenizer, writing
 from async_rl.storage.model_loading import load_without_weights, usable_positions
 from async_rl.telemetry.metrics import Metric
-from learner.algorithms.comparisons import bradley_terry, comparison_metrics
+from learner.algorithms.losses import bradley_terry, comparison_metrics
 from learner.models.loading import open_model, read_weights
 from learner.models.reward_model import OFFSET, RewardRow, Scorer, padded_rows
 from learner.optimizer import decayed, non_finite

@@ -31,7 +31,7 @@ from async_rl.storage.model_folder import forbidden_tokens, policy_lr
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
 from async_rl.weights.publisher import serving_dtype
-from learner.algorithms.corrections import log_ratios
+from learner.algorithms.corrections import log_ratios, step_scale, weight_sums
 from learner.algorithms.diagnostics import (
     MetricAccumulator,
     Totals,
@@ -42,13 +42,11 @@ from learner.algorithms.diagnostics import (
 )
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
-from learner.algorithms.step_size import step_scale, weight_sums
 from learner.algorithms.token_advantages import batch_advantages
 from learner.log_ratios import LogRatioRecorder
 from learner.memory.room import with_checkpointing
-from learner.models.critic import open_critic
-from learner.models.policy import layout_of, open_policy, shard
-from learner.models.reference import Reference
+from learner.models.network import open_critic
+from learner.models.policy import Reference, layout_of, open_policy, shard
 from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate

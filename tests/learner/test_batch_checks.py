@@ -13,7 +13,7 @@ from async_rl.config import AlgorithmConfig, StalenessConfig
 from async_rl.errors import StalenessError
 from async_rl.types import Batch
 from learner.algorithms.objective import Objective
-from learner.batch_checks import check_bound, check_staleness
+from learner.batches import check_bound, check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
 from learner.updater import Updater

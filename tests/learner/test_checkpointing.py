@@ -28,7 +28,7 @@ from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDue
 from async_rl.storage.checkpoints import checkpoint_folder, list_checkpoints, read_training_state
 from learner.checkpointing import Checkpointer
-from learner.eval_schedule import EvalSchedule
+from learner.evaluations import EvalSchedule
 from learner.learner import Learner
 from learner.updater import Updater
 from tests.kit.configs import learner_config

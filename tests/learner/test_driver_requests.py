@@ -11,7 +11,7 @@ from async_rl.config import CheckpointConfig, RunConfig, StalenessConfig, Weight
 from async_rl.errors import NothingToLearnError
 from async_rl.messages.reports import StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
-from learner.batch_taking import NoBatch
+from learner.batches import NoBatch
 from learner.driver_requests import DriverRequests
 from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner
 

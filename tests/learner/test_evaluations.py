@@ -20,7 +20,7 @@ from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerR
 from async_rl.storage.checkpoints import checkpoint_folder
 from learner import learner as learner_module
 from learner import pusher as pusher_module
-from learner.eval_schedule import EvalSchedule
+from learner.evaluations import EvalSchedule
 from tests.kit.configs import learner_config
 from tests.kit.learner.fakes import FakePublisher, open_learner
 

@@ -21,7 +21,7 @@ from async_rl.config import (
 )
 from async_rl.driver.actors import LearnerActor
 from async_rl.errors import WaitTimeoutError
-from learner.gpu_turns import GpuTurns
+from learner.driver_requests import GpuTurns
 from learner.learner import Learner
 from tests.kit.learner.fakes import FakePublisher, open_learner
 

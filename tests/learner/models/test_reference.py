@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from async_rl.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, ReferenceConfig
 from async_rl.errors import ConfigError
 from learner.algorithms.token_advantages import batch_advantages
-from learner.models.reference import Reference
+from learner.models.policy import Reference
 from learner.ranks import Ranks
 from learner.updater import Updater
 from tests.kit.configs import learner_config

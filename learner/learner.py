@@ -82,12 +82,12 @@ class Learner:
         self.requests = DriverRequests()
         self._checkpointer = Checkpointer(config, self._updater.optimizers, device)
         self._lineage = lineage_of(config.run_dir)
-        self._limit = RunLimit(config.run)
         self._recent_steps = RecentSteps(2 * config.timeouts.silent_s)
         self._saved_version = 0
         self._served_version = 0
         """The version that every live server serves."""
-        self._no_push: NoBatch | None = None  # why the run ends in place of a push that had to wait, on every rank
+        self._no_batch: NoBatch | None = None
+        """The reason, the same on every rank, why the run ends without another batch; None: it goes on."""
         state = self._checkpointer.load(Path(config.run.resume)) if config.run.resume else None
         if state:
             self.version = self._saved_version = state.version
@@ -112,9 +112,19 @@ class Learner:
             StalenessError: a batch breaks the bound; nothing of it was trained on.
             AsyncRLError: a wait timed out, a push failed, or losses or gradients stayed non-finite.
         """
-        yield from self._begin()
-        is_last, start_s = self.version >= self.config.run.steps, time.monotonic()
+        config = self.config
+        if self.version < config.run.steps:  # connect: every server serves this version, and admission opens for it
+            yield from [*self._weights.connect(), *self.evaluations.connect()]
+            transport = config.weight_sync.transport_entry
+            if self.version > 0 or (transport and transport.connects_late):  # the servers have loaded version 0
+                yield from self._push()
+            self._release()
+            yield from self.evaluations.make_due(self.version, None)
+        else:
+            self._no_batch = NoBatch("ended")
+        is_last, start_s, first_step_end_s = False, time.monotonic(), 0.0
         while not is_last:
+            # take: the next batch, or why there is none
             taken = self._take()
             if isinstance(taken, NoBatch):
                 if taken.why == "push wanted":
@@ -122,49 +132,55 @@ class Learner:
                 elif taken.why == "checkpoint wanted":
                     self._checkpoint_on_request()
                 elif taken.why == "paused":
-                    self._pause()
+                    self._wait_paused()
                 else:
                     yield from self._end_early(taken)
                     break
                 continue
-            if self.config.shares_gpus:
+            if config.shares_gpus:
                 self._release_server_memory()
-            metrics = self._train_step(taken)
-            is_last = self._limit.is_reached(self.version, time.monotonic())
-            is_push_due = is_last or self.version % self.config.weight_sync.every_steps == 0
-            events = (yield from self._publish(taken, is_last)) if is_push_due else []
+
+            # check and update: one batch makes one new version
+            with self._timeline.span("busy", "update"):
+                batch, metrics = check_staleness(taken, self.version, config.staleness)
+                metrics += self._updater.update(batch, self._log_ratios)
+            self.version += 1
+            if self._log_ratios:
+                self._log_ratios.write(batch, self.version)
+            self._checkpointer.check()  # a failed write ends the run now, not when the next checkpoint is due
+            if self._client:
+                self._client.trained(self.version)
+            now_s = time.monotonic()
+            first_step_end_s = first_step_end_s or now_s  # run.seconds count from the end of the first step
+            is_last = self.version >= config.run.steps or _is_over(config.run, now_s - first_step_end_s)
+
+            # push, and begin the evaluation that is due
+            events: list[LearnerReport] = []
+            if is_last or self.version % config.weight_sync.every_steps == 0:
+                events = yield from self._publish(taken, is_last)
             self.gpu_turns.end_step()
-            every_steps = self.config.checkpoint.every_steps
-            if every_steps and (is_last or self.version % every_steps == 0):
+
+            # checkpoint
+            if config.checkpoint.every_steps and (is_last or self.version % config.checkpoint.every_steps == 0):
                 self._keep_for_checkpoint(metrics, time.monotonic() - start_s)
                 metrics += self._checkpoint()
             step_s = time.monotonic() - start_s
             self._save(is_last=is_last)
+
+            # report
             yield self._step_report(metrics, step_s)
             yield from events
             start_s = time.monotonic()
         self._close()
 
-    def _begin(self) -> Iterator[LearnerReport]:
-        """Make every server serve this version, and open admission for it. Yields the reports for the driver."""
-        if self.version >= self.config.run.steps:
-            yield from self._end_early(NoBatch("ended"))
-            return
-        yield from [*self._weights.connect(), *self.evaluations.connect()]
-        transport = self.config.weight_sync.transport_entry
-        if self.version > 0 or (transport and transport.connects_late):  # the servers have loaded version 0
-            yield from self._push()
-        self._release()
-        yield from self.evaluations.make_due(self.version, None)
-
     def _take(self) -> Batch | NoBatch:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
 
-        `stop` ends the wait, and so does a server that came back: it needs a push first, as the batch may be waiting
-        for its groups. After timeouts.work_s rank 0 raises WaitTimeoutError.
+        `stop` ends the wait. A server that came back ends it too, because it needs a push: the batch may be waiting for
+        this server's groups. After timeouts.work_s rank 0 raises WaitTimeoutError.
         """
-        if self._no_push:
-            return self._no_push
+        if self._no_batch:
+            return self._no_batch
         taken = None
         with self._timeline.span("wait_data", "batch"):
             if self._client:
@@ -184,19 +200,6 @@ class Learner:
                 self._weights.release_server_memory()
             dist.barrier()
 
-    def _train_step(self, batch: Batch) -> list[Metric]:
-        """Train on one batch, which yields one new version, and return the metrics."""
-        with self._timeline.span("busy", "update"):
-            batch, metrics = check_staleness(batch, self.version, self.config.staleness)
-            metrics += self._updater.update(batch, self._log_ratios)
-        self.version += 1
-        if self._log_ratios:
-            self._log_ratios.write(batch, self.version)
-        self._checkpointer.check()  # a failed write ends the run now, not when the next checkpoint is due
-        if self._client:
-            self._client.trained(self.version)
-        return metrics
-
     def _publish(self, batch: Batch | None, is_last: bool) -> Generator[LearnerReport, None, list[LearnerReport]]:
         """Push the current version to every server, then open admission for it if it is new.
 
@@ -213,8 +216,8 @@ class Learner:
             self.evaluations.await_end(self.version)
         if is_new and self.config.weight_sync.on_update == "drain" and not is_last:
             with self._timeline.span("wait_data", "drain"):  # no group may start, until none runs any more
-                self._no_push = await_push(self._client, self.version, self.requests.why_no_batch)
-            if self._no_push:
+                self._no_batch = await_push(self._client, self.version, self.requests.why_no_batch)
+            if self._no_batch:
                 return []
         yield from self._push(batch, is_last=is_last)
         if is_last:  # no group may start any more
@@ -321,8 +324,8 @@ class Learner:
         if self.version > self._saved_version:
             self._push_metrics += self._checkpoint()
 
-    def _pause(self) -> None:
-        """Wait for the end of the watcher's pause, for a few seconds at a time."""
+    def _wait_paused(self) -> None:
+        """Wait a few seconds at most for the end of the watcher's pause."""
         with self._timeline.span("other", PAUSE):
             if self.rank == 0:
                 self.requests.wait_paused()
@@ -346,21 +349,13 @@ class Learner:
         dist.destroy_process_group()
 
 
-class RunLimit:
-    """The end of a run, the same on every rank. The seconds count from the end of the first step."""
-
-    def __init__(self, run: RunConfig) -> None:
-        self._run = run
-        self._first_step_s: float | None = None
-
-    def is_reached(self, version: int, now_s: float) -> bool:
-        """Return whether the step that ends now, at `now_s` of time.monotonic, and made `version` is the last one."""
-        if self._first_step_s is None:
-            self._first_step_s = now_s
-        late = torch.tensor(self._run.seconds > 0 and now_s - self._first_step_s >= self._run.seconds)
-        if self._run.seconds > 0:
-            dist.broadcast(late, 0)
-        return version >= self._run.steps or bool(late)
+def _is_over(run: RunConfig, elapsed_s: float) -> bool:
+    """Return on every rank whether rank 0 has reached run.seconds, after `elapsed_s`. Collective."""
+    if not run.seconds:
+        return False
+    is_over = torch.tensor(elapsed_s >= run.seconds)
+    dist.broadcast(is_over, 0)
+    return bool(is_over)
 
 
 def step_times(spans: Sequence[Span]) -> list[Metric]:

@@ -15,7 +15,7 @@ import pytest
 
 from async_rl.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
 from async_rl.telemetry.metrics import MetricsLogger
-from async_rl.telemetry.wandb_run import TABLE_EVERY_S, WandbRun
+from async_rl.telemetry.trackers import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.learner.batches import make_batch

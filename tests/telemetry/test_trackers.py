@@ -16,10 +16,18 @@ import pytest
 
 from async_rl.telemetry.examples import ExampleTable
 from async_rl.telemetry.metrics import MetricsLogger, read_metrics
-from async_rl.telemetry.tensorboard_run import TensorboardRun, open_tensorboard_run
-from async_rl.telemetry.tracker import Tracker
-from async_rl.telemetry.trackio_run import TrackioRun, open_trackio_run
-from async_rl.telemetry.wandb_run import WandbRun, choose_mode, is_logged_in, is_reachable, open_wandb_run
+from async_rl.telemetry.trackers import (
+    TensorboardRun,
+    Tracker,
+    TrackioRun,
+    WandbRun,
+    choose_mode,
+    is_logged_in,
+    is_reachable,
+    open_tensorboard_run,
+    open_trackio_run,
+    open_wandb_run,
+)
 from tests.kit.configs import make_config
 
 OPEN = {"wandb": open_wandb_run, "trackio": open_trackio_run, "tensorboard": open_tensorboard_run}

@@ -184,7 +184,7 @@ def test_an_address_off_loopback_needs_keys_or_insecure() -> None:
 
 
 def test_the_buffer_binds_where_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffer.protocol.socket.BIND_S", 0.3)
+    monkeypatch.setattr("buffer.server.BIND_S", 0.3)
     with serving(buffer_config()) as first:
         port = int(first.address.rpartition(":")[2])
         taken = NetworkConfig(host="127.0.0.1", port=port)

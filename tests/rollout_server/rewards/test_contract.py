@@ -102,7 +102,7 @@ def test_a_result_with_a_field_of_another_type_is_refused_by_its_name(field: str
     (lambda answers: (1 / 0 for _ in answers), "ZeroDivisionError"),
     (lambda answers: (each + 1 for each in answers), "TypeError"),
 ])  # fmt: skip
-def test_verdicts_of_a_group_that_raise_or_have_no_order_or_another_length_fail_the_reward(
+def test_verdicts_of_a_group_that_raise_or_are_no_list_of_its_length_fail_the_reward(
     returned: Any, named_by: str
 ) -> None:
     reward = Reward(function=lambda question, episodes: returned(episodes), of="group")

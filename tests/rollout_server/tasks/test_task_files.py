@@ -48,7 +48,7 @@ def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) 
 
 
 @pytest.mark.parametrize("task", [{"agent": "my_agent:solve"}, {"reward": "my_rewards:score"}])
-def test_an_agent_or_a_reward_of_the_users_takes_rows_of_any_source_and_lists_as_ground_truth(
+def test_an_agent_or_a_reward_of_the_users_takes_rows_of_any_source_and_any_truth(
     tmp_path: Path, task: dict[str, str]
 ) -> None:
     rows = [row_of(0, data_source="tickets", reward_model={"ground_truth": ["refund", "close"]})]

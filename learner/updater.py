@@ -91,10 +91,10 @@ class Updater:
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)
-        self._pretraining = None
+        self.pretraining = None
         if config.algorithm.ptx_coef:
             layout = layout_of([self.policy.lm])
-            self._pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
+            self.pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
 
     def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
         """Train on `batch`, and return the metrics of all ranks together. Collective. `trained` is then the batch with
@@ -143,8 +143,8 @@ class Updater:
             if self.critic is not None:
                 steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
             if trains_policy:
-                if self._pretraining:
-                    losses["policy"] += self._pretraining.backward(self.optimizers["policy"].steps, sums)
+                if self.pretraining:
+                    losses["policy"] += self.pretraining.backward(self.optimizers["policy"].steps, sums)
                 steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
             elif self.critic is None:
                 break

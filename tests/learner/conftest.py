@@ -67,8 +67,10 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
 
 
 @pytest.fixture
-def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "LearnerClient", FakeClient)
+def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    """The client of every learner that the test opens."""
+    client = FakeClient()
+    monkeypatch.setattr(learner_module, "LearnerClient", lambda *_: client)
 
     def decode(frames: list[bytes]) -> Batch:
         version = frames[0][0]
@@ -77,3 +79,4 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
 
     monkeypatch.setattr(learner_module, "decode_batch", decode)
+    return client

@@ -52,15 +52,14 @@ METRICS = {
 
 
 def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folder(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     learner = open_learner(
         tiny_model_path,
         run=RunConfig(steps=3, dir=str(tmp_path)),
         weight_sync=WeightSyncConfig(every_steps=2),
     )
-    assert isinstance(learner._client, FakeClient)
-    learner._client.calls = publisher.calls
+    fake_buffer.calls = publisher.calls
     reports = list(learner.run())
     assert publisher.calls == [
         ("connect", -1),
@@ -158,14 +157,13 @@ def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_no
 
 
 def test_in_exact_mode_a_push_waits_for_the_buffer(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     learner = open_learner(
         tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)),
         staleness=StalenessConfig(max=2, mode="exact"), weight_sync=WeightSyncConfig(on_update="drain"),
     )
-    assert isinstance(learner._client, FakeClient)
-    learner._client.calls = publisher.calls
+    fake_buffer.calls = publisher.calls
     list(learner.run())
     assert publisher.calls[3:6] == [("trained", 1), ("await_push", 1), ("push", 1)]
     assert ("await_push", 2) not in publisher.calls  # after the last step nothing waits
@@ -225,7 +223,7 @@ def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
     tiny_model_path: Path,
     tmp_path: Path,
     publisher: FakePublisher,
-    fake_buffer: None,
+    fake_buffer: FakeClient,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     learner = open_learner(
@@ -234,12 +232,9 @@ def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
     old = make_batch(version=0)
     monkeypatch.setattr(learner_module, "decode_batch", lambda _: dataclasses.replace(old, version=2))
     learner.version = 2
-    with pytest.raises(
-        StalenessError, match="group 0 has a token of version 0, but the learner is at version 2"
-    ):
+    with pytest.raises(StalenessError, match=r"group 0 .*version 0, .*version 2"):
         list(learner.run())
-    assert isinstance(learner._client, FakeClient)
-    assert [op for op, _ in learner._client.calls] == ["served", "take"]
+    assert [op for op, _ in fake_buffer.calls] == ["served", "take"]
     torch.distributed.destroy_process_group()
 
 

@@ -45,7 +45,7 @@ def test_the_push_for_a_returning_server_is_in_the_next_steps_metrics(
 
 
 def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     learner = open_learner(
         tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
@@ -56,7 +56,7 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     early = next(reports)
     back.join()
     assert early == ServersLost(servers=(("rollout/0", "http://x"),))
-    assert not [op for op, _ in learner._client.calls if op == "take"]  # type: ignore[union-attr]
+    assert not [op for op, _ in fake_buffer.calls if op == "take"]
     publisher.dies_next = "rollout/1"
     publisher.servers["rollout/2"] = "http://y"
     lost, first, second = reports
@@ -65,15 +65,14 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
 
 
 def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_version(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     """A server that the push dropped may live on. It would sample those groups from older weights."""
     learner = open_learner(
         tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
         checkpoint=CheckpointConfig(every_steps=1),
     )
-    assert isinstance(learner._client, FakeClient)
-    learner._client.calls = publisher.calls
+    fake_buffer.calls = publisher.calls
     publisher.servers["rollout/1"] = "http://y"
     publisher.dies_next = "rollout/1"
     for report in learner.run():
@@ -118,14 +117,13 @@ def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
 
 
 def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     learner = open_learner(
         tiny_model_path, run=RunConfig(steps=4, dir=str(tmp_path)), eval=EvalConfig(every_steps=1, pin_version=True),
         weight_sync=WeightSyncConfig(every_steps=2, on_update="drain", verify=False),
     )
-    assert isinstance(learner._client, FakeClient)
-    calls = learner._client.calls = publisher.calls
+    calls = fake_buffer.calls = publisher.calls
 
     def end_the_evaluation() -> None:
         calls.append(("evaluated", -1))

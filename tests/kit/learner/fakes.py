@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.config import Limit, TimeoutsConfig
+from async_rl.config import Limit
 from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.telemetry.timeline import Span
 from async_rl.weights.members import ServerMembership
@@ -23,10 +23,8 @@ from tests.kit.configs import learner_config
 class FakeClient:
     """Hands out one random batch per version and writes down every call."""
 
-    calls: list[tuple[str, int]]
-
-    def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
-        self.calls = []
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
 
     def take_raw(self, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
         if interrupted():

@@ -72,5 +72,5 @@ def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
 
 
 def test_interpolated_logprobs_that_show_no_sample_size_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.lr_by_ess must be off with algorithm\.proximal interpolate, got"):
+    with pytest.raises(ConfigError, match=r"^learner\.lr_by_ess"):
         learner_config(algorithm={"epochs": 2, "proximal": "interpolate"}, learner={"lr_by_ess": "token"})

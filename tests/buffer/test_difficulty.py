@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from async_rl.config import Config
 from async_rl.config.check import SettingsError
 from async_rl.errors import WireError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Group, Slot
 from buffer.client import LearnerClient, WorkerClient
@@ -26,6 +24,7 @@ from tests.kit.buffer.journal import journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import buffer_config, changed
 from tests.kit.groups import make_group, make_row
+from tests.kit.runs import make_checkpoint
 
 SOLVED, UNSOLVED, MIXED = (True, True), (True, False), (False, True)
 """(all answers have one reward, it is a right one)"""
@@ -177,12 +176,7 @@ def test_a_buffer_that_crashed_knows_the_prompts_and_a_resume_does_too(tmp_path:
 
         assert [slot.prompt_index > max(indices) for slot in with_worker(again.address, admit)] == [True] * 4
 
-    folder = checkpoint_folder(config.run_dir, 10)
-    folder.mkdir(parents=True)
-    state = TrainingState(
-        version=10, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=json.loads(json.dumps(saved))
-    )
-    write_training_state(folder, state)
+    make_checkpoint(config.run_dir, 10, buffer=saved)
     with open_run_dir(changed(config, run={"resume": config.run_dir})) as resumed:
         with serving(resumed) as server:
             kept = {name: value for name, value in counters.items() if name.startswith("difficulty/")}

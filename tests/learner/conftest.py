@@ -12,9 +12,10 @@ from hypothesis import settings
 from async_rl.types import Batch
 from learner import learner as learner_module
 from learner import pusher as pusher_module
+from learner.learner import Learner
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.fakes import FakeClient, FakePublisher
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner
 from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, run_ranks
 from tests.kit.models import save_bare_model, save_bare_reward_model
 
@@ -80,3 +81,14 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
 
     monkeypatch.setattr(learner_module, "decode_batch", decode)
     return client
+
+
+@pytest.fixture
+def open_run(tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient) -> OpenRun:
+    """Opens the learner of a run of so many steps in `tmp_path`, whose buffer and servers are fakes."""
+
+    def open_run(steps: int = 2, **sections: Any) -> Learner:
+        run = {"steps": steps, "dir": tmp_path, **sections.pop("run", {})}
+        return open_learner(tiny_model_path, run=run, **sections)
+
+    return open_run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,18 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.fsdp import FSDPModule
 
 from async_rl.config import (
     AlgorithmConfig,
-    CheckpointConfig,
     CriticConfig,
     EvalConfig,
     LoraConfig,
     ModelConfig,
-    RunConfig,
     TimeoutsConfig,
-    WeightSyncConfig,
 )
 from async_rl.errors import AsyncRLError, ConfigError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDue
@@ -37,7 +34,7 @@ from tests.kit.configs import learner_config
 from tests.kit.forked import start_ranks
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.checkpointed import state_at, train
-from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes
 from tests.kit.learner.updates import weights_of
 
 CPU = torch.device("cpu")
@@ -127,7 +124,8 @@ def test_a_checkpoint_of_a_gpu_is_resumed_on_a_cpu_and_the_other_way_round(
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: GPU_STATE)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append(state.clone()))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
+    pageable = StagingOptions(False, False, False, False)
+    monkeypatch.setattr("learner.checkpointing.StagingOptions", lambda **_: pageable)  # no CUDA is here to pin memory
     on = {kind: Checkpointer(updater.config, updater.optimizers, torch.device(kind)) for kind in ("cpu", "cuda")}
     drawn = {}
     for kind, checkpointer in on.items():
@@ -223,10 +221,10 @@ def test_other_ranks_that_split_rows_or_not_resume_to_the_same_weights(
 
 
 def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
-    every = {"checkpoint": CheckpointConfig(every_steps=2), "weight_sync": WeightSyncConfig(verify=False)}
-    list(open_learner(tiny_model_path, run=RunConfig(name="a", steps=5, dir=str(tmp_path)), **every).run())
+    every = {"checkpoint": {"every_steps": 2}, "weight_sync": {"verify": False}}
+    list(open_run(5, run={"name": "a"}, **every).run())
     weights = publisher.weights
     assert list(list_checkpoints(tmp_path / "a")) == [2, 4, 5]
     state = read_training_state(checkpoint_folder(tmp_path / "a", 2))
@@ -234,21 +232,16 @@ def test_a_resumed_learner_serves_its_version_first_and_trains_the_rest(
 
     publisher.calls.clear()
     (tmp_path / "a" / "config.lineage_0.yaml").touch()  # by async_rl/storage/resuming.py
-    run = RunConfig(name="a", steps=5, dir=str(tmp_path), resume=str(checkpoint_folder(tmp_path / "a", 2)))
     fake_buffer.calls = publisher.calls
-    reports = list(open_learner(tiny_model_path, run=run, **every).run())
+    reports = list(open_run(5, run={"name": "a", "resume": checkpoint_folder(tmp_path / "a", 2)}, **every).run())
     assert [(report.version, len(pushed_bytes(report))) for report in reports] == [(3, 2), (4, 1), (5, 1)]
     assert publisher.calls[:4] == [("connect", -1), ("push", 2), ("served", 2), ("take", 2)]
     assert all(torch.equal(weights[name], tensor) for name, tensor in publisher.weights.items())
     assert read_training_state(checkpoint_folder(tmp_path / "a", 4)).lineage == 1
 
 
-def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=50, dir=str(tmp_path)), checkpoint=CheckpointConfig(every_steps=0)
-    )
+def test_a_stopped_learner_ends_after_its_step_with_a_checkpoint(open_run: OpenRun, tmp_path: Path) -> None:
+    learner = open_run(50, checkpoint={"every_steps": 0})
     reports = []
     for report in learner.run():
         reports.append(report)
@@ -321,12 +314,11 @@ def until_it_raises(check: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (2, [2, 4, 6]), (4, [4])])
 def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None,
-    every: int, due: list[int],
+    open_run: OpenRun, tmp_path: Path, every: int, due: list[int]
 ) -> None:
     kept: dict[str, Any] = {
-        "checkpoint": CheckpointConfig(every_steps=2), "weight_sync": WeightSyncConfig(verify=False),
-        "eval": EvalConfig(every_steps=every, pin_version=every == 2),
+        "checkpoint": {"every_steps": 2}, "weight_sync": {"verify": False},
+        "eval": {"every_steps": every, "pin_version": every == 2},
     }
 
     def asked(learner: Learner) -> list[int]:
@@ -337,10 +329,9 @@ def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
                 learner.evaluations.schedule.ended()
         return found
 
-    run = RunConfig(name="a", steps=7, dir=str(tmp_path))
-    assert asked(open_learner(tiny_model_path, run=run, **kept)) == due
-    resumed = dataclasses.replace(run, resume=str(checkpoint_folder(tmp_path / "a", 4)))
-    assert asked(open_learner(tiny_model_path, run=resumed, **kept)) == [version for version in due if version >= 4]
+    assert asked(open_run(7, **kept)) == due
+    resumed = open_run(7, run={"resume": checkpoint_folder(tmp_path / "run", 4)}, **kept)
+    assert asked(resumed) == [version for version in due if version >= 4]
 
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:

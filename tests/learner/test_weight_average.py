@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.config import CheckpointConfig, ModelConfig, RunConfig
+from async_rl.config import ModelConfig
 from async_rl.config.check import SettingsError
 from async_rl.config.loading import dump_config
 from async_rl.messages.reports import TrainingEnded
@@ -19,7 +19,7 @@ from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
 from tests.kit.learner.checkpointed import train
-from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.fakes import FakePublisher, OpenRun
 from tests.kit.learner.updates import weights_of
 
 CPU = torch.device("cpu")
@@ -92,11 +92,11 @@ def test_of_several_optimizer_steps_with_a_batch_each_counts(tiny_model_path: Pa
 
 
 def test_the_last_push_the_saved_models_and_an_export_have_the_average(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, learner={"ema_decay": DECAY}, run=RunConfig(steps=4, dir=str(tmp_path)),
-        checkpoint=CheckpointConfig(every_steps=2, models_every_steps=2), model=ModelConfig(path=str(tiny_model_path)),
+    learner = open_run(
+        4, learner={"ema_decay": DECAY}, checkpoint={"every_steps": 2, "models_every_steps": 2},
+        model=ModelConfig(path=str(tiny_model_path)),
     )  # fmt: skip
     pushed = [publisher.weights for _ in learner.run()]
     history = [load_file(tiny_model_path / "model.safetensors"), *pushed[:3]]  # training samples with the weights
@@ -112,9 +112,9 @@ def test_the_last_push_the_saved_models_and_an_export_have_the_average(
 
 
 def test_a_run_whose_batches_end_early_also_ends_with_a_push_of_the_average(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(tiny_model_path, learner={"ema_decay": DECAY}, run=RunConfig(steps=9, dir=str(tmp_path)))
+    learner = open_run(9, learner={"ema_decay": DECAY})
     for report in learner.run():
         if report.version == 2 and not isinstance(report, TrainingEnded):
             sampled_with = publisher.weights

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FORMAT,
-    TrainingState,
     checkpoint_folder,
     find_checkpoint,
     lineage_of,
@@ -28,26 +26,17 @@ from async_rl.storage.checkpoints import (
     write_training_state,
 )
 from tests.kit.configs import make_config
-
-
-def make_state(version: int, **changes: Any) -> TrainingState:
-    fields: dict[str, Any] = {
-        "version": version, "lineage": 0, "ranks": 1, "networks": {"policy": {"steps": version}},
-        "kl_coef": 0.1, "buffer": {"live": [[1, 2, 3]]},
-    }
-    return TrainingState(**fields | changes)
+from tests.kit.runs import make_checkpoint, training_state
 
 
 def save(run_dir: Path, *versions: int) -> None:
     for version in versions:
-        folder = checkpoint_folder(run_dir, version)
-        folder.mkdir(parents=True)
-        write_training_state(folder, make_state(version))
+        make_checkpoint(run_dir, version)
 
 
 def test_a_training_state_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    save(tmp_path, 7)
-    assert read_training_state(checkpoint_folder(tmp_path, 7)) == make_state(7)
+    fields = {"networks": {"policy": {"steps": 7}}, "kl_coef": 0.1, "buffer": {"live": [[1, 2, 3]]}}
+    assert read_training_state(make_checkpoint(tmp_path, 7, **fields)) == training_state(7, **fields)
 
 
 def test_a_run_resumes_from_its_newest_complete_checkpoint_or_the_named_one(tmp_path: Path) -> None:
@@ -117,7 +106,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_newest_whole_one(
         folder.mkdir(parents=True)
         (folder / "__0_0.distcp").write_bytes(bytes(1000))
         (folder / ".metadata").write_bytes(bytes(10))
-        write_training_state(folder, make_state(version))
+        write_training_state(folder, training_state(version))
     damage(checkpoint_folder(tmp_path, 4) / name)
     cut_short(checkpoint_folder(tmp_path, 3) / "__0_0.distcp")
     for asked in (tmp_path, checkpoint_folder(tmp_path, 4)):

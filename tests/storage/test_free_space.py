@@ -16,12 +16,12 @@ from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.storage import free_space as disk
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.free_space import full_disk_named
 from async_rl.storage.run_dir import new_run_dir
 from learner.memory.optimizer_state import checkpoint_bytes
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
+from tests.kit.runs import make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,7 @@ def test_a_resumed_run_needs_space_for_the_checkpoints_that_it_lacks(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh = make_config(good, run={"dir": tmp_path / "far"}, checkpoint={"every_steps": 10})
-    folder = checkpoint_folder(fresh.run_dir, 10)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=10, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(folder, state)
+    make_checkpoint(fresh.run_dir, 10)
     resumed = changed(fresh, run={"resume": fresh.run_dir, "dir": tmp_path / "here"})
     saved = needed_bytes(fresh, monkeypatch) - needed_bytes(resumed, monkeypatch)
     assert saved == checkpoint_bytes(fresh), "one of three is there"

@@ -12,30 +12,22 @@ import pytest
 from async_rl.config import Config, LoraConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import (
-    TrainingState,
     check_newest,
     checkpoint_folder,
     find_checkpoint,
     list_checkpoints,
     model_folder,
-    write_training_state,
 )
 from async_rl.storage.resuming import config_file, undo_resume, write_config
 from async_rl.storage.run_dir import open_run_dir
 from tests.kit.configs import changed, make_config
+from tests.kit.runs import make_checkpoint
 
 
 def save_model(run_dir: Path, version: int, text: str) -> None:
     folder = model_folder(run_dir, version)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(text)
-
-
-def make_checkpoint(run_dir: Path, version: int, lineage: int = 0) -> None:
-    folder = checkpoint_folder(run_dir, version)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=lineage, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(folder, state)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 from async_rl.config import Config
 from async_rl.driver.run_log import RunLog
 from async_rl.messages.reports import EvaluationDone, TrainingEnded
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.telemetry.metrics import Metric, MetricsLogger
 from tests.kit.configs import changed, make_config
+from tests.kit.runs import make_checkpoint
 
 CONFIG = make_config(logging={"wandb": "disabled", "tensorboard": True})
 
@@ -38,11 +38,7 @@ def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
 
 def resumed(run_dir: Path, version: int) -> Config:
     """The config of a resume from a checkpoint of a version, which is made here."""
-    folder = checkpoint_folder(run_dir, version)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(folder, state)
-    return changed(CONFIG, run={"resume": str(folder)})
+    return changed(CONFIG, run={"resume": str(make_checkpoint(run_dir, version))})
 
 
 def test_the_event_files_hold_every_finite_metric_of_each_step(tmp_path: Path) -> None:
@@ -91,5 +87,3 @@ def test_a_resume_without_a_step_that_comes_to_the_end_of_the_run_is_written(tmp
     log.close()
     wanted = [("late/time/push_s", 3, 1.0), ("eval/accuracy", 3, 0.5), ("eval/reward", 3, 0.5)]
     assert [each for each in scalars(tmp_path / "run") if each in wanted] == wanted
-
-

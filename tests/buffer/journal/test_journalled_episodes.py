@@ -16,7 +16,6 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import Config
-from async_rl.storage.checkpoints import TrainingState
 from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
@@ -28,6 +27,7 @@ from tests.kit.configs import changed
 from tests.kit.documents import documented_queries
 from tests.kit.groups import assert_same
 from tests.kit.random_episodes import LIMITS, random_episodes
+from tests.kit.runs import training_state
 
 
 def with_episodes(folder: Path, **sizes: int) -> Config:
@@ -130,10 +130,7 @@ def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: P
         record_arrival(past, group, "trained" if group.group_id < 3 else "finished", LIMITS)
     past.commit({"version": 1})
     past.close()
-    saved = TrainingState(
-        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0,
-        buffer={"scalars": {"next_group_id": 5}, "live": [[3, 3, 0, -1], [4, 4, 0, -1]]},
-    )  # fmt: skip
+    saved = training_state(1, buffer={"scalars": {"next_group_id": 5}, "live": [[3, 3, 0, -1], [4, 4, 0, -1]]})
     config = journalled(tmp_path)
     journal = Journal(config.run_dir / FILE_NAME, keep_steps=-1)
     for _ in range(2):  # as after a crash between the import and the first commit

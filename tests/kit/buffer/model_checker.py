@@ -25,6 +25,7 @@ from buffer.store import Store
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
+from tests.kit.runs import training_state
 
 WORKERS = ("rollout/0", "rollout/1")
 EVERYTHING = 10**6
@@ -163,9 +164,7 @@ class ModelChecker:
     def save(self) -> None:
         """Make a checkpoint: the buffer's part, and what the checker itself has to remember with it."""
         plain = json.loads(json.dumps(buffer_checkpoint(self.store.state)))
-        saved = TrainingState(
-            version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain
-        )
+        saved = training_state(self.version, buffer=plain)
         known = pickle.dumps((self.starts, self.workers, self.uses, self.drops, self.first_version))
         self.checkpoints[self.version] = saved, known, self.journal_file if self.files else None
 

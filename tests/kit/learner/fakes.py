@@ -20,6 +20,10 @@ from learner.learner import Learner
 from tests.kit.configs import learner_config
 
 
+OpenRun = Callable[..., Learner]
+"""What the fixture `open_run` gives: open_run(steps, **sections)."""
+
+
 class FakeClient:
     """Hands out one random batch per version and writes down every call."""
 

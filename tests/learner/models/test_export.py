@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.checkpoints import write_training_state
 from async_rl.weights import disk as safetensors_io
 from learner.models.export import export
 from tests.kit.learner.exported import TOKENS, train_and_export
 from tests.kit.models import save_tiny_model
+from tests.kit.runs import make_checkpoint, training_state
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -66,11 +67,8 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_a_target_that_cannot_be_created_is_named(tmp_path: Path) -> None:
-    checkpoint = checkpoint_folder(tmp_path, 3)
-    checkpoint.mkdir(parents=True)
+    make_checkpoint(tmp_path, 3)
     (tmp_path / "file").touch()
-    state = TrainingState(version=3, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(checkpoint, state)
     for target in (Path("/proc/model"), tmp_path / "file" / "model"):
         with pytest.raises(ConfigError, match=str(target)):
             export(tmp_path, target)
@@ -80,8 +78,7 @@ def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp
     for version, name in ((5, "step_5"), (9, "step_9.lineage_0"), (10, "step_10.lineage_0")):
         checkpoint = tmp_path / "checkpoints" / name
         checkpoint.mkdir(parents=True)
-        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-        write_training_state(checkpoint, state)
+        write_training_state(checkpoint, training_state(version))
     (tmp_path / ".resuming").write_text("lineage_0 5")
     with pytest.raises(ConfigError, match=r"/\.resuming .* step_10\.lineage_0"):
         export(tmp_path, tmp_path / "out")

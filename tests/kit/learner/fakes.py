@@ -19,7 +19,6 @@ from async_rl.weights.publisher import PushReport, Tolerance
 from learner.learner import Learner
 from tests.kit.configs import learner_config
 
-
 OpenRun = Callable[..., Learner]
 """What the fixture `open_run` gives: open_run(steps, **sections)."""
 

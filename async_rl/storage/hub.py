@@ -41,8 +41,6 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.j
 """The files of a model's repository that are of use; those in its folders are not."""
 _NOT_OF_MODELS = ("*/*", "consolidated*")
 """Files of a repository that hold the same weights once more, in other formats."""
-_CLIENT_CLOSED = (RuntimeError, AttributeError)
-"""The errors in its other threads when one of huggingface_hub loses the connection, and closes the client of all."""
 _CARD = "README.md"
 
 
@@ -272,8 +270,13 @@ def _explained(repo: HubRepo) -> Iterator[None]:
         yield
     except (
         errors.LocalEntryNotFoundError, errors.RevisionResolutionError, errors.OfflineModeIsEnabled, TransportError,
-        *_CLIENT_CLOSED,
+        RuntimeError, AttributeError,
     ) as error:
+        # A thread of huggingface_hub that loses the connection closes the client of all: it is closed there, or None.
+        if isinstance(error, RuntimeError) and "closed" not in str(error):
+            raise
+        if isinstance(error, AttributeError) and error.obj is not None:
+            raise
         reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _first_line(error)
         raise NotInCacheError(
             f"{subject}: it is not whole in this host's cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} can't "

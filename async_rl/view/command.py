@@ -70,6 +70,7 @@ def shown(run_dir: Path) -> Iterator[None]:
             process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
         print(f"async-rl view {run_dir} shows the run again", flush=True)
 
 

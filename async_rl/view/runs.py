@@ -67,11 +67,13 @@ class RunFiles:
         return self._config[1]
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key of the configuration, or `default` where it is missing."""
+        """Return the value of a dotted key of the configuration, or `default`: if it is missing, or should be a number.
+        """
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        return default if value is None else value
+        is_odd = isinstance(default, int) and not isinstance(value, int | float)
+        return default if value is None or is_odd else value
 
     @property
     def texts(self) -> TokenTexts:
@@ -160,11 +162,11 @@ class Runs:
         if self.is_single:
             return {self.folder.resolve().name: self.folder}
         found = {}
-        for folder in sorted(path for path in (self.folder, *self.folder.iterdir()) if path.is_dir()):
+        for folder in [self.folder, *_folders_in(self.folder)]:
             if folder != self.folder and is_run(folder):
                 found[folder.name] = folder
-            elif (folder / "cells").is_dir():
-                cells = sorted(cell for cell in (folder / "cells").iterdir() if is_run(cell))
+            else:
+                cells = [cell for cell in _folders_in(folder / "cells") if is_run(cell)]
                 found |= {f"{folder.resolve().name}:{cell.name}": cell for cell in cells}
         return found
 
@@ -191,8 +193,16 @@ class Runs:
 
     def reports(self) -> dict[str, Path]:
         """Return the report of each sweep that has written one, by the sweep's name."""
-        sweeps = [self.folder, *(path for path in self.folder.iterdir() if path.is_dir())]
+        sweeps = [self.folder, *_folders_in(self.folder)]
         return {path.resolve().name: path / REPORT for path in sweeps if is_sweep(path) and (path / REPORT).is_file()}
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder; none if it was removed."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
 
 
 def is_run(folder: Path) -> bool:

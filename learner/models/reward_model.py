@@ -83,8 +83,7 @@ class RewardRows:
         """Return the messages such that the model's template shows all of them."""
         if messages[0]["role"] != "system" or self._takes_system:
             return messages
-        system, user, *others = messages
-        return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *others]
+        return [{"role": "user", "content": "\n\n".join(each["content"] for each in messages[:2])}, *messages[2:]]
 
     @cached_property
     def _takes_system(self) -> bool:

@@ -25,7 +25,7 @@ from reasoning_gym.dataset import ProceduralDataset
 from async_rl.errors import RewardError
 from rollout_server.question import Question
 from rollout_server.rewards.contract import RewardResult
-from rollout_server.rewards.math_checker import num_children
+from rollout_server.rewards.math_checker import IDLE_TIMEOUT_S, num_children
 from rollout_server.sandbox.bubblewrap import Bubblewrap, Ended, Interpreter, RunLimits
 
 CPU_S, WALL_S = 5.0, 10.0
@@ -115,8 +115,8 @@ class ReasoningGymScorer:
         if self._scores_here(question, answer):
             score: float | str | None = self._score_here(question, answer)
         else:
-            score = self.score_apart(question, answer)
-            if isinstance(score, str) and isinstance(why := self.score_apart(question, question.ground_truth), str):
+            score = self._score_apart(question, answer)
+            if isinstance(score, str) and isinstance(why := self._score_apart(question, question.ground_truth), str):
                 right = f"{question.ground_truth!r:.100}"
                 raise RewardError(f"the scorer of {question.source} can't read the right answer {right}: {why}")
         metrics = {"late": float(score is None)} if self.runs_answers else {}
@@ -143,7 +143,7 @@ class ReasoningGymScorer:
             self._dataset.score_answer(answer=question.ground_truth, entry=entry)
             return repr(error)
 
-    def score_apart(self, question: Question, answer: Any) -> float | str | None:
+    def _score_apart(self, question: Question, answer: Any) -> float | str | None:
         """Return the score that a process of its own gives an answer, or why it gives none; None: the answer is late.
 
         Nothing but a number from 0 to 1 is read of what comes from it: an answer that runs code there can forge that.
@@ -160,7 +160,10 @@ class ReasoningGymScorer:
         return score
 
     def _run(self, program: str, stdin: str = "") -> Ended:
-        interpreter = self._idle.get()
+        try:
+            interpreter = self._idle.get(timeout=IDLE_TIMEOUT_S)
+        except queue.Empty:
+            raise RewardError(f"an answer waited {IDLE_TIMEOUT_S:.0f} s for a sandbox of its scorer") from None
         try:
             limits = RunLimits(wall_s=WALL_S, cpu_s=CPU_S, memory_bytes=_MEMORY_BYTES)
             return interpreter.run(program, stdin, limits)

@@ -35,6 +35,17 @@ def test_pages_of_a_run_that_lacks_a_file_are_shown(run_dir: Path, missing: str)
     assert set(codes.values()) == {200}
 
 
+@pytest.mark.parametrize("shown", [".", "run"])
+def test_a_folder_that_is_removed_while_it_is_shown_is_no_failure_of_the_server(tmp_path: Path, shown: str) -> None:
+    make_run(tmp_path / "run")
+    client = Client(tmp_path / shown)
+    shutil.rmtree(tmp_path / "run")
+    if shown == ".":
+        tmp_path.rmdir()
+    pages = ("/", "/run/run/", "/run/run/groups", "/run/run/data/charts", "/run/run/data/changes")
+    assert {client.get(path).status_code for path in pages} <= {200, 302, 307, 404}
+
+
 def test_a_run_whose_journal_is_of_another_version_has_its_page(run_dir: Path) -> None:
     with contextlib.closing(sqlite3.connect(run_dir / FILE_NAME)) as database, database:
         database.execute("PRAGMA user_version = 99")

@@ -70,6 +70,13 @@ def test_progress_and_time_left_are_those_of_the_nearer_limit(
     assert run.time_left_s == pytest.approx(left_s)
 
 
+def test_a_limit_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", steps=12, note="running")
+    (run_dir / "config.yaml").write_text(yaml.safe_dump({"run": {"steps": "many", "seconds": [60]}}))
+    run = refreshed(run_dir)
+    assert run.progress == ("step 12", None) and run.time_left_s == 0
+
+
 def test_a_run_that_ended_says_why_it_ended_early_and_nothing_of_its_processes(run_dir: Path) -> None:
     run = refreshed(run_dir)
     assert (run.state.name, run.state.text, run.state.processes, run.time_left_s) == ("ended", "", (), None)

@@ -27,6 +27,7 @@ class FakeJudge:
     def __init__(self, answer: Answer, latency_s: float = 0.0) -> None:
         self.answer = answer
         self.latency_s = latency_s
+        self.model = "judge-7b"
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.most_at_once = 0
@@ -52,7 +53,7 @@ class FakeJudge:
             await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "judge-7b"}]})
+        return web.json_response({"data": [{"id": self.model}]})
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()

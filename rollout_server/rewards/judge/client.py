@@ -10,17 +10,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 from aiolimiter import AsyncLimiter
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAioHttpClient
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, RewardError
@@ -46,22 +46,34 @@ class JudgeReply:
     """requests, retries, prompt_tokens, completion_tokens, and limited_s, the seconds that the rate limit took."""
 
 
+class _RefusedError(Exception):
+    """A reply with an HTTP status of 400 or more."""
+
+    def __init__(self, status: int, text: str, retry_after: str) -> None:
+        super().__init__(f"HTTP {status}: {text[:300]}")
+        self.status = status
+        self.wanted_s = 0.0
+        """The seconds of a Retry-After header; 0 if it has none, or a date."""
+        with suppress(ValueError):
+            self.wanted_s = float(retry_after)
+
+
 class JudgeClient:
     """Asks the endpoints of `judge` in one event loop, at most judge.concurrency requests at a time.
 
     Args:
-        endpoints: [address] its client.
+        session: sends requests with the key.
         per_minute: the most requests in a minute; 0: no limit.
     """
 
-    def __init__(self, config: Config, endpoints: Mapping[str, AsyncOpenAI], per_minute: float) -> None:
+    def __init__(self, config: Config, session: aiohttp.ClientSession, per_minute: float) -> None:
         self._judge = config.judge
-        self._endpoints = endpoints
+        self._session = session
         self._rate = AsyncLimiter(1, 60 / per_minute) if per_minute else None
         self._places = asyncio.Semaphore(config.judge.concurrency)
         self._models: dict[str, str] = {}
         """[address] the first model that it lists."""
-        self._open = Counter(dict.fromkeys(endpoints, 0))
+        self._open = Counter(dict.fromkeys(config.judge.urls, 0))
         """[address] the requests that are under way."""
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
@@ -71,7 +83,7 @@ class JudgeClient:
         """
         patience_s, clock = self._judge.patience_s, asyncio.get_running_loop().time
         deadline_s: float | None = None
-        problem, failed, pause_s = "", "", FIRST_PAUSE_S
+        problem, failed, pause_s, has_forgotten = "", "", FIRST_PAUSE_S, False
         counts = {"requests": 0.0, "retries": 0.0, "limited_s": 0.0}
         while deadline_s is None or clock() < deadline_s:
             wanted_s = 0.0
@@ -81,23 +93,24 @@ class JudgeClient:
                     async with self._places:
                         url = min(set(self._open) - {failed} or self._open, key=self._open.__getitem__)
                         counts |= {"retries": counts["requests"], "requests": counts["requests"] + 1}
-                        async with asyncio.timeout(self._judge.timeout_s):  # httpx only limits each read
+                        async with asyncio.timeout(self._judge.timeout_s):
                             answered = await self._post(url, body)
                 return _read(answered, counts)
             except TimeoutError:
                 if patience.expired():
                     break
                 problem = f"no whole reply in {self._judge.timeout_s:g} s (judge.timeout_s)"
-            except APIStatusError as error:
-                problem, status = f"HTTP {error.status_code}: {error.response.text[:300]}", error.status_code
-                if status in _HOPELESS:
+            except _RefusedError as error:
+                problem, status, wanted_s = str(error), error.status, error.wanted_s
+                if status == 404 and not has_forgotten and self._models.pop(url, ""):
+                    has_forgotten = True  # it may have started again with another model
+                elif status in _HOPELESS:
                     key = "judge.api_key_variable" if status in (401, 403) else "judge.urls and judge.model"
                     raise RewardError(f"the judge at {url} refuses all requests, see {key}: {problem}") from None
-                if status < 500 and status not in _PASSING:
+                elif status < 500 and status not in _PASSING:
                     return JudgeReply(reason=f"the judge refused the request: {problem}", counts=counts)
-                wanted_s = _retry_after_s(error.response)
-            except (APIConnectionError, ValueError) as error:  # a ValueError: no JSON, such as the page of a gateway
-                problem = f"{type(error).__name__}: {error.__cause__ or error}"
+            except (aiohttp.ClientError, OSError, ValueError) as error:  # a ValueError: no JSON, as a gateway's page
+                problem = f"{type(error).__name__}: {error}"
             problem, failed = f"{url}: {problem}", url
             deadline_s = deadline_s or clock() + patience_s
             pause = max(wanted_s, pause_s * random.uniform(0.5, 1.5))
@@ -116,24 +129,28 @@ class JudgeClient:
         return clock() - began_s
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """Return the JSON of one reply. It is read without openai's types, which take longer than the request."""
-        client = self._endpoints[url]
+        """Return the JSON of one reply."""
         self._open[url] += 1
         try:
             model = self._judge.model or self._models.get(url) or await self._first_model(url)
-            whole = {"model": model, **body}
-            response = await client.post("/chat/completions", cast_to=httpx.Response, body=whole)
-            return response.json()
+            return await self._send("POST", f"{url.rstrip('/')}/chat/completions", {"model": model, **body})
         finally:
             self._open[url] -= 1
 
     async def _first_model(self, url: str) -> str:
-        listed = (await self._endpoints[url].get("/models", cast_to=httpx.Response)).json()
+        listed = await self._send("GET", f"{url.rstrip('/')}/models")
         try:
             self._models[url] = str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise RewardError(f"the judge at {url}/models lists no model: set judge.model") from None
         return self._models[url]
+
+    async def _send(self, method: str, address: str, body: Mapping[str, Any] | None = None) -> Any:
+        async with self._session.request(method, address, json=body) as response:
+            text = await response.text(errors="replace")
+            if response.status >= 400:
+                raise _RefusedError(response.status, text, response.headers.get("Retry-After", "0"))
+            return json.loads(text)
 
 
 @asynccontextmanager
@@ -148,18 +165,14 @@ async def open_client(config: Config, per_minute: float) -> AsyncIterator[JudgeC
             f"judge.urls must name an endpoint, got none; only `async-rl train` starts servers of judge.path "
             f"{judge.path!r}"
         )
-    key = api_key(config.network) if judge.path else os.environ.get(variable) if variable else "none"
+    key = api_key(config.network) if judge.path else os.environ.get(variable, "")
     if variable and not key:
         raise ConfigError(f"judge.api_key_variable: the variable {variable} is not set where the rollout workers run")
-    async with DefaultAioHttpClient(
-        limits=httpx.Limits(max_connections=judge.concurrency), trust_env=not judge.path  # own servers need no proxy
-    ) as http:
-        yield JudgeClient(config, {
-            url: AsyncOpenAI(
-                base_url=url, api_key=key or "none", timeout=judge.timeout_s, max_retries=0, http_client=http
-            )
-            for url in judge.urls
-        }, per_minute)  # fmt: skip
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=judge.concurrency), timeout=aiohttp.ClientTimeout(),
+        headers={"Authorization": f"Bearer {key}"} if key else {}, trust_env=not judge.path,
+    ) as session:
+        yield JudgeClient(config, session, per_minute)
 
 
 def _read(answered: Any, counts: dict[str, float]) -> JudgeReply:
@@ -173,11 +186,3 @@ def _read(answered: Any, counts: dict[str, float]) -> JudgeReply:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return JudgeReply(reason=f"the judge's reply has no text: {str(answered)[:200]}", counts=counts)
     return JudgeReply(text, is_cut_off=choice.get("finish_reason") == "length", counts=counts)
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """Return the seconds of a Retry-After header; 0 if it has none, or a date."""
-    try:
-        return float(response.headers.get("Retry-After", 0))
-    except ValueError:
-        return 0.0

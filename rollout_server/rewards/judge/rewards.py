@@ -291,7 +291,7 @@ def _opens(method: str) -> Callable[..., AbstractAsyncContextManager[Score]]:
 
     @asynccontextmanager
     async def open_judge(config: Config, settings: AskingSettings) -> AsyncIterator[Score]:
-        from rollout_server.rewards.judge.client import open_client  # imports openai, which takes a second
+        from rollout_server.rewards.judge.client import open_client  # imports aiohttp
 
         async with open_client(config, share_of_rate(config)) as client:
             yield getattr(Judge(client, settings), method)

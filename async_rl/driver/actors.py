@@ -24,7 +24,9 @@ from async_rl.config.check import check
 from async_rl.cores import threads_per_process
 from async_rl.driver.entering import Origin, enter
 from async_rl.driver.gpu_driver import checked_gpu_bytes
-from async_rl.driver.memory import plan_elsewhere
+from async_rl.driver.memory import plan_memory
+from async_rl.driver.placement import servers_per_gpu
+from async_rl.driver.resources import host_demands
 from async_rl.errors import ConfigError
 from async_rl.messages.reports import EvaluationDone, LearnerReport, WorkerReport
 from async_rl.network.ports import open_listener
@@ -238,10 +240,12 @@ class LearnerActor:
             server_bytes: 0: no GPU of a server is known, and their memory is not checked.
         """
         config = located(self._config)
-        plan = plan_elsewhere(config, rank_bytes, gpus_there, is_placed=True)
+        share = config.rollout.mem_fraction * servers_per_gpu(host_demands(config, gpus_there))  # see resolve_placement
+        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, mem_fraction=share))
+        plan = plan_memory(config, gpus_there, rank_bytes)
         if server_bytes:
             same = server_bytes == rank_bytes
-            of_servers = plan if same else plan_elsewhere(config, server_bytes, gpus_there, is_placed=True)
+            of_servers = plan if same else plan_memory(config, gpus_there, server_bytes)
             of_servers.check_servers()
         return plan.check_ranks()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from math import inf
 
 from async_rl.config import Config
-from async_rl.config.loading import dump_config, load_config
+from async_rl.config.changed_settings import changed_settings
+from async_rl.config.loading import dump_config
 from async_rl.config.yaml_text import read_yaml
-from async_rl.driver.memory import UNKNOWN_SIZE, plan_dry_run
+from async_rl.driver.memory import UNKNOWN_SIZE, plan_here, plan_memory
 from async_rl.driver.placement import explain, find_hosts, runs_here
 from async_rl.driver.preflight import check_inputs, check_names, task_of
 from async_rl.errors import ConfigError
@@ -34,8 +35,13 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
     task = task_of(config)
     cautions = check_inputs(config, task)
     hosts = find_hosts(config)
-    plan = plan_dry_run(config, gpu_gb, sum(host.gpus for host in hosts))
-    cautions += plan.check() if plan and gpu_gb else []  # check_inputs has compared a plan with this host
+    if runs_here(config):
+        if gpu_gb:
+            raise ConfigError("--gpu-gb is for runs over several hosts: this one is on this host, which is measured")
+        plan = plan_here(config)  # which check_inputs has checked
+    else:
+        plan = plan_memory(config, sum(host.gpus for host in hosts) or inf, round(1e9 * gpu_gb)) if gpu_gb else None
+        cautions += plan.check() if plan else []
     placement, prompts = config.placement, task().num_prompts
     derived = {
         "epochs of the training prompts, at least":
@@ -65,31 +71,3 @@ def dry_run(config: Config, check: Callable[[], None] = lambda: None, gpu_gb: fl
         if lines:
             text += f"\n# {title}\n" + "".join(f"# {line}\n" for line in lines)
     return text
-
-
-def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the settings of a configuration that differ from the defaults of its preset, as (key, value, default).
-
-    `...` stands for a missing default: the key is required, or another version of this program wrote it.
-    """
-    algorithm = config.get("algorithm")
-    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
-    fixed = ["model.path=none", "task.name=reasoning_gym/none"]
-    try:
-        text = dump_config(load_config(None, [*fixed, *([f"algorithm.preset={preset}"] if preset else [])]))
-    except ConfigError:
-        text = dump_config(load_config(None, fixed))
-    defaults = dict(_leaves(read_yaml(text)[0]))
-    required = {"model.path", "task.name"}
-    found = [(key, value, ... if key in required else defaults.get(key, ...)) for key, value in _leaves(config)]
-    is_set = [key not in required or value for key, value, _ in found]  # task.env and task.agent take no task.name
-    return [each for each, counts in zip(found, is_set, strict=True) if counts and each[1] != each[2]]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of each value in nested mappings."""
-    found: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        is_section = isinstance(value, Mapping) and value
-        found += _leaves(value, f"{prefix}{name}.") if is_section else [(f"{prefix}{name}", value)]
-    return found

@@ -131,7 +131,6 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
         add(key, path, partial(check_role_folder, key, path))
     if judge := config.judge.path:
         add("judge.path", judge, lambda: _check_judge(config), everywhere=True)
-    add("disk", f"room in {config.run.dir}", lambda: _check_disk(config), MODEL)
     if config.placement.num_nodes == 1:  # else Ray knows the hosts' addresses
         add("network.host", host, lambda: check_addresses(config))
     if config.network.ports:
@@ -147,8 +146,9 @@ def input_checks(config: Config, task: Callable[[], Task] | None = None) -> list
     for key, path in {"model.path": model, **roles}.items():
         needs = (MODEL, key) if key in roles else (MODEL,)
         add(f"{key} loads", path, partial(_check_loading, key, path, loading), *needs)
+    loads = [f"{key} loads" for key in ("model.path", *roles)]
+    add("disk", f"room in {config.run.dir}", lambda: _check_disk(config), *loads)
     if runs_here(config):
-        loads = [f"{key} loads" for key in ("model.path", *roles)]
         add("memory of the run", "learner, servers", lambda: check_memory(config), *loads)
     if (top_p := config.rollout.top_p) < 1:
         biased = "samples from a narrowed distribution while the behaviour logprobs are those of the full one"
@@ -237,7 +237,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_disk(config: Config) -> None:
-    from learner.memory.optimizer_state import checkpoint_bytes
+    from learner.memory.networks import checkpoint_bytes
 
     check_disk(config, checkpoint_bytes(config))
 

@@ -84,7 +84,7 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     """
     placement = config.placement
     learner, rollout = placement.learner, placement.rollout
-    with_learner, per_rank = rollout.nodes == 0, _gpus_per_rank(config, gpus_there)
+    with_learner, per_rank = rollout.nodes == 0, gpus_per_rank(config, gpus_there)
     of_policy = 0.0 if config.rollout.server_url else per_rank * rollout.tp
     pools = {
         "rollout": (rollout.servers, of_policy), "eval": (placement.eval.servers, of_policy),
@@ -104,7 +104,7 @@ def host_demands(config: Config, gpus_there: float = 0.0) -> list[HostDemand]:
     return result
 
 
-def _gpus_per_rank(config: Config, gpus_there: float) -> float:
+def gpus_per_rank(config: Config, gpus_there: float) -> float:
     """Return the number of GPUs, 1 or less, of each learner rank and of each of a server's tp ranks; 0 on the CPU.
 
     ConfigError: there are some GPUs, but too few for the processes.

@@ -31,8 +31,9 @@ def check_disk(config: Config, checkpoint_bytes: int) -> None:
     key = "run.resume" if config.run.resume else "run.dir"
     folder = run_dir_of(find_checkpoint(config.run.resume)) if config.run.resume else config.run_dir
     parent = existing_parent(folder)
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(f"{key}: no permission to write in {parent}, got {folder}. Choose another folder")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = "no permission to write in" if parent.is_dir() else "this is no folder:"
+        raise ConfigError(f"{key}: {why} {parent}, got {folder}. Choose another folder")
     free_bytes, needed_bytes = shutil.disk_usage(parent).free, run_bytes(config, checkpoint_bytes)
     if free_bytes < needed_bytes:
         raise ConfigError(
@@ -77,9 +78,9 @@ def full_disk_named(run_dir: Path) -> Iterator[None]:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the nearest existing folder among `path` and its parents."""
+    """Return the nearest one of `path` and its parents that exists."""
     absolute = path.absolute()
-    return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
+    return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
 
 
 def _num_checkpoints(config: Config) -> int:

@@ -1,9 +1,9 @@
 """Adds up what a network needs for one micro-batch at each moment of the backward pass that may be the fullest.
 
-    logits       the output head: all activations are there, logits, and the gradient of the head
-    last block   where the backward pass of the blocks begins: all activations, and what a block's pass makes
-    first block  where it ends: the activations of one block, and the gradients of all others
-    embedding    the gradients of embeddings and of what else is no block, until they are split over the ranks
+    logits       the output head: all activations, logits, and the gradient of the head
+    last block   the first of the backward pass: all activations, and what the pass of a block makes
+    first block  the last of the backward pass: the activations of one block, and the gradients of all others
+    embedding    the gradients of embeddings and of all that is no block, until they are split over the ranks
 
 FSDP2 shards each block by itself and all the rest, the root, together: the root is gathered in the whole pass, and its
 gradients are split when the pass is over. With learner.sequence_parallel embeddings and head are units of their own:
@@ -23,9 +23,9 @@ from learner.models import token_scores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """The memory of one network's backward pass over a micro-batch on one rank, in bytes.
+    """The bytes of one network's backward pass over a micro-batch on one rank.
 
-    Weights as they are held, optimizer state and what belongs to other networks are not counted.
+    Weights as they are held, optimizer state and other networks are not counted.
     """
 
     network: NetworkSizes
@@ -33,14 +33,14 @@ class Moments:
     rows: int
     """The rows of a micro-batch of full length."""
     tokens: int
-    """The tokens of it that this rank has."""
+    """This rank's tokens of the micro-batch."""
     device_type: str
     itemsize: int
     """The bytes of a number of the compute type."""
     split: int
-    """Over how many ranks weights are split."""
+    """The number of ranks that weights are split over."""
     slices: int
-    """Over how many of them a row, the output head and the embeddings are split."""
+    """The number of these ranks that a row, the output head and the embeddings are split over."""
     is_first: bool
     """Whether there are no gradients of earlier micro-batches."""
     keeps_gradients: bool
@@ -54,7 +54,7 @@ class Moments:
     @property
     def root(self) -> int:
         """The bytes of weights that a forward pass leaves gathered."""
-        return self._rest("last block") if self.slices == 1 or not self.network.is_tied else 0
+        return self._rest("last block") if self._waits else 0
 
     @property
     def gathered(self) -> int:
@@ -65,8 +65,8 @@ class Moments:
     def scores(self) -> int:
         """Logits and the gradient of the head; see token_scores.py and split_vocabulary.py.
 
-        A chunk's part of that gradient, where it is added to a sum, comes when nothing but the gradient of the logits,
-        in the compute type, is left of them.
+        If a chunk's part of that gradient is added to a sum, it comes when only the gradient of the logits, in the
+        compute type, is left of them.
         """
         network, size = self.network, self.itemsize
         if not network.has.head:
@@ -80,16 +80,22 @@ class Moments:
 
     def at_each(self) -> dict[str, float]:
         """Return the bytes at each moment."""
-        network = self.network
-        of_block = self.rows * (self.passes.peak - self.passes.kept) + self._unsplit(network.trains.block)
+        network, trains = self.network, self.network.trains
+        of_block = self.rows * (self.passes.peak - self.passes.kept) + self._unsplit(trains.block)
         if self._waits:  # the gradient of the head, whole, until the pass is over
-            of_block += self.itemsize * network.trains.head // self.slices
-        loss = {
-            "logits": self.kept + self.scores, "last block": self.kept + of_block,
-            "first block": self.kept / max(1, network.layers) + of_block, "embedding": self._embedding,
+            of_block += self.itemsize * trains.head // self.slices
+        head, blocks = 0 if self._waits else trains.head, trains.all - trains.rest
+        moments = {  # what only the pass makes, and numbers of the gradients that are split already
+            "logits": (self.kept + self.scores + self._rest("logits"), 0),
+            "last block": (self.kept + of_block + self._rest("last block"), head),
+            "first block": (self.kept / max(1, network.layers) + of_block + self._rest("first block"), head + blocks),
+            "embedding": (self._embedding, head + blocks),
         }
-        rest = {name: 0 if name == "embedding" else self._rest(name) for name in loss}
-        return {name: size + self._blocks + rest[name] + self._gradients(name) for name, size in loss.items()}
+        return {
+            name: size + self._blocks
+            + MASTER_BYTES * ((split if self.is_first else trains.all) if self.keeps_gradients else 0) // self.split
+            for name, (size, split) in moments.items()
+        }
 
     @property
     def _waits(self) -> bool:
@@ -112,19 +118,6 @@ class Moments:
         elif moment == "logits":
             numbers += has.head // self.slices
         return self.itemsize * numbers
-
-    def _gradients(self, moment: str) -> int:
-        """Return the gradients that are split over the ranks already."""
-        trains, numbers = self.network.trains, 0
-        if not self.keeps_gradients:
-            return 0
-        if not self.is_first:
-            return MASTER_BYTES * trains.all // self.split
-        if moment != "logits" and not self._waits:
-            numbers += trains.head
-        if moment in ("first block", "embedding"):
-            numbers += trains.all - trains.rest
-        return MASTER_BYTES * numbers // self.split
 
     @property
     def _embedding(self) -> int:

@@ -11,14 +11,14 @@ from torch import Tensor
 from async_rl.config import Config
 from async_rl.storage.model_loading import load_without_weights
 from learner.algorithms.objective import Objective
-from learner.memory.optimizer_state import state_bytes
+from learner.memory.optimizer_state import MASTER_BYTES, state_bytes
 from learner.models.frozen import freeze
 from learner.models.lora import add_adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How many parameters a network has, or how many of them are trained; with adapters only these are."""
+    """The numbers of a network's parameters, or of those that are trained; with adapters only these are."""
 
     all: int
     rest: int
@@ -32,21 +32,28 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSizes:
-    """The sizes of a network of the learner, with its role."""
+    """The sizes of a network of the learner."""
 
     role: str
     config: Any
     has: Counts
     trains: Counts
     base: int
-    """How many parameters it has without adapters."""
+    """The number of its parameters without adapters."""
     state: int
-    """The bytes that the optimizer keeps for those that are trained."""
+    """The bytes that the optimizer keeps for the trained parameters."""
+    average: int
+    """The bytes of the moving average of its weights (learner.ema_decay)."""
     largest: int
-    """How many the largest tensor has."""
+    """The numbers of the largest tensor."""
     is_tied: bool
     """Whether the output head is the embeddings."""
     layers: int
+
+    @property
+    def saved(self) -> int:
+        """The bytes of a checkpoint of it."""
+        return MASTER_BYTES * self.trains.all + self.state + self.average
 
 
 def networks_of(config: Config) -> list[NetworkSizes]:
@@ -56,14 +63,23 @@ def networks_of(config: Config) -> list[NetworkSizes]:
         ConfigError: a model can't be loaded.
     """
     objective, model = Objective(config), config.model
-    networks = [_network("policy", "model.path", model.path, config)]
+    paths = {"policy": ("model.path", model.path)}
     if objective.advantage.needs_critic:
-        networks.append(_network("critic", "critic.path", config.critic.path or model.path, config))
+        paths["critic"] = ("critic.path", config.critic.path or model.path)
     if objective.needs_reference and (not model.lora.rank or config.reference.path):
-        networks.append(_network("reference", "reference.path", config.reference.path or model.path, config))
+        paths["reference"] = ("reference.path", config.reference.path or model.path)
     if config.reward_model.path:
-        networks.append(_network("reward model", "reward_model.path", config.reward_model.path, config))
-    return networks
+        paths["reward model"] = ("reward_model.path", config.reward_model.path)
+    return [_network(role, key, path, config) for role, (key, path) in paths.items()]
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of a checkpoint: trained weights in float32, the optimizer's tensors for them, and the average.
+
+    Raises:
+        ConfigError: a model can't be loaded.
+    """
+    return sum(network.saved for network in networks_of(config) if network.trains.all)
 
 
 def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
@@ -91,9 +107,11 @@ def _network(role: str, key: str, path: str, config: Config) -> NetworkSizes:
             block=max(map(count, blocks), default=0), head=count(of_head), embeddings=count([embeddings.weight]),
         )
 
+    has_average, trains = role == "policy" and config.learner.ema_decay, counts(True)
     return NetworkSizes(
-        role=role, config=lm.config, has=counts(False), trains=counts(True), base=base, layers=len(blocks),
+        role=role, config=lm.config, has=counts(False), trains=trains, base=base, layers=len(blocks),
         state=state_bytes(config.learner, [parameter.shape for parameter in parameters if parameter.requires_grad]),
+        average=MASTER_BYTES * trains.all if has_average else 0,
         largest=max(parameter.numel() for parameter in parameters),
         is_tied=bool(of_head) and head.weight is embeddings.weight,
     )

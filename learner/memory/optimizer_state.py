@@ -1,7 +1,7 @@
-"""Measures how much an optimizer keeps for the weights that it trains, in memory and in a checkpoint.
+"""Measures how many bytes an optimizer keeps for the weights that it trains.
 
 No optimizer says so itself: AdamW keeps two numbers for each weight, SGD none, Adafactor one for each row and column.
-So one with small weights takes a step, and the sizes of the tensors that it keeps are compared with theirs.
+So the optimizer takes a step with small weights, and the tensors that it keeps are compared with these.
 """
 
 from __future__ import annotations
@@ -9,26 +9,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from async_rl.config import Config, LearnerConfig
-from async_rl.storage.model_folder import weight_shapes
+from async_rl.config import LearnerConfig
 from learner.optimizer_choice import open_optimizer, some_lr
 
 MASTER_BYTES = 4
 """The bytes of a weight that is trained, in float32; its gradient has as many."""
-ADAMW_BYTES = 8
-"""The bytes of AdamW's two moments of a weight."""
 _SIZES = (320, 192, 12, 5, 3)
-"""The sizes of a small weight's dimensions, all different, so that the optimizer's tensors can be told apart by theirs.
+"""The sizes of a small weight's dimensions: all different, so that each can be recognised in the optimizer's tensors.
 """
 _TABLE = (20_000, 64)
-"""The small form of a matrix with so many rows or more, as embeddings are: some optimizers tell these by their size."""
+"""The small form of a matrix with this many rows or more: some optimizers recognise embeddings by their rows."""
 
 Shape = tuple[int, ...]
 
@@ -36,7 +31,7 @@ Shape = tuple[int, ...]
 def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
     """Return the bytes of the tensors that learner.optimizer keeps for weights of these shapes.
 
-    An optimizer that takes no step on this host, because it needs a GPU, say, is counted as AdamW.
+    An optimizer that takes no step on this host, for example because it needs a GPU, is counted as AdamW.
 
     Raises:
         ConfigError: the optimizer can't be made.
@@ -51,8 +46,8 @@ def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
         weight.grad = torch.ones_like(weight)
     try:
         optimizer.step()
-    except Exception:  # whatever an optimizer raises; learner/optimizer_choice.py tries it with the run's own weights
-        return ADAMW_BYTES * sum(count * math.prod(shape) for shape, count in counts.items())
+    except Exception:  # of any type; learner/optimizer_choice.py tries it with the run's own weights
+        return 2 * MASTER_BYTES * sum(count * math.prod(shape) for shape, count in counts.items())
     total = 0.0
     for shape, count in counts.items():
         kept = [tensor for value in optimizer.state[weights[small[shape]]].values() for tensor in _tensors(value)]
@@ -60,28 +55,7 @@ def state_bytes(config: LearnerConfig, shapes: Iterable[Sequence[int]]) -> int:
     return round(total)
 
 
-def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: trained weights in float32, the optimizer's tensors for them, and the average.
-
-    Only headers of weight files are read. With adapters it is an upper bound, because not every matrix has one.
-    """
-    shapes = _shapes(config.model.path)
-    if rank := config.model.lora.rank:
-        matrices = [shape for shape in shapes.values() if len(shape) == 2]
-        trained: list[Shape] = [part for out, into in matrices for part in ((rank, into), (out, rank))]
-    else:
-        frozen = config.model.frozen
-        trained = [
-            shape for name, shape in shapes.items() if not any(fnmatchcase(name, pattern) for pattern in frozen)
-        ]
-    average = MASTER_BYTES * sum(map(math.prod, trained)) if config.learner.ema_decay else 0
-    if config.algorithm.advantage_entry.needs_critic:
-        trained += _shapes(config.critic.path or config.model.path).values()
-    return MASTER_BYTES * sum(map(math.prod, trained)) + average + state_bytes(config.learner, trained)
-
-
 def _small(shape: Shape) -> Shape:
-    """Return the shape of the small weight that stands for one of `shape`."""
     return _TABLE if len(shape) == 2 and shape[0] >= _TABLE[0] else _SIZES[: len(shape)]
 
 
@@ -97,13 +71,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _scaled_bytes(tensor: Tensor, small: Shape, shape: Shape) -> float:
-    """Return the bytes that a tensor, kept for a weight of the shape `small`, has for one of `shape`."""
+    """Return the bytes for a weight of `shape` of a tensor that is kept for a weight of the shape `small`."""
     own = [] if tensor.numel() == math.prod(small) else [small.index(size) for size in tensor.shape if size in small]
-    dims = own or range(len(shape))  # what has a size of its own grows with the weight, as scales of blocks do
+    dims = own or range(len(shape))  # a tensor of other sizes, such as scales of blocks, grows with the whole weight
     return tensor.nbytes * math.prod(shape[dim] / small[dim] for dim in dims)
-
-
-def _shapes(folder: str) -> dict[str, Shape]:
-    """Return {name: shape} of a model's tensors; {} if there is no such folder, which other checks report."""
-    found = weight_shapes(Path(folder)) if Path(folder).is_dir() else {}
-    return {name: tuple(shape) for name, shape in found.items()}

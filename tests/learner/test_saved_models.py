@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.learner.fakes import OpenRun
+from async_rl.config import CheckpointConfig, RunConfig
+from tests.kit.learner.fakes import FakePublisher, open_learner
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -16,10 +17,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_folder_on_the_way_is_the_model_of_a_run_that_ends_there(
-    open_run: OpenRun, tmp_path: Path
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
 ) -> None:
     for name, steps, every_steps in (("long", 5, 2), ("short", 2, 0)):
-        learner = open_run(steps, run={"name": name}, checkpoint={"models_every_steps": every_steps})
+        run = RunConfig(name=name, steps=steps, dir=str(tmp_path))
+        learner = open_learner(tiny_model_path, run=run, checkpoint=CheckpointConfig(models_every_steps=every_steps))
         assert [report.version for report in learner.run()] == list(range(1, steps + 1))
     models = tmp_path / "long" / "models"
     assert {folder.name for folder in models.iterdir()} == {"step_2", "step_4"}

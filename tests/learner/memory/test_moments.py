@@ -26,6 +26,7 @@ def sizes(is_tied: bool = False, trains: Counts | None = None) -> NetworkSizes:
     has = Counts(all=rest + LAYERS * BLOCK, rest=rest, block=BLOCK, head=TABLE, embeddings=TABLE)
     return NetworkSizes(
         role="policy", config=SimpleNamespace(vocab_size=VOCAB), has=has, trains=trains or has, base=has.all, state=0,
+        average=0,
         largest=TABLE, is_tied=is_tied, layers=LAYERS,
     )
 

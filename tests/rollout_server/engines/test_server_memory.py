@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.driver.memory import GIB, MemoryPlan
+from async_rl.driver.memory import plan_memory
+from learner.memory.plan import GIB
 from tests.kit.engines.servers import SGLangServer
 from tests.kit.models import load_model
 
@@ -12,7 +13,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 
 def test_the_kv_cache_of_a_server_takes_what_the_plan_says(sglang_server: SGLangServer) -> None:
-    plan = MemoryPlan(sglang_server.config, gpus=0, gpu_bytes=0, host_bytes=64 * GIB)
+    plan = plan_memory(sglang_server.config, 0, 64 * GIB)
     (state,) = sglang_server.admin.server_info()["internal_states"]
     held = state["memory_usage"]
     assert held["token_capacity"] == pytest.approx(plan.kv_tokens, rel=0.02)  # a few more for each answer

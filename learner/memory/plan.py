@@ -1,0 +1,236 @@
+"""Plans the memory of learner ranks and servers: their room, a table before the start, and advice if they don't fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
+
+GIB = 2**30
+IN_TURNS_BYTES = 5 * GIB
+"""GPU memory of a server that has released weights and KV cache, such as CUDA graphs. An estimate."""
+GRAPHS_BYTES = 2 * GIB
+"""GPU memory of a server beside its share from its start on: CUDA context and graphs. An estimate."""
+PROCESS_BYTES = GIB // 2
+"""CPU memory of a process without weights: the interpreter and its libraries."""
+_MOST_REPLIES, _PREFILL_TOKENS = 1024, 8192
+"""The engines' largest batches, of replies and of prompts."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def batch_bytes(config: Config, model: Any) -> int:
+    """Return what a server takes of a GPU only for its fullest batch, given the text part of the model's config.
+
+    Logits in float32, their softmax, its logarithm and a bfloat16 product: 14 bytes a reply and word. Or gate, up and
+    their product of a batch of prompts, in bfloat16.
+    """
+    replies = min(config.max_running_replies, _MOST_REPLIES)
+    prompts = 6 * _PREFILL_TOKENS * int(getattr(model, "intermediate_size", 0) or 4 * model.hidden_size)
+    return max(14 * replies * int(model.vocab_size), prompts // config.placement.rollout.tp)
+
+
+def host_bytes() -> int:
+    """Return the memory of this host, or of the container that this process runs in."""
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    total = psutil.virtual_memory().total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_room(config: Config, device: torch.device) -> int:
+    """Return the bytes that a rank that is about to load its models may use on `device`. Its servers are up already.
+
+    If other processes hold much of a GPU, they are servers that generate at the same time: their fullest batch is to
+    come.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if config.shares_gpus:
+            return total - IN_TURNS_BYTES
+        if total - free < config.rollout.mem_fraction * total / 2:
+            return free
+        model = AutoConfig.from_pretrained(config.model.path).get_text_config()
+        servers = 1 if config.placement.colocated else config.placement.num_servers
+        return free - servers * batch_bytes(config, model)
+    learner = config.placement.learner
+    return min(psutil.virtual_memory().available, host_bytes()) * learner.nodes // learner.ranks
+
+
+def with_checkpointing(config: Config, device: torch.device) -> Config:
+    """Return the config with true or false for learner.gradient_checkpointing auto. Collective.
+
+    It is true if one rank has no room for the activations of a full micro-batch.
+    """
+    if config.learner.gradient_checkpointing != "auto":
+        return config
+    fits = RankMemoryEstimate(config, device.type).fits_plain(free_room(config, device))
+    wanted = torch.tensor(float(not fits))
+    dist.all_reduce(wanted, dist.ReduceOp.MAX)
+    return replace(config, learner=replace(config.learner, gradient_checkpointing=bool(wanted)))
+
+
+class MemoryPlan:
+    """The memory that the processes of a run need and have. Models are measured without their weights.
+
+    Args:
+        rank_gpus: the share of a GPU of each learner rank; with 0 all processes share one host without GPUs.
+        total: the bytes of the smallest GPU, or of that host.
+        kv_token_bytes: the function of rollout_server/engines/kv_cache.py.
+
+    Raises:
+        ConfigError: a model can't be loaded.
+    """
+
+    def __init__(
+        self, config: Config, rank_gpus: float, total: int, kv_token_bytes: Callable[[Any, str, int], int]
+    ) -> None:
+        placement, rollout, self.config, self.total = config.placement, config.rollout, config, total
+        self.on_gpu = rank_gpus > 0
+        self.estimate = RankMemoryEstimate(config, "cuda" if rank_gpus else "cpu")
+        policy, dtype, tp = self.estimate.networks[0], self.estimate.dtype, placement.rollout.tp
+        model = policy.config.get_text_config()
+        self.weights = dtype.itemsize * policy.base // tp
+        """The bytes of a server's weights on one device."""
+        self.kv_token = kv_token_bytes(model, str(dtype).removeprefix("torch."), tp)
+        """The bytes of one token in its KV cache."""
+        self.answer_tokens = config.max_running_replies * config.longest_tokens
+        """The tokens of all answers that may be in flight at a server."""
+        self.extra = GRAPHS_BYTES + batch_bytes(config, model)
+        """The bytes that a server takes of a GPU beside its share."""
+        is_shared = 0 < rank_gpus < 1 and not rollout.server_url
+        self.is_shared = is_shared and not config.shares_gpus
+        """Whether servers hold a share of the rank's GPU while it trains."""
+        if self.on_gpu:
+            per_gpu = 1 if placement.colocated or not is_shared else placement.num_servers
+            rank = total - IN_TURNS_BYTES if config.shares_gpus else total
+            if self.is_shared:
+                rank = round(total * (1 - rollout.mem_fraction)) - per_gpu * self.extra
+            server = round(total * rollout.mem_fraction / per_gpu)
+        else:
+            servers = placement.eval.servers if rollout.server_url else placement.num_servers
+            taken = servers * (self.weights + self.kv_token * self.answer_tokens + PROCESS_BYTES)
+            rank = (total - taken) // placement.learner.ranks - PROCESS_BYTES
+            server = total // max(1, servers)
+        self.rank_room, self.server_room = max(0, rank), server
+        """The bytes that a learner rank may use, and a server for weights and KV cache."""
+        asked = config.learner.gradient_checkpointing
+        self.checkpoints = asked is True or (asked == "auto" and not self.estimate.fits_plain(self.rank_room))
+        self.staged = self.weights if config.weight_sync.staging == "device" else 0
+        """The bytes of a server's device that hold its next weights while they arrive."""
+        left = max(0, self.server_room - self.weights) // self.kv_token
+        self.kv_tokens = left if self.on_gpu else min(left, self.answer_tokens)
+        """The tokens that the KV cache of a server has room for."""
+
+    def rank_memory(self) -> RankMemory:
+        """Return the memory of a learner rank as it is configured; NotImplementedError: it can't be computed."""
+        return self.estimate.rank_memory(checkpoints=self.checkpoints)
+
+    def check(self) -> list[str]:
+        """Return warnings about full micro-batches that don't fit.
+
+        Raises:
+            ConfigError: a server or a learner rank has too little memory at any size of micro-batch.
+        """
+        self.check_servers()
+        return self.check_ranks()
+
+    def check_ranks(self) -> list[str]:
+        """Check the learner's ranks alone, as `check` does."""
+        if self.estimate.is_surely_small(self.rank_room):
+            return []
+        try:
+            needed = self.rank_memory().peak
+        except NotImplementedError as error:
+            return [f"the learner's memory is not checked: {error}"]
+        if needed <= self.rank_room:
+            return []
+        has = f"of {'a GPU' if self.on_gpu else 'this host'} with {_size(self.total)} it has {_size(self.rank_room)}"
+        text = f"a learner rank needs {_size(needed)}, {has}"
+        offload = "learner.offload: moments or all, more learner ranks on GPUs of their own, or " if self.on_gpu else ""
+        mend = f"{'a lower rollout.mem_fraction, ' if self.is_shared else ''}{offload}a smaller model"
+        least = -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
+        fewest = self.estimate.rank_memory(checkpoints=True, max_tokens=least).peak
+        if fewest > self.rank_room:
+            raise ConfigError(
+                f"memory: {text}, and with checkpointing and the smallest micro-batches {_size(fewest)}. Set {mend}"
+            )
+        return [
+            f"memory: if micro-batches are full, {text}. Set learner.gradient_checkpointing: auto, "
+            f"learner.max_tokens_per_microbatch down to {least}, {mend}"
+        ]
+
+    def check_servers(self) -> None:
+        """Check that each server has memory for its weights and one answer, or in its turn for its share."""
+        rollout, left, total = self.config.rollout, self.total - self.server_room, _size(self.total)
+        if not self.on_gpu:
+            return
+        if self.staged and left < self.staged + self.extra:
+            raise ConfigError(
+                f"weight_sync.staging device needs {_size(self.staged)} of a server's GPU once more, and activations "
+                f"{_size(self.extra)}; rollout.mem_fraction {rollout.mem_fraction} leaves {_size(left)} of {total}. "
+                "Lower it, or set weight_sync.staging: host"
+            )
+        if rollout.server_url:
+            return
+        least, share = self.weights + self.config.longest_tokens * self.kv_token, _size(self.server_room)
+        if self.server_room < least:
+            raise ConfigError(
+                f"rollout.mem_fraction {rollout.mem_fraction} gives a server {share} of a GPU with {total}: too little "
+                f"for its weights and one answer, {_size(least)}. Raise it, or placement.rollout.tp"
+            )
+        kept = self.estimate.kept()
+        if self.config.shares_gpus and left < self.extra + kept:
+            fits = max(0, int(100 * (self.total - self.extra - kept) / self.total)) / 100
+            raise ConfigError(
+                f"memory: in its turn a server has rollout.mem_fraction {rollout.mem_fraction} of a GPU with {total}, "
+                f"{share}, and {_size(self.extra)} for activations; the learner keeps {_size(kept)} there: together "
+                f"more than the GPU has. Set rollout.mem_fraction to {fits} or less, learner.offload: moments or all, "
+                "or more learner ranks"
+            )
+
+    def table(self) -> list[str]:
+        """Return the table of `async-rl train --dry-run`: lines by rank and server."""
+        config, placement = self.config, self.config.placement
+        lines = [f"{'smallest GPU' if self.on_gpu else 'host'}: {_size(self.total)}"]
+        ranks = f"each of {placement.learner.ranks} learner rank(s):"
+        try:
+            memory = self.rank_memory()
+        except NotImplementedError as error:
+            lines.append(f"{ranks} not computed: {error}")
+        else:
+            fullest = max(memory.peaks, key=memory.peaks.__getitem__)
+            how = "with" if self.checkpoints else "without"
+            lines.append(
+                f"{ranks} at most {_size(memory.peak)} at a time ({fullest}, {how} gradient checkpointing), has "
+                f"{_size(self.rank_room)}"
+            )
+            held = memory.parts | {f"{name} (host)": size for name, size in memory.host.items()}
+            lines += [_line(name, size) for name, size in held.items() if size]
+        if config.rollout.server_url:
+            return lines
+        evaluating = f" and {placement.eval.servers} evaluation" if placement.eval.servers else ""
+        lines += [f"each of {placement.rollout.servers} rollout{evaluating} server(s):", _line("weights", self.weights)]
+        if self.staged:
+            lines.append(_line("staged weights", self.staged))
+        if config.weight_sync.delta:  # the weights that a sparse push is made against
+            pushed = self.estimate.networks[0].has.all * self.estimate.dtype.itemsize
+            lines.append(_line("pushed weights (host)", pushed) + "  of each GPU's process, and once at learner rank 0")
+        kv = _line("KV cache", self.kv_tokens * self.kv_token)
+        return [*lines, f"{kv}  {self.kv_tokens} tokens; answers in flight have {self.answer_tokens}"]
+
+
+def _line(name: str, num_bytes: int) -> str:
+    return f"  {name:<32} {_size(num_bytes):>11}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -20,7 +20,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.seams.extras import check_extra
 from async_rl.seams.user_modules import check_module_names
 from async_rl.stages.commands import add_stages
-from async_rl.starters.command import add_init
+from async_rl.starters.starter import add_init
 from async_rl.storage.log_tail import split_tails
 from async_rl.sweeps.commands import add_sweeps
 

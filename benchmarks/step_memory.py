@@ -30,7 +30,7 @@ from async_rl.config import Config
 from async_rl.sweeps.machine import machine_text
 from async_rl.sweeps.tables import write_page
 from async_rl.types import Batch, Group, Row
-from async_rl.weights.bucket import iter_buckets
+from async_rl.weights.transport import iter_buckets
 from benchmarks.random_model import save_random_model
 from learner.memory.rank_memory import RankMemory, RankMemoryEstimate
 from learner.models.policy import full_parameters

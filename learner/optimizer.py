@@ -1,22 +1,25 @@
-"""Updates one network, with warm-up and gradient clipping. A step whose numbers aren't finite is skipped."""
+"""Updates one network, with warm-up, gradient clipping and average weights. Non-finite numbers skip the step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import mmap
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from async_rl.config import Config, LearnerConfig
 from async_rl.errors import AsyncRLError, ConfigError
-from learner.models.pinned import pinned_zeros
 from learner.optimizer_choice import check_sharded, open_optimizer
-from learner.weight_average import WeightAverage
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 SAMPLE = 1 << 20
@@ -283,3 +286,87 @@ def _copies(parameter: Tensor) -> int:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class WeightAverage:
+    """An exponential moving average of the trained weights of a module, sharded and placed as they are.
+
+        average = decay * average + (1 - decay) * weights    after each optimizer step
+
+    It starts as the weights themselves. Source: Polyak averaging, as in Mean Teacher, arXiv 1703.01780, equation 1.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._module = module
+        self._decay = decay
+        self._weights = [p for p in module.parameters() if p.requires_grad]
+        self._averages: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self._weights}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return the average of a parameter; not a copy."""
+        return self._averages[parameter]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after an optimizer step."""
+        for weight, average in self._pairs():
+            average.lerp_(weight, 1 - self._decay)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Make the average that of these weights alone."""
+        for weight, average in self._pairs():
+            average.copy_(weight)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the `with` block the module has the averages as its weights. Every rank must enter and leave it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        if isinstance(self._module, FSDPModule):
+            self._module.reshard()  # a forward pass without a backward leaves the root's parameters gathered
+        for weight, average in self._pairs():
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (this rank's shard of a weight, that of its average)."""
+        for weight, average in self._averages.items():
+            yield _shard(weight.detach()), _shard(average)
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def pinned_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros in CPU memory that is registered with CUDA until the tensor and all views of it are gone.
+
+    It has pages of its own. In pages of malloc, a tensor that shares the first or last of them would be half
+    registered, and so would one that gets the memory next, if it were freed and stayed registered: CUDA refuses to copy
+    those ("invalid argument"). torch's own pinned memory is rounded up to powers of two, up to twice the bytes.
+    """
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes)
+    owner = np.frombuffer(memory, np.uint8)
+    address = owner.ctypes.data
+    cuda = torch.cuda.cudart()
+    torch.cuda.check_error(int(cuda.cudaHostRegister(address, num_bytes, 0)))
+    # A weak reference of the array is called before the array lets go of the memory; at exit all of it is let go.
+    weakref.finalize(owner, _unregister, memory, address).atexit = False
+    return torch.from_numpy(owner).view(dtype).view(tuple(shape))
+
+
+def _unregister(memory: mmap.mmap, address: int) -> None:
+    """Unregister `memory`, whose reference keeps it mapped until then. Copies under way have to end first."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -19,10 +19,10 @@ from async_rl.config import Config
 from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
 from async_rl.weights import WeightPublisher, open_publisher
-from async_rl.weights.push_report import PushReport, Tolerance
+from async_rl.weights.members import ServerMembership
+from async_rl.weights.publisher import PushReport, Tolerance
 from learner.models.lora import AdapterParcels
 from learner.models.policy import adapter_parcels, full_parameters
-from learner.server_membership import ServerMembership
 from learner.updater import Updater
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config import Config
 from async_rl.network import open_store, use_interface
-from learner.gpu_turns import start_limit
+from learner.driver_requests import start_limit
 
 
 def init_distributed(

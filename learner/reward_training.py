@@ -18,7 +18,7 @@ from async_rl.messages.reports import StepDone
 from async_rl.storage.model_folder import end_tokens, load_tokenizer, writing
 from async_rl.storage.model_loading import load_without_weights, usable_positions
 from async_rl.telemetry.metrics import Metric
-from learner.algorithms.comparisons import bradley_terry, comparison_metrics
+from learner.algorithms.losses import bradley_terry, comparison_metrics
 from learner.models.loading import open_model, read_weights
 from learner.models.reward_model import OFFSET, RewardRow, Scorer, padded_rows
 from learner.optimizer import decayed, non_finite
@@ -65,7 +65,7 @@ def train_reward_model(config: Config, data: RewardData, out_dir: Path) -> Itera
     if not data.train:
         raise ConfigError(f"reward_training.path {training.path} must have comparisons to train on, got none")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    scorer = _open_scorer(config, device)
+    scorer = open_scorer(config, device)
     _check_lengths(scorer, data)
     per_epoch = -(-len(data.train) // training.batch_size)
     steps = training.epochs * per_epoch
@@ -78,7 +78,7 @@ def train_reward_model(config: Config, data: RewardData, out_dir: Path) -> Itera
         for indices in torch.randperm(len(data.train), generator=generator).split(training.batch_size):
             step += 1
             batch = [data.train[int(i)] for i in indices]
-            metrics = _backward(scorer, batch, max_tokens, training.centering)
+            metrics = backward(scorer, batch, max_tokens, training.centering)
             nn.utils.clip_grad_norm_(scorer.parameters(), config.learner.grad_clip)
             optimizer.step()
             schedule.step()
@@ -99,7 +99,7 @@ def train_reward_model(config: Config, data: RewardData, out_dir: Path) -> Itera
     _save(scorer, config.reward_training.base or config.model.path, out_dir)
 
 
-def _open_scorer(config: Config, device: torch.device) -> Scorer:
+def open_scorer(config: Config, device: torch.device) -> Scorer:
     """Return the model to train, float32 on `device`; a base without a head for rewards gets one at random."""
     key = "reward_training.base" if config.reward_training.base else "model.path"
     path, attention = config.reward_training.base or config.model.path, config.model.attn_implementation
@@ -136,7 +136,7 @@ def lr_factor(done: int, steps: int) -> float:
     return min((done + 1) / max(1.0, _WARMUP_FRACTION * steps), decayed(done, steps, _DECAY_FRACTION))
 
 
-def _backward(scorer: Scorer, batch: Sequence[Comparison], max_tokens: int, centering: float) -> list[Metric]:
+def backward(scorer: Scorer, batch: Sequence[Comparison], max_tokens: int, centering: float) -> list[Metric]:
     """Compute the gradients of the loss, the mean over the comparisons, and return loss and accuracy.
 
     A forward pass has whole comparisons, of at most `max_tokens` tokens with padding, but at least one.
@@ -172,7 +172,7 @@ def _scored(scorer: Scorer, part: Sequence[Comparison]) -> tuple[Tensor, Tensor,
 
     The weights of the pairs of a comparison add up to 1.
     """
-    scores = _scores(scorer, [row for each in part for row in each.rows])
+    scores = score_rows(scorer, [row for each in part for row in each.rows])
     pairs, start = [], 0
     for each in part:
         pairs += [(start + i, start + j, margin, 1 / len(each.pairs)) for i, j, margin in each.pairs]
@@ -182,7 +182,7 @@ def _scored(scorer: Scorer, part: Sequence[Comparison]) -> tuple[Tensor, Tensor,
     return scores[as_tensor(preferred)], scores[as_tensor(other)], as_tensor(margins), as_tensor(weights)
 
 
-def _scores(scorer: Scorer, rows: Sequence[RewardRow]) -> Tensor:
+def score_rows(scorer: Scorer, rows: Sequence[RewardRow]) -> Tensor:
     """Return the outputs [B] of the model for the rows."""
     device = scorer.lm.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
@@ -205,7 +205,7 @@ def _held_out_metrics(scorer: Scorer, held_out: Sequence[Comparison], max_tokens
 def _mean_score(scorer: Scorer, rows: Sequence[RewardRow], max_tokens: int) -> float:
     """Return the mean output for the rows; 0 without any."""
     parts = _parts([Comparison([row], []) for row in rows], max_tokens)
-    scores = [_scores(scorer, [each.rows[0] for each in part]) for part in parts]
+    scores = [score_rows(scorer, [each.rows[0] for each in part]) for part in parts]
     return float(torch.cat(scores).double().mean()) if scores else 0.0
 
 

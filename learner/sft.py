@@ -88,13 +88,13 @@ def train_sft(config: Config, examples: Sequence[Demonstration], out_dir: Path) 
         read_weights(model, model, device)
     model.to(device).train()  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _lr_factor(done, config.sft.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(done, config.sft.steps))
     indices = _batches(len(examples), config.sft.batch_size, config.run.seed)
     started_s = time.monotonic()
     losses: list[float] = []
     for step in range(1, config.sft.steps + 1):
         batch = [examples[i] for i in next(indices)]
-        losses.append(_backward(model, batch, config.learner.max_tokens_per_microbatch))
+        losses.append(backward(model, batch, config.learner.max_tokens_per_microbatch))
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.learner.grad_clip)
         optimizer.step()
         schedule.step()
@@ -117,7 +117,7 @@ def train_sft(config: Config, examples: Sequence[Demonstration], out_dir: Path) 
         base_tokenizer(config).save_pretrained(out_dir)
 
 
-def _lr_factor(done: int, steps: int) -> float:
+def lr_factor(done: int, steps: int) -> float:
     """Return the share of the peak learning rate after `done` of `steps` steps.
 
     It rises to 1 over the first half of the steps, but at most 150, and falls to 0 over the last fifth. With a shorter
@@ -138,7 +138,7 @@ def _batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int
         del waiting[:batch_size]
 
 
-def _backward(model: PreTrainedModel, batch: Sequence[Demonstration], max_tokens: int) -> float:
+def backward(model: PreTrainedModel, batch: Sequence[Demonstration], max_tokens: int) -> float:
     """Compute the gradients of the mean loss over the batch's learned tokens, by micro-batches, and return that loss.
 
     It needs no attention mask: the padding is on the right, where a causal model does not see it.

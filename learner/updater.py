@@ -30,8 +30,8 @@ from async_rl.errors import AsyncRLError
 from async_rl.storage.model_folder import forbidden_tokens, policy_lr
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
-from async_rl.weights.base import serving_dtype
-from learner.algorithms.corrections import log_ratios
+from async_rl.weights.publisher import serving_dtype
+from learner.algorithms.corrections import log_ratios, step_scale, weight_sums
 from learner.algorithms.diagnostics import (
     MetricAccumulator,
     Totals,
@@ -42,13 +42,11 @@ from learner.algorithms.diagnostics import (
 )
 from learner.algorithms.losses import kl_k3
 from learner.algorithms.objective import Objective
-from learner.algorithms.step_size import step_scale, weight_sums
 from learner.algorithms.token_advantages import batch_advantages
 from learner.log_ratios import LogRatioRecorder
 from learner.memory.plan import with_checkpointing
-from learner.models.critic import open_critic
-from learner.models.policy import layout_of, open_policy, shard
-from learner.models.reference import Reference
+from learner.models.network import open_critic
+from learner.models.policy import Reference, layout_of, open_policy, shard
 from learner.models.reward_model import RewardModel
 from learner.optimizer import Optimizer, OptimizerStep, lr_decay, non_finite
 from learner.packing.microbatches import ForwardInputs, MicroBatch, MiniBatch, collate
@@ -93,10 +91,10 @@ class Updater:
             self.optimizers["critic"] = Optimizer("critic", self.critic, config.critic.lr, config.learner)
             lms.append(self.critic.lm)
         self._layout = layout_of(lms)
-        self._pretraining = None
+        self.pretraining = None
         if config.algorithm.ptx_coef:
             layout = layout_of([self.policy.lm])
-            self._pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
+            self.pretraining = PretrainingTerm(config, self.policy, ranks, layout, device)
 
     def update(self, batch: Batch, recorder: LogRatioRecorder | None = None) -> list[Metric]:
         """Train on `batch`, and return the metrics of all ranks together. Collective. `trained` is then the batch with
@@ -145,8 +143,8 @@ class Updater:
             if self.critic is not None:
                 steps["critic"].append(self.optimizers["critic"].step(losses["critic"], decay))
             if trains_policy:
-                if self._pretraining:
-                    losses["policy"] += self._pretraining.backward(self.optimizers["policy"].steps, sums)
+                if self.pretraining:
+                    losses["policy"] += self.pretraining.backward(self.optimizers["policy"].steps, sums)
                 steps["policy"].append(self.optimizers["policy"].step(losses["policy"], decay * scale))
             elif self.critic is None:
                 break

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
@@ -23,10 +24,8 @@ from ray.actor import ActorHandle
 from async_rl.config import Config, Limit
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.actors import server_class
-from async_rl.driver.change import Change
 from async_rl.driver.evaluations import RunningEvaluations
 from async_rl.driver.judges import Judges
-from async_rl.driver.restart_limit import RestartLimit
 from async_rl.driver.run_log import RunLog
 from async_rl.driver.run_watch import RunWatch
 from async_rl.driver.server_memory import ServerMemory
@@ -333,3 +332,49 @@ class Supervisor:
             asyncio.run(self._processes.dump_stacks())
         with suppress(OSError):  # e.g. a full disk, which may also be the cause of `error`
             self.watchdog.write_status(f"ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+
+class Change:
+    """A condition that tasks of one event loop wait for."""
+
+    def __init__(self) -> None:
+        self._condition = asyncio.Condition()
+
+    async def wait_until(self, is_met: Callable[[], bool], limit: Limit, what: str) -> None:
+        """Wait until `is_met` is true, which is asked after each `notify`; after `limit` for `what`, WaitTimeoutError.
+        """
+        try:
+            async with asyncio.timeout(limit.seconds), self._condition:
+                await self._condition.wait_for(is_met)
+        except TimeoutError:
+            raise WaitTimeoutError(f"the driver waited {limit} for {what}") from None
+
+    async def notify(self) -> None:
+        async with self._condition:
+            self._condition.notify_all()
+
+
+class RestartLimit:
+    """Counts the deaths of each server since the last step."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._deaths: Counter[str] = Counter()
+
+    def count(self, name: str, error: AsyncRLError) -> None:
+        """Count a death. Raise `error`, by which the server was lost, if a restart can't mend it, if staleness.mode is
+        exact and its groups are lost, or if it has died more than placement.rollout.max_restarts times since the last
+        step.
+        """
+        self._deaths[name] += 1
+        limit = self._config.placement.rollout.max_restarts
+        is_mendable = isinstance(error, ProcessDiedError | WaitTimeoutError | WeightSyncError)
+        if not is_mendable or (self._config.staleness.mode == "exact" and name.startswith("rollout")):
+            raise error
+        if self._deaths[name] > limit:
+            often = f"\nIt died {limit + 1} times since the last step (placement.rollout.max_restarts)."
+            raise type(error)(f"{error}{often if limit else ''}") from None
+
+    def clear(self) -> None:
+        """Begin to count anew, after a step."""
+        self._deaths.clear()

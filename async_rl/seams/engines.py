@@ -90,7 +90,7 @@ class EngineEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class TransportEntry:
-    """A weight transport: its code and where it works. async_rl/weights/base.py describes the code."""
+    """A weight transport: its code and where it works. async_rl/weights/publisher.py describes the code."""
 
     open: Code
     """(config, base URLs of the servers, rank, device) -> `WeightPublisher`."""

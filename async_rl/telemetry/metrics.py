@@ -18,9 +18,13 @@ from async_rl.config import Config
 from async_rl.telemetry.examples import Example
 from async_rl.telemetry.figures import Figures, over_steps
 from async_rl.telemetry.held_out import by_name
-from async_rl.telemetry.tensorboard_run import TensorboardRun, open_tensorboard_run
-from async_rl.telemetry.trackio_run import TrackioRun, open_trackio_run
-from async_rl.telemetry.wandb_run import open_wandb_run
+from async_rl.telemetry.trackers import (
+    TensorboardRun,
+    TrackioRun,
+    open_tensorboard_run,
+    open_trackio_run,
+    open_wandb_run,
+)
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 

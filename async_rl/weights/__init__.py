@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from async_rl.config import Config
 from async_rl.seams import TRANSPORTS, working_transports
-from async_rl.weights.base import PushReport, WeightPublisher
+from async_rl.weights.publisher import PushReport, WeightPublisher
 
 if TYPE_CHECKING:
     import torch

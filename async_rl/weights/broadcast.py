@@ -5,8 +5,13 @@ One process group holds learner rank 0 as its rank 0 and all ranks of all server
 
 from __future__ import annotations
 
+import itertools
+import json
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,25 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.distributed_c10d import (
     Backend,
     GroupName,
-    PrefixStore,
-    Store,
     _new_process_group_helper,
     _world,
 )
 
-from async_rl.config import Config
-from async_rl.errors import ServersSilentError
+from async_rl.config import Config, Limit
+from async_rl.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.network import open_store
 from async_rl.network.ports import open_listener
-from async_rl.weights.base import LOST_WITHIN_S
-from async_rl.weights.bucket import Bucket, bucket_num_bytes, unpack
-from async_rl.weights.bucket_publisher import BucketPublisher
-from async_rl.weights.group_abort import abort_when_told, tell_to_abort
-from async_rl.weights.silent_servers import wait_for_all
-from async_rl.weights.start_together import start_together
+from async_rl.weights.members import find_silent, start_together, wait_for_all
+from async_rl.weights.publisher import LOST_WITHIN_S
+from async_rl.weights.server_admin import Bucket
+from async_rl.weights.transport import BucketPublisher, bucket_num_bytes, unpack
 
 ANSWER_WITHIN_S = 6.0
 """If a server does not answer for so long, none is asked to join a group: the push fails, and may be repeated."""
@@ -212,3 +214,145 @@ def join_group(
     )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+_KEY = "aborted"
+_FOR_EVER = timedelta(days=1000)
+
+
+def tell_to_abort(store: Store, group_name: str) -> None:
+    """Make every server that waits in `abort_when_told` abort the group."""
+    with suppress(DistError, RuntimeError):  # a store that can't be reached has been noticed by the servers too
+        PrefixStore(group_name, store).set(_KEY, "")
+
+
+def abort_when_told(group: ProcessGroup, group_name: str, host: str, port: int) -> None:
+    """Start a thread that aborts `group` once the learner, which serves the store at `host`, says so or has ended."""
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)  # of its own: others wait for its answers
+
+    def wait_and_abort() -> None:
+        with suppress(DistError, RuntimeError):
+            PrefixStore(group_name, store).wait([_KEY], _FOR_EVER)
+        group.abort()
+
+    threading.Thread(target=wait_and_abort, name=f"abort of {group_name}", daemon=True).start()
+
+
+PROBE_S = 2.0
+"""Time between two looks at whether a server whose receipt is missing is still alive."""
+_ANNOUNCED, _RECEIPT = "bucket", "receipt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """A bucket that the learner broadcasts next."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    place: str
+    """The memory in which it is to be kept: device or host."""
+    is_first: bool
+    """Whether it begins a push."""
+    is_last: bool
+
+
+class BucketAnnouncer:
+    """The learner's half, for one server: announces buckets and waits for the receipts of the server's ranks.
+
+    Args:
+        host, port: where the learner serves the store of the group.
+        ranks: the server's ranks in the group.
+    """
+
+    def __init__(self, host: str, port: int, group_name: str, ranks: range) -> None:
+        self._store = _open_store(host, port, group_name)
+        self._ranks = ranks
+        self._count = 0
+
+    def announce(
+        self, bucket: Bucket, place: str, is_first: bool, limit: Limit, is_alive: Callable[[], bool]
+    ) -> None:
+        """Have the server receive a bucket, which the learner broadcasts meanwhile, and wait until it has.
+
+        Raises:
+            WeightSyncError: the server could not receive the bucket, or has died.
+            WaitTimeoutError: there was no receipt within `limit`.
+        """
+        words = {
+            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "place": place,
+            "is_first": is_first, "is_last": bucket.is_last,
+        }
+        key = _key(_ANNOUNCED, self._ranks.start, self._count)
+        receipts = [_key(_RECEIPT, rank, self._count) for rank in self._ranks]
+        self._count += 1
+        self._store.set(key, json.dumps(words))
+        self._wait(receipts, limit, is_alive)
+        failures = [self._store.get(receipt).decode() for receipt in receipts]
+        for used in (key, *receipts):  # else the store would grow with every push
+            self._store.delete_key(used)
+        if why := next(filter(None, failures), ""):
+            raise WeightSyncError(f"the server could not receive a bucket beside its weights: {why}")
+
+    def _wait(self, receipts: list[str], limit: Limit, is_alive: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + limit.seconds
+        while True:
+            with suppress(DistError):
+                self._store.wait(receipts, timedelta(seconds=PROBE_S))
+                return
+            if find_silent({"server": is_alive}):
+                raise WeightSyncError("the server has died while it received a bucket")
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"the learner waited {limit} for a server to receive a bucket")
+
+
+def receive_announced(
+    group: ProcessGroup, group_name: str, host: str, port: int, rank: int, first_rank: int,
+    keep: Callable[[list[tuple[str, Tensor]], Announcement], None], device: torch.device,
+) -> None:
+    """Start a thread of a server that receives the buckets that are announced, until the learner's store is gone.
+
+    Args:
+        rank: this process's rank in the group.
+        first_rank: the rank in the group of the server's first process.
+        keep: is called with the tensors of each bucket, and may raise.
+    """
+    store = _open_store(host, port, group_name)
+
+    def receive(announced: Announcement) -> None:
+        names, dtypes, shapes = announced.names, announced.dtypes, announced.shapes
+        data = torch.empty(bucket_num_bytes(dtypes, shapes), dtype=torch.uint8, device=device)
+        dist.broadcast(data, group=group, group_src=0)
+        keep(unpack(data, names, dtypes, shapes), announced)
+
+    def work() -> None:
+        with suppress(DistError, RuntimeError), torch.no_grad(), _own_stream(device):  # the learner's store is gone
+            for number in itertools.count():
+                key = _key(_ANNOUNCED, first_rank, number)
+                store.wait([key], _FOR_EVER)
+                why = ""
+                try:
+                    receive(Announcement(**json.loads(store.get(key))))
+                    if device.type == "cuda":
+                        torch.cuda.current_stream(device).synchronize()
+                except Exception as error:
+                    why = f"{type(error).__name__}: {error}"
+                store.set(_key(_RECEIPT, rank, number), why)
+
+    threading.Thread(target=work, name=f"buckets of {group_name}", daemon=True).start()
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which this thread works on a GPU beside what the server computes; none is needed on a CPU."""
+    if device.type == "cpu":
+        return nullcontext()
+    torch.cuda.set_device(device)  # of this thread
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def _open_store(host: str, port: int, group_name: str) -> Store:
+    return PrefixStore(group_name, TCPStore(host, port, is_master=False, wait_for_workers=False))
+
+
+def _key(word: str, rank: int, number: int) -> str:
+    return f"{word}/{rank}/{number}"

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights.bucket import Bucket
-from async_rl.weights.bucket_publisher import BucketPublisher
+from async_rl.weights.members import start_together
 from async_rl.weights.rank_signals import RankSignals
-from async_rl.weights.start_together import start_together
+from async_rl.weights.server_admin import Bucket
+from async_rl.weights.transport import BucketPublisher
 
 
 class CudaIpcPublisher(BucketPublisher):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from async_rl.seams import EngineEntry
-    from async_rl.weights.bucket import Bucket
 
 _IN_EACH_PUSH = ("is_ready", "pause", "resume", "begin_update", "end_update")
 _OF_VERIFICATION = ("erase_weights", "unloaded_weights", "score_tokens")
@@ -18,6 +20,18 @@ _OF_A_WAY = {
     "folder": ("load_folder",),
 }
 """The calls that deliver weights in each way that an engine may declare in `receives`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Part of a model's weights: tensors that lie one after the other in `data`, in the order of `names`."""
+
+    names: list[str]
+    dtypes: list[str]
+    """Torch names without the prefix, e.g. `float32`."""
+    shapes: list[list[int]]
+    data: Tensor  # [bytes] uint8
+    is_last: bool
 
 
 class ServerAdmin(Protocol):

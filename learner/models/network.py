@@ -1,4 +1,4 @@
-"""The base of the learner's networks: a Hugging Face model whose last hidden states predict response tokens."""
+"""The base of the learner's networks, a Hugging Face model with its last hidden states, and the critic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import AutoModelForTokenClassification
 
-from learner.models.sequence import split_states
+from async_rl.config import Config
+from learner.models.loading import open_model
+from learner.models.sequence import gather_tokens, owners, split_states
 from learner.packing.attention_mask import attention_mask, block_mask
-from learner.packing.microbatches import PackedTokens
+from learner.packing.microbatches import ForwardInputs, PackedTokens
 
 MASKED = ("sdpa", "eager")
 """The attention of transformers that takes a mask of numbers."""
@@ -43,3 +46,27 @@ class Network(nn.Module):
         output = self.lm.base_model(inputs.tokens, attention_mask=mask, position_ids=inputs.positions, use_cache=False)
         states: Tensor = output.last_hidden_state.flatten(0, 1)[inputs.where]
         return states
+
+
+class Critic(Network):
+    """The value model: predicts the return from each response token, by a token classifier with one label.
+
+    Its layer `score` is the value head.
+    """
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Return the values of the N response tokens, [N] float32, with gradient."""
+        values: Tensor = self.lm.score(self.hidden_states(inputs)).float().sum(-1)
+        return values if self.sequence is None else gather_tokens(values, owners(inputs, self.sequence), self.sequence)
+
+
+def open_critic(config: Config, compute_dtype: torch.dtype) -> Critic:
+    """Return the critic of critic.path or, if that is empty, of model.path, without its weights, which are float32.
+
+    `shard` reads them. A folder without a value head gets one of zeros, so that V = 0 at first.
+    """
+    path, attention = config.critic.path or config.model.path, config.model.attn_implementation
+    classifier = AutoModelForTokenClassification
+    lm = open_model(classifier, path, torch.float32, num_labels=1, attn_implementation=attention)
+    lm.stored_weights.start(lm.score, torch.zeros)
+    return Critic(lm, compute_dtype)

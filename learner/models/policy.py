@@ -1,31 +1,40 @@
-"""Opens the policy, a Hugging Face causal LM, shards it with FSDP2, scores tokens with it, and saves it as a folder."""
+"""Opens the policy, a Hugging Face causal LM, and its reference; shards with FSDP2, scores tokens, saves a folder."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
 
-from async_rl.config import Config, LearnerConfig, ModelConfig
+from async_rl.config import Config, LearnerConfig, LoraConfig, ModelConfig
+from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import model_folder
 from async_rl.storage.model_folder import MARKERS, check_trainable
 from async_rl.weights.checkpoint_names import to_checkpoint
-from async_rl.weights.safetensors_io import write_weights
+from async_rl.weights.disk import write_weights
 from learner.models.frozen import freeze
 from learner.models.loading import open_model, read_weights
-from learner.models.lora import AdapterParcels, adapter_starts, add_adapters, dropouts, merged_parameters
+from learner.models.lora import (
+    AdapterParcels,
+    adapter_starts,
+    add_adapters,
+    dropouts,
+    merged_parameters,
+    without_adapters,
+)
 from learner.models.network import MASKED, Network
-from learner.models.position_probe import attention_gets_positions
 from learner.models.sequence import RECURRENT, WINDOWS, kernel_of, owners, split_attention
 from learner.models.split_vocabulary import split_vocabulary
 from learner.models.token_scores import score_tokens
@@ -211,3 +220,85 @@ def write_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, targ
 
 def _stored_dtype(source: Path) -> torch.dtype:
     return getattr(AutoConfig.from_pretrained(source), "dtype", None) or torch.float32
+
+
+class Reference:
+    """Computes the logprobs of rows under the frozen model of reference.path or, if that is empty, of model.path.
+
+    It is sharded like the policy, and with reference.offload in CPU memory between uses. With LoRA and no
+    reference.path it is the policy without its adapters, which costs no memory.
+
+    Raises:
+        ConfigError: the model has another vocabulary size than the policy.
+    """
+
+    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, ranks: Ranks) -> None:
+        self._policy = policy
+        if not config.model.lora.rank or config.reference.path:
+            path = config.reference.path or config.model.path
+            model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
+            self._policy = open_policy(model, dtype, is_trained=False)
+            expected, found = policy.lm.config.vocab_size, self.lm.config.vocab_size
+            if expected != found:
+                raise ConfigError(
+                    f"reference.path {path} must have the policy's vocabulary of {expected} tokens, got {found}"
+                )
+            shard(self._policy, ranks, config.learner, offload=config.reference.offload)
+            self._policy.forbidden = policy.forbidden
+
+    @property
+    def lm(self) -> Any:
+        """The Hugging Face model."""
+        return self._policy.lm
+
+    @torch.no_grad()
+    def logprobs(self, inputs: ForwardInputs) -> Tensor:
+        """Return the logprobs of the N response tokens at the logged temperature, [N] float32. Collective."""
+        with without_adapters(self.lm):
+            return self._policy(inputs)[0]
+
+
+_PROBE = "position_probe"
+"""The name of the attention function in transformers' table that answers."""
+
+
+class _AnswerError(Exception):
+    """Ends a pass at its first attention: the layers behind it may need data."""
+
+    def __init__(self, has_positions: bool) -> None:
+        self.has_positions = has_positions
+
+
+def attention_gets_positions(config: Any) -> bool:
+    """Whether the layers of the model that `config` describes hand position ids on to their attention.
+
+    It is asked in a pass without data. A model whose attention can't be replaced in transformers can't be asked, and
+    counts as one without.
+    """
+    AttentionInterface.register(_PROBE, _answer)
+    try:
+        with torch.device("meta"):
+            base = AutoModel.from_config(_with_plain_rotations(config), attn_implementation=_PROBE).eval()
+            positions = torch.zeros(1, 2, dtype=torch.long)
+            # not tokens, whose ids some models look at
+            base(inputs_embeds=torch.zeros(1, 2, config.hidden_size), position_ids=positions, use_cache=False)
+    except _AnswerError as answer:
+        return answer.has_positions
+    except Exception:  # it is code of any model, which may raise anything
+        return False
+    return False
+
+
+def _with_plain_rotations(config: Any) -> Any:
+    """Return a copy of a config, without the kinds of rotary embedding that look at the positions, which have no data.
+    """
+    copied = deepcopy(config)
+    rotations = getattr(copied, "rope_parameters", None) or {}
+    for each in (rotations, *rotations.values()):  # some models have one of each type of layers
+        if isinstance(each, dict) and "rope_type" in each:
+            each["rope_type"] = "default"
+    return copied
+
+
+def _answer(*_: Any, position_ids: Any = None, **__: Any) -> NoReturn:
+    raise _AnswerError(position_ids is not None)

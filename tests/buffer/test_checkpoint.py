@@ -16,15 +16,13 @@ from buffer.store import Store
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
+from tests.kit.runs import training_state
 
 RULES = plain_rules(max_staleness=2, prompts_per_step=3)
 
 
 def checkpoint(store: Store) -> TrainingState:
-    return TrainingState(
-        version=store.state.version, lineage=0, ranks=1, networks={}, kl_coef=0.0,
-        buffer=buffer_checkpoint(store.state),
-    )
+    return training_state(store.state.version, buffer=buffer_checkpoint(store.state))
 
 
 def train_batches(store: Store, number: int) -> list[int]:

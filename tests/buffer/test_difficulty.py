@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,20 @@ import pytest
 from async_rl.config import Config
 from async_rl.config.check import SettingsError
 from async_rl.errors import WireError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Group, Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.difficulty import PromptDraw, chance, next_streak
 from buffer.prompt_order import PromptOrder
 from buffer.store import Store
+from buffer.store_state import StoreState
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker
 from tests.kit.buffer.journal import journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import buffer_config, changed
 from tests.kit.groups import make_group, make_row
+from tests.kit.runs import make_checkpoint
 
 SOLVED, UNSOLVED, MIXED = (True, True), (True, False), (False, True)
 """(all answers have one reward, it is a right one)"""
@@ -176,12 +176,7 @@ def test_a_buffer_that_crashed_knows_the_prompts_and_a_resume_does_too(tmp_path:
 
         assert [slot.prompt_index > max(indices) for slot in with_worker(again.address, admit)] == [True] * 4
 
-    folder = checkpoint_folder(config.run_dir, 10)
-    folder.mkdir(parents=True)
-    state = TrainingState(
-        version=10, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=json.loads(json.dumps(saved))
-    )
-    write_training_state(folder, state)
+    make_checkpoint(config.run_dir, 10, buffer=saved)
     with open_run_dir(changed(config, run={"resume": config.run_dir})) as resumed:
         with serving(resumed) as server:
             kept = {name: value for name, value in counters.items() if name.startswith("difficulty/")}
@@ -195,9 +190,9 @@ def test_the_records_of_other_data_are_forgotten() -> None:
     scalars, streaks = store.state.scalars(), store.state.prompts.streaks
     for sources, kept in (([(PROMPTS, PROMPTS)], PROMPTS), ([(PROMPTS, 2 * PROMPTS)], 0)):
         recorded: dict[int, int | None] = {}
-        resumed = Store(store.rules, draw=PromptDraw(skipping(buffer_config())))
+        state = StoreState(record_streak=lambda place, streak, into=recorded: into.update({place: streak}))
+        resumed = Store(store.rules, state, PromptDraw(skipping(buffer_config())))
         resumed.state.restore([], scalars, list(streaks.items()))
-        resumed.state.prompts._record = lambda place, streak, into=recorded: into.update({place: streak})
         assert resumed.draw
         resumed.draw.learn(sources, resumed.state.prompts)
         assert len(resumed.state.prompts.streaks) == kept
@@ -211,14 +206,11 @@ def test_workers_tell_their_prompts_first_and_all_the_same() -> None:
         async def admit(client: WorkerClient) -> None:
             await client.admit(1)
 
-        with pytest.raises(WireError, match="op: got admit, allowed prompts before it"):
+        with pytest.raises(WireError, match="op: got admit"):
             with_worker(server.address, admit)
         with_worker(server.address, lambda client: client.tell_prompts([(5, 5)]))
-        for wrong, problem in (
-            ([(6, 6)], r"got \[\[6, 6\]\], allowed \[\[5, 5\]\].*the same rows on all hosts"),
-            ([(5, 0)], "a list of pairs of whole numbers above 0"), ([], "a list of 1.."),
-        ):
-            with pytest.raises(WireError, match=problem):
+        for wrong in ([(6, 6)], [(5, 0)], []):
+            with pytest.raises(WireError, match="sources: got"):
                 with_worker(server.address, lambda client, told=wrong: client.tell_prompts(told), name="rollout/1")
 
 
@@ -233,4 +225,3 @@ def test_difficulty_is_refused_where_rewards_do_not_tell_it_or_runs_are_compared
             skipping(changed(config, **section))
     with pytest.raises(SettingsError, match=r"task\.difficulty\.solved"):
         skipping(config, solved=0.0)
-

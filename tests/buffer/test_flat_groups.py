@@ -1,35 +1,41 @@
-"""Groups in which every answer has one reward: how the store counts them, and with which sentence they end a run."""
+"""Groups in which every answer has one reward: how the store counts them, and when they end a run."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from buffer.client import LearnerClient
+from async_rl.errors import NothingToLearnError, WaitTimeoutError
+from buffer.client import LearnerClient, WorkerClient
 from buffer.flat_groups import FLAT_BATCHES, MANY_GROUPS, FlatGroups
 from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker
 from tests.kit.buffer.journal import journalled
 from tests.kit.buffer.serving import serving, serving_until_a_crash
+from tests.kit.configs import changed
+from tests.kit.groups import make_group
+
+
+def finish_one(store: Store, reward: float, equal: bool = True, drop: bool = True) -> None:
+    (slot,) = store.admit("rollout/0", 1, 0.0)
+    store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal, reward=reward), drop_equal=drop)
 
 
 def test_one_group_with_variance_or_another_reward_starts_the_count_anew() -> None:
     store = Store(plain_rules(0, 1))
     store.served(0)
-    rewards = [1.0] * (FLAT_BATCHES - 1) + [0.0] + [1.0] * (FLAT_BATCHES - 1)
-    for reward in rewards:
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=reward), drop_equal=True)
+    for reward in [1.0] * (FLAT_BATCHES - 1) + [0.0] + [1.0] * (FLAT_BATCHES - 1):
+        finish_one(store, reward)
     assert not store.end_reason
-    (slot,) = store.admit("rollout/0", 1, 0.0)
-    store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=1.0), drop_equal=True)
-    assert "seems to be solved" in store.end_reason and store.end_reason.endswith("Choose a harder one.")
-    (slot,) = store.admit("rollout/0", 1, 0.0)  # one more group can disprove that, before the learner has asked
-    store.finish(slot.group_id, b"", make_arrival(equal_rewards=False, reward=0.5), drop_equal=True)
+    finish_one(store, 1.0)
+    assert store.end_reason
+    finish_one(store, 0.5, equal=False)  # it can disprove that, before the learner has asked
     assert not store.end_reason
 
 
@@ -38,63 +44,38 @@ def test_flat_groups_that_are_kept_are_counted_and_end_nothing() -> None:
     store.served(0)
     counts = []
     for equal, reward in [(True, 1.0), (True, 1.0), (False, 1.0), *[(True, 0.0)] * FLAT_BATCHES]:
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal, reward=reward))
+        finish_one(store, reward, equal, drop=False)
         counts.append(store.flat.num_same)
     assert counts == [1, 2, 0, *range(1, FLAT_BATCHES + 1)] and not store.end_reason
 
 
-def test_groups_of_reward_zero_end_the_run_and_advise_an_easier_task() -> None:
-    store = Store(plain_rules(0, 1))
-    store.served(0)
-    for _ in range(FLAT_BATCHES):
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=True, reward=0.0), drop_equal=True)
-    assert "out of reach" in store.end_reason
-    assert store.end_reason.endswith("Choose an easier one, or raise rollout.group_size.")
+def groups_until_the_end(flat: FlatGroups, *rewards: float, epoch: int = 0) -> int:
+    """How many flat groups, of these rewards in turn, end a run."""
+    for number, reward in enumerate(itertools.cycle(rewards), 1):
+        flat.add(make_arrival(equal_rewards=True, reward=reward))
+        if flat.why_nothing_is_left(7, epoch):
+            return number
+    raise AssertionError
 
 
-def added(flat: FlatGroups, *rewards: float, equal: bool = True, epoch: int = 0) -> str:
-    for reward in rewards:
-        flat.add(make_arrival(equal_rewards=equal, reward=reward))
-    return flat.why_nothing_is_left(7, epoch)
-
-
-def test_groups_that_are_flat_at_different_rewards_end_the_run_in_order() -> None:
-    store = Store(plain_rules(0, 1))
-    store.served(0)
-    for number in range(MANY_GROUPS):
-        assert not store.end_reason
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        arrival = make_arrival(equal_rewards=True, reward=float(number % 2))
-        store.finish(slot.group_id, b"", arrival, drop_equal=True)
-    assert store.end_reason.startswith("4096 groups in a row had one reward for all of their answers, though not each")
-    assert "no prompt's answers differed when it was asked last" in store.end_reason
-    assert "4096 dropped as zero_variance since the last batch" in store.describe(0.0)
+@pytest.mark.parametrize(("prompts_per_step", "rewards", "epoch", "ends_after"), [
+    (1, [0.0], 0, 8), (1, [0.0], 8, 8), (1, [0.0], 9, 9), (1, [0.0], 1000, 1000),
+    (1, [0.0], MANY_GROUPS, MANY_GROUPS), (1, [0.0], 10**6, MANY_GROUPS),
+    (1, [0.0, 1.0], 0, MANY_GROUPS), (1, [0.0, 1.0], MANY_GROUPS + 2, MANY_GROUPS + 2), (1000, [0.0, 1.0], 0, 8000),
+])  # fmt: skip
+def test_flat_groups_end_a_run_once_each_prompt_has_had_its_turn(
+    prompts_per_step: int, rewards: list[float], epoch: int, ends_after: int
+) -> None:
+    flat = FlatGroups(prompts_per_step, lambda reward: reward >= 1)
+    assert groups_until_the_end(flat, *rewards, epoch=epoch) == ends_after
 
 
 def test_one_group_with_a_difference_keeps_a_run_of_flat_groups_alive() -> None:
     flat = FlatGroups(1, lambda reward: reward >= 1)
-    almost = [float(number % 2) for number in range(MANY_GROUPS - 1)]
-    assert not added(flat, *almost)
-    assert not added(flat, 0.5, equal=False)
-    assert not added(flat, *almost)
-    assert added(flat, 1.0).startswith("4096 groups in a row")
-
-
-@pytest.mark.parametrize(("epoch", "ends_after"), [
-    (0, 8), (8, 8), (9, 9), (1000, 1000), (MANY_GROUPS, MANY_GROUPS), (10**6, MANY_GROUPS),
-])
-def test_groups_of_one_reward_end_a_run_once_each_prompt_has_had_its_turn(epoch: int, ends_after: int) -> None:
-    flat = FlatGroups(1, lambda reward: reward >= 1)
-    assert not added(flat, *[0.0] * (ends_after - 1), epoch=epoch)
-    assert added(flat, 0.0, epoch=epoch).startswith(f"{ends_after} groups in a row had the same reward, 0, for every")
-
-
-def test_groups_of_different_rewards_end_no_run_before_each_prompt_has_had_its_turn() -> None:
-    flat, epoch = FlatGroups(1, lambda reward: reward >= 1), MANY_GROUPS + 2
-    assert not added(flat, *[0.0, 1.0] * (MANY_GROUPS // 2), 0.0, epoch=epoch)
-    assert added(flat, 1.0, epoch=epoch).startswith("4098 groups in a row")
+    for number in range(MANY_GROUPS - 1):
+        flat.add(make_arrival(equal_rewards=True, reward=float(number % 2)))
+    flat.add(make_arrival(equal_rewards=False, reward=0.5))
+    assert groups_until_the_end(flat, 0.0, 1.0) == MANY_GROUPS
 
 
 @pytest.mark.parametrize(("prompts_per_step", "share"), [(8, 0.05), (32, 0.02)])
@@ -114,44 +95,48 @@ def test_a_hard_task_of_which_few_prompts_are_within_reach_goes_on(prompts_per_s
 
 
 def test_a_worker_tells_the_size_of_an_epoch_and_a_buffer_that_starts_again_knows_it(tmp_path: Path) -> None:
-    config = journalled(tmp_path)
+    config = changed(journalled(tmp_path, prompts_per_step=1), algorithm={"filter_zero_variance": True})
     with serving_until_a_crash(config) as server:
         with_worker(server.address, lambda worker: worker.tell_prompts([(30, 10), (7, np.int64(7))]))
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(0)
         learner.close()
-        assert server._store.state.prompts.num_per_epoch == 17
+
+    async def put_flat(worker: WorkerClient, number: int) -> None:
+        for _ in range(number):
+            (slot,) = await worker.admit(1)
+            await worker.put(make_group(slot))
+
     with serving(config) as again:
-        assert again._store.state.prompts.num_per_epoch == 17
+        learner = LearnerClient(again.address, replace(TIMEOUTS, work_s=0.1))
+        for number, error in ((16, WaitTimeoutError), (1, NothingToLearnError)):
+            with_worker(again.address, lambda worker, number=number: put_flat(worker, number))
+            with pytest.raises(error):
+                learner.take(0)
+        learner.close()
 
 
-def test_a_large_batch_raises_the_number_of_flat_groups_that_end_a_run() -> None:
-    flat = FlatGroups(1000, lambda reward: reward >= 1)
-    assert not added(flat, *[0.0, 1.0] * (FLAT_BATCHES * 500 - 1))
-    assert added(flat, 0.0, 1.0).startswith("8000 groups in a row")
-
-
-@pytest.mark.parametrize(("reward", "right_above", "told"), [
-    (1.0, 1.0, "to be solved"), (0.5, 0.5, "to be solved"), (-0.2, -0.5, "to be solved"),
-    (0.0, 1.0, "to be out of reach"), (-1.0, 1.0, "to be out of reach"),
-    (0.1, 1.0, "to have nothing left to teach at version 7. This reward is neither that of a right answer"),
+@pytest.mark.parametrize(("reward", "right_above", "verdict"), [
+    (1.0, 1.0, "solved"), (0.5, 0.5, "solved"), (-0.2, -0.5, "solved"), (0.0, 1.0, "out of reach"),
+    (-1.0, 1.0, "out of reach"), (0.1, 1.0, "right_above"),
 ])
 def test_the_end_tells_a_solved_task_by_the_reward_of_a_right_answer(
-    reward: float, right_above: float, told: str
+    reward: float, right_above: float, verdict: str
 ) -> None:
     flat = FlatGroups(1, lambda value: value >= right_above)
-    reason = added(flat, *[reward] * FLAT_BATCHES)
-    assert f"the same reward, {reward:g}, for every answer: the task seems {told}" in reason
+    groups_until_the_end(flat, reward)
+    reason = flat.why_nothing_is_left(7, 0)
+    assert f" {reward:g}," in reason
+    assert [word for word in ("solved", "out of reach", "right_above") if word in reason] == [verdict]
 
 
 def test_the_groups_dropped_for_equal_rewards_are_told_since_the_last_batch() -> None:
     store = Store(plain_rules(1, 1))
     store.served(0)
     for equal in (True, False, True, True):
-        (slot,) = store.admit("rollout/0", 1, 0.0)
-        store.finish(slot.group_id, b"", make_arrival(equal_rewards=equal), drop_equal=True)
+        finish_one(store, 0.5, equal)
         if not equal:
             assert "1 dropped as zero_variance" in store.describe(0.0)
             assert store.take(0)
             assert "zero_variance" not in store.describe(0.0)
-    assert "2 dropped as zero_variance since the last batch (algorithm.filter_zero_variance" in store.describe(0.0)
+    assert "2 dropped as zero_variance" in store.describe(0.0)

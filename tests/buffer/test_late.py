@@ -68,9 +68,7 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
             learner.take(0)
             learner.trained(1)
             hasty = LearnerClient(server.address, replace(QUICK, work_s=0.2))
-            told = r"waited 0 s \(timeouts\.work_s\) to push version 1, .* exact .* until no group runs .*: " \
-                r"1 of 2 groups of batch 1 finished, 1 running \(oldest 0 s, worker rollout/0\)"
-            with pytest.raises(WaitTimeoutError, match=told):
+            with pytest.raises(WaitTimeoutError, match=r"timeouts\.work_s.* version 1, .* 1 of 2 .* batch 1 .* 1 run"):
                 hasty.await_push(1)
             hasty.close()
             await worker.fail(slots[3].group_id, "drawn", requeue=True)
@@ -105,7 +103,7 @@ def test_a_solved_task_ends_a_push_that_waits_in_exact_mode() -> None:
         server.abandon("rollout/0")
         for _ in range(FLAT_BATCHES):
             with_worker(server.address, put_all)
-        with pytest.raises(NothingToLearnError, match=r"^16 groups in a row had the same reward"):
+        with pytest.raises(NothingToLearnError, match=r"^16 groups"):
             learner.await_push(1)
         learner.close()
 
@@ -138,7 +136,7 @@ def test_a_push_that_shuts_admission_is_not_ended_by_a_solved_task() -> None:
         learner.close()
 
 
-def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
+def test_a_solved_task_ends_the_run() -> None:
     config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig(), eval=EvalConfig(size=0, right_above=0.5))
     with serving(config) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
@@ -150,7 +148,7 @@ def test_a_solved_task_ends_the_run_with_a_sentence() -> None:
 
         for number in range(1, FLAT_BATCHES + 1):
             assert with_worker(server.address, counts) == (2 * number, 2 * number)
-        with pytest.raises(NothingToLearnError, match=r"^16 groups in a row .* 0.5, .* seems to be solved"):
+        with pytest.raises(NothingToLearnError, match=r"^16 groups .* 0.5, .* solved"):
             learner.take(0)
         counters = server.counters()
         assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0

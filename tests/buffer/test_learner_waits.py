@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.config import StalenessConfig
 from buffer.client import LearnerClient, WorkerClient
-from buffer.learner_waits import LearnerWaits
+from buffer.protocol.operations import LearnerWaits
 from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 from tests.kit.buffer.clients import TIMEOUTS, with_worker

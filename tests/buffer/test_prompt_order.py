@@ -61,8 +61,7 @@ def test_the_order_of_the_largest_task_takes_2_gib_and_4_while_it_is_made() -> N
     assert (32 * MAX_PROMPTS, 64 * MAX_PROMPTS) == (2 * 2**30, 4 * 2**30)
 
 
-def test_a_larger_task_size_is_refused_with_the_memory_that_it_would_take() -> None:
+def test_a_larger_task_size_is_refused() -> None:
     assert make_config(task={"size": MAX_PROMPTS}).task.size == MAX_PROMPTS
-    said = r"task\.size must be less than or equal to 67108864, got 67108865\. .* 2 GiB at most\. .*run\.steps x"
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=r"^task\.size .*67108864, got 67108865"):
         make_config(task={"size": MAX_PROMPTS + 1})

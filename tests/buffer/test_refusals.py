@@ -22,6 +22,7 @@ from tests.kit.groups import make_group, make_row
 PUT = pack_request("put", 77, worker="rollout/0")
 OTHER_PROMPT = dataclasses.replace(FIRST, prompt_index=3)
 OTHER_START = dataclasses.replace(FIRST, start_version=1)
+FAILED = {"worker": "rollout/0", "group_id": 0, "cause": "", "requeue": False, "data_row": 0}
 FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int32)))}
 
 
@@ -30,34 +31,28 @@ FUTURE = {"rows": (make_row(3), make_row(3, versions=np.array([0, 0, 1], np.int3
     [
         ([b""], "message: 0 bytes"),
         ([b"\xc1rubbish"], "message: 8 bytes starting b'\\xc1rubbish'"),
-        ([b"\x01"], "op: got 1, allowed one of admit"),
-        ([pack_request("explode", 77)], "op: got 'explode', allowed one of admit, prompts, put"),
+        ([b"\x01"], "op: got 1"),
+        ([pack_request("explode", 77)], "op: got 'explode'"),
         ([pack_request("trained", 77)], "version: missing"),
-        ([pack_request("trained", 77, version="1")], "version: got '1', allowed an integer"),
-        ([pack_request("trained", 77, version=1)], "version: got 1, allowed the next after 0"),
-        ([pack_request("served", 77, version=5)], "version: got 5, allowed 0..0 (served..trained)"),
-        ([pack_request("take", 77, version=3, wait_s=0)], "version: got 3, allowed 0"),
-        ([pack_request("take", 77, version=0, wait_s=-1)], "wait_s: got -1, allowed a finite number >= 0"),
+        ([pack_request("trained", 77, version="1")], "version: got '1'"),
+        ([pack_request("trained", 77, version=1)], "version: got 1"),
+        ([pack_request("served", 77, version=5)], "version: got 5"),
+        ([pack_request("take", 77, version=3, wait_s=0)], "version: got 3"),
+        ([pack_request("take", 77, version=0, wait_s=-1)], "wait_s: got -1"),
         ([pack_request("admit", 77, worker="rollout/0", max_groups=0, wait_s=0)], "max_groups: got 0"),
         ([pack_request("admit", 77, worker="w" * 300, max_groups=1, wait_s=0)], "worker: got 'www"),
-        (
-            [pack_request("fail", 77, worker="rollout/0", group_id=9, cause="", requeue=False, data_row=0)],
-            "group_id: got 9",
-        ),
-        ([pack_request("fail", 77, worker="rollout/0", group_id=0, cause="", requeue=1, data_row=0)], "requeue: got 1"),
-        (
-            [pack_request("fail", 77, worker="rollout/0", group_id=0, cause="", requeue=False, data_row=-2)],
-            "data_row: got -2",
-        ),
-        ([PUT], "message: 1 frames, allowed 2 for put"),
-        ([PUT, b"?"], "message: got 63, allowed a map"),
-        ([PUT, bytes(2 * 10**5)], "group: 200000 bytes, allowed at most"),
-        (put_frames(dataclasses.replace(FIRST, group_id=99)), "group_id: got 99, allowed one that was granted"),
-        (put_frames(FIRST, worker="rollout/1"), "worker: got 'rollout/1', allowed one of the run's: rollout/0"),
-        (put_frames(OTHER_PROMPT), "prompt_index: got 3, allowed 0 as granted to group 0"),
-        (put_frames(OTHER_START), "start_version: got 1, allowed 0 as granted to group 0"),
-        (put_frames(FIRST, **FUTURE), "versions: got 1, allowed at most 0, the newest announced"),
-        (put_frames(FIRST, rows=(make_row(3),)), "lengths: 1 elements, allowed 2"),
+        ([pack_request("fail", 77, **FAILED | {"group_id": 9})], "group_id: got 9"),
+        ([pack_request("fail", 77, **FAILED | {"requeue": 1})], "requeue: got 1"),
+        ([pack_request("fail", 77, **FAILED | {"data_row": -2})], "data_row: got -2"),
+        ([PUT], "message: 1 frames"),
+        ([PUT, b"?"], "message: got 63"),
+        ([PUT, bytes(2 * 10**5)], "group: 200000 bytes"),
+        (put_frames(dataclasses.replace(FIRST, group_id=99)), "group_id: got 99"),
+        (put_frames(FIRST, worker="rollout/1"), "worker: got 'rollout/1'"),
+        (put_frames(OTHER_PROMPT), "prompt_index: got 3"),
+        (put_frames(OTHER_START), "start_version: got 1"),
+        (put_frames(FIRST, **FUTURE), "versions: got 1"),
+        (put_frames(FIRST, rows=(make_row(3),)), "lengths: 1 elements"),
     ],
 )
 def test_a_bad_message_is_refused_and_counted_and_changes_nothing(
@@ -85,8 +80,7 @@ def test_a_worker_may_keep_as_many_groups_in_flight_as_the_buffer_grants_at_once
     with pytest.raises(WireError, match=r"max_groups: got 1048577"):
         with_worker(buffer.address, lambda worker: worker.admit(most + 1))
     assert buffer_config(rollout={"concurrency": most}).rollout.concurrency == most
-    said = r"rollout\.concurrency must be less than or equal to 1048576, got 1048577\. .*the buffer grants 2\^20 at"
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=r"^rollout\.concurrency .*1048576, got 1048577"):
         buffer_config(rollout={"concurrency": most + 1})
 
 
@@ -95,7 +89,7 @@ def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(
 ) -> None:
     async def run(worker: WorkerClient) -> bool:
         slots = await worker.admit(1)
-        with pytest.raises(WireError, match=r"refused this client's message: versions: got 1, allowed at most 0"):
+        with pytest.raises(WireError, match=r"versions: got 1"):
             await worker.put(make_group(slots[0], **FUTURE))
         return await worker.put(make_group(slots[0]))
 
@@ -111,7 +105,7 @@ def test_a_group_is_delivered_by_the_worker_it_was_granted_to() -> None:
         async def both(worker: WorkerClient) -> list[Slot]:
             other = WorkerClient(server.address, "rollout/1", TIMEOUTS)
             mine, theirs = await asyncio.gather(worker.admit(2), other.admit(2))
-            with pytest.raises(WireError, match=r"worker: got 'rollout/1', allowed 'rollout/0', who was granted group"):
+            with pytest.raises(WireError, match=r"worker: got 'rollout/1'"):
                 await other.put(make_group(mine[0]))
             await other.close()
             return theirs

@@ -16,7 +16,7 @@ import pytest
 from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, WireError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.checkpoints import checkpoint_folder
 from async_rl.storage.resuming import write_config
 from async_rl.storage.run_dir import open_run_dir
 from async_rl.types import Slot
@@ -29,6 +29,7 @@ from tests.kit.buffer.journal import journalled, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
 from tests.kit.groups import make_group, make_row
+from tests.kit.runs import make_checkpoint, training_state
 
 
 def run_past_its_checkpoint(config: Config) -> Config:
@@ -64,10 +65,7 @@ def run_past_its_checkpoint(config: Config) -> Config:
         learner.trained(2)
         with_worker(server.address, finish_last)
         learner.close()
-    folder = checkpoint_folder(config.run_dir, 1)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain)
-    write_training_state(folder, state)
+    make_checkpoint(config.run_dir, 1, buffer=plain)
     return changed(config, run={"resume": config.run_dir})
 
 
@@ -124,11 +122,8 @@ def test_the_journal_stays_whole_where_files_that_a_resume_set_aside_were_delete
     with open_run_dir(run_past_its_checkpoint(config)) as resumed, serving(resumed) as server:
         learner = LearnerClient(server.address, TIMEOUTS)
         learner.served(1)
-        state = TrainingState(
-            version=1, lineage=1, ranks=1, networks={}, kl_coef=0.0, buffer=learner.buffer_checkpoint(1)
-        )
-        (checkpoint_folder(config.run_dir, 1) / "training_state.json").unlink()
-        write_training_state(checkpoint_folder(config.run_dir, 1), state)
+        shutil.rmtree(checkpoint_folder(config.run_dir, 1))
+        make_checkpoint(config.run_dir, 1, lineage=1, buffer=learner.buffer_checkpoint(1))
         write_config(resumed)  # the first step of the resume has been logged
         learner.close()
     for file in config.run_dir.glob("*.lineage_0*"):
@@ -191,7 +186,7 @@ def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_ag
 
         async def make_again(worker: WorkerClient) -> list[int]:
             slots = await worker.admit(4)
-            with pytest.raises(WireError, match="baseline_reward: got None, allowed the reward of a greedy answer"):
+            with pytest.raises(WireError, match="baseline_reward: got None"):
                 await worker.put(make_group(slots[0]))
             for slot in slots:
                 await worker.put(make_group(slot, baseline_reward=0.5))
@@ -202,31 +197,25 @@ def test_groups_from_before_a_resume_with_remax_have_no_baseline_and_are_made_ag
         learner.close()
 
 
+SAVED = training_state(1, buffer={"scalars": {"next_group_id": 9}, "live": []})
+
+
 def test_a_damaged_journal_of_the_past_is_an_error(tmp_path: Path) -> None:
-    saved = TrainingState(
-        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0,
-        buffer={"scalars": {"next_group_id": 9}, "live": []},
-    )
     config = journalled(tmp_path, prompts_per_step=2)
     run_past_its_checkpoint(config)
     past = config.run_dir / FILE_NAME
     with contextlib.closing(sqlite3.connect(past)) as database:
         database.execute("DROP TABLE payloads")
     journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
-    with pytest.raises(AsyncRLError, match=rf"{past}, can't be copied into .* move it away: the run then continues"):
-        journal.import_past(past, saved)
-    journal._db.close()
+    with pytest.raises(AsyncRLError, match=str(past)):
+        journal.import_past(past, SAVED)
 
 
 def test_without_a_journal_of_the_past_a_resume_goes_on(tmp_path: Path) -> None:
-    saved = TrainingState(
-        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0,
-        buffer={"scalars": {"next_group_id": 9}, "live": []},
-    )
     journal = Journal(tmp_path / "new.sqlite", keep_steps=-1)
     (tmp_path / "broken.sqlite").write_bytes(b"not a database" * 100)
     Journal(tmp_path / "empty.sqlite", keep_steps=-1).close()
     for name in ("broken.sqlite", "empty.sqlite", "absent.sqlite"):
-        journal.import_past(tmp_path / name, saved)
+        journal.import_past(tmp_path / name, SAVED)
     journal.close()
     assert not (tmp_path / "absent.sqlite").exists()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from async_rl.errors import StalenessError, WireError
 from buffer.modes import Wait
 from buffer.store import Store
+from buffer.store_state import StoreState
+from buffer.stored_group import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
 
 
@@ -35,19 +38,6 @@ def test_nothing_is_admitted_before_a_version_is_served() -> None:
     assert len(store.admit("rollout/0", 8, now_s=0.0)) == 2
 
 
-def test_at_bound_zero_batches_hold_groups_in_id_order_however_they_finish() -> None:
-    store = open_store(prompts_per_step=3)
-    for version in range(4):
-        slots = store.admit("rollout/0", 100, now_s=0.0)
-        ids = [slot.group_id for slot in slots]
-        assert ids == [slot.prompt_index for slot in slots] == list(range(3 * version, 3 * version + 3))
-        assert {slot.start_version for slot in slots} == {version}
-        finish_all(store, [ids[2], ids[0], ids[1]])
-        assert train(store) == ids
-        assert store.admit("rollout/0", 100, now_s=0.0) == []
-        store.served(version + 1)
-
-
 def test_slots_are_held_until_the_version_trained_on_them_is_served() -> None:
     store = open_store(max_staleness=1)
     finish_all(store, [slot.group_id for slot in store.admit("rollout/0", 4, 0.0)])
@@ -68,7 +58,7 @@ def test_a_batch_is_handed_out_again_until_it_is_trained() -> None:
     store.trained(1)
     store.trained(1)
     assert store.state.counters()["buffer/trained"] == 2
-    with pytest.raises(WireError, match="version: got 0, allowed 1, the batches trained so far"):
+    with pytest.raises(WireError, match="version: got 0"):
         store.take(0)
     assert store.take(1) is None
 
@@ -84,51 +74,16 @@ def test_a_failed_group_frees_its_slot_and_is_requeued_only_on_demand() -> None:
     store.state.check_accounting()
 
 
-def test_a_requeued_prompt_starts_at_the_version_served_then() -> None:
-    store = open_store(max_staleness=1)
-    store.admit("rollout/0", 4, 0.0)
-    finish_all(store, [0, 1])
-    train(store)
-    store.served(1)
-    store.fail(2, "engine restarted", requeue=True)
-    assert [(s.prompt_index, s.start_version) for s in store.admit("rollout/0", 1, 0.0)] == [(2, 1)]
-
-
-def test_an_abandoned_worker_loses_its_running_groups_and_nothing_else() -> None:
-    store = open_store(max_staleness=1)
-    store.admit("rollout/0", 2, 0.0)
-    store.admit("rollout/1", 2, 0.0)
-    finish_all(store, [2])
-    assert store.abandon("rollout/1") == 1
-    assert store.abandon("rollout/1") == 0
-    assert store.running_by_worker() == {"rollout/0": 2}
-    assert [s.prompt_index for s in store.admit("rollout/0", 9, 0.0)] == [3]
-    assert store.state.counters()["buffer/depth"] == 1
-
-
-def test_a_group_belongs_to_the_worker_it_was_granted_to() -> None:
-    store = open_store()
-    slots = store.admit("rollout/0", 1, 0.0)
-    assert store.running_slot(0, "rollout/0") == slots[0]
-    with pytest.raises(WireError, match="worker: got 'rollout/1', allowed 'rollout/0'"):
-        store.running_slot(0, "rollout/1")
-    with pytest.raises(WireError, match=r"group_id: got 7, allowed one that was granted \(1 so far\)"):
-        store.running_slot(7, "rollout/0")
-    store.finish(0, b"", make_arrival())
-    assert store.running_slot(0, "rollout/0") is None
-
-
 def test_versions_are_trained_in_turn_and_served_only_once_trained() -> None:
     store = open_store()
-    with pytest.raises(WireError, match="version: got 1, allowed the next after 0; the learner holds no batch"):
-        store.trained(1)
-    with pytest.raises(WireError, match=r"version: got 1, allowed 0..0"):
-        store.served(1)
+    for skip in (store.trained, store.served):
+        with pytest.raises(WireError, match="version: got 1"):
+            skip(1)
     store.admit("rollout/0", 2, 0.0)
     finish_all(store, [0, 1])
     train(store)
     store.served(1)
-    with pytest.raises(WireError, match=r"version: got 0, allowed 1..1"):
+    with pytest.raises(WireError, match="version: got 0"):
         store.served(0)
 
 
@@ -146,13 +101,20 @@ def test_a_lost_group_is_found_by_the_accounting() -> None:
     store = open_store()
     store.admit("rollout/0", 2, 0.0)
     del store.state.running[1]
-    with pytest.raises(StalenessError, match="2 groups were admitted, but 0 are trained, 1 dropped, 0 running"):
+    with pytest.raises(StalenessError, match=r"2 .*admitted.* 0 .*trained, 1 dropped, 0 running"):
         store.close()
 
 
-def test_a_group_past_its_deadline_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Wait, "choose", lambda mode, state, version: list(state.finished.values())[-1:])
+class NewestFirst(Wait):
+    """A mode with a bug."""
+
+    def choose(self, state: StoreState, version: int) -> list[StoredGroup]:
+        return list(state.finished.values())[-1:]
+
+
+def test_a_group_past_its_deadline_is_never_handed_out() -> None:
     store = open_store(max_staleness=1, prompts_per_step=1)
+    store.mode = NewestFirst(store.rules)
     store.admit("rollout/0", 2, 0.0)
     finish_all(store, [0, 1])
     train(store)
@@ -160,8 +122,12 @@ def test_a_group_past_its_deadline_is_never_handed_out(monkeypatch: pytest.Monke
     store.admit("rollout/0", 1, 0.0)
     finish_all(store, [2])
     train(store)  # the wrong one: group 0 expires now
-    with pytest.raises(StalenessError, match="group 0, started at version 0, would be trained on at version 2"):
+    with pytest.raises(StalenessError, match=r"group 0, .*version 0, .*version 2"):
         store.take(2)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def test_the_description_says_what_a_batch_waits_for() -> None:
@@ -169,10 +135,8 @@ def test_the_description_says_what_a_batch_waits_for() -> None:
     store.admit("rollout/0", 1, now_s=100.0)
     store.admit("rollout/1", 3, now_s=300.0)
     store.fail(3, "reward raised ValueError", requeue=False)
-    assert store.describe(now_s=512.0) == (
-        "0 of 2 groups finished, 3 running (oldest 412 s, worker rollout/0), served version 0, "
-        "1 failed so far, the last one: reward raised ValueError"
-    )
+    told = store.describe(now_s=512.0)  # finished, of a batch, running, for s, by rollout/0, served, failed
+    assert numbers(told) == [0, 2, 3, 412, 0, 0, 1] and "reward raised ValueError" in told
     store = open_store(max_staleness=1)
     store.admit("rollout/0", 4, now_s=0.0)
     finish_all(store, [0, 2])
@@ -180,11 +144,8 @@ def test_the_description_says_what_a_batch_waits_for() -> None:
     store.served(1)
     store.admit("rollout/0", 4, now_s=5.0)
     finish_all(store, [4, 5])
-    assert store.take(1) is None
-    assert store.describe(now_s=10.0) == (
-        "2 of 2 groups finished, 2 running (oldest 10 s, worker rollout/0), "
-        "2 of them expire by version 1 (first group 1), served version 1"
-    )
+    assert store.take(1) is None  # two of those that run expire by version 1, the first is group 1
+    assert numbers(store.describe(now_s=10.0)) == [2, 2, 2, 10, 0, 2, 1, 1, 1]
 
 
 def test_the_description_counts_in_exact_mode_the_groups_of_the_next_batch() -> None:
@@ -193,10 +154,10 @@ def test_the_description_counts_in_exact_mode_the_groups_of_the_next_batch() -> 
     store.served(0)
     store.admit("rollout/0", 9, now_s=0.0)
     finish_all(store, [0])
-    assert store.describe(now_s=1.0).startswith("1 of 2 groups of batch 0 finished, 5 running")
+    assert numbers(store.describe(now_s=1.0))[:4] == [1, 2, 0, 5]
     finish_all(store, [2, 3, 4, 5])
     assert store.take(0) is None
-    assert store.describe(now_s=1.0).startswith("1 of 2 groups of batch 0 finished (4 of later batches), 1 running")
+    assert numbers(store.describe(now_s=1.0))[:5] == [1, 2, 0, 4, 1], "four are of later batches"
 
 
 def test_the_description_tells_of_late_groups_where_used_ones_would_fill_the_batch() -> None:
@@ -215,27 +176,8 @@ def test_the_description_tells_of_late_groups_where_used_ones_would_fill_the_bat
     store.admit("rollout/0", 2, now_s=0.0)
     for group_id in (8, 9):
         store.finish(group_id, b"", make_arrival(newest_version=2))
-    assert store.take(2) is None
-    assert store.describe(now_s=3.0) == (
-        "2 of 4 groups finished, and 2 to use again, 2 running (oldest 3 s, worker rollout/0), "
-        "2 of them expire by version 2 (first group 6), served version 2"
-    )
-
-
-def test_a_push_that_drains_waits_for_what_runs_and_nothing_starts_meanwhile() -> None:
-    store = Store(plain_rules(2, 1, drain=True))
-    store.served(0)
-    assert len(store.admit("rollout/0", 2, 0.0)) == 2
-    finish_all(store, [0])
-    train(store)
-    assert store.capacity() == 1
-    assert not store.may_push()
-    assert store.capacity() == 0
-    finish_all(store, [1])
-    assert store.may_push()
-    assert store.capacity() == 0
-    store.served(1)
-    assert store.capacity() == 2
+    assert store.take(2) is None  # 2 of 4 finished, 2 used, 2 run for 3 s, 2 expire by version 2, the first is group 6
+    assert numbers(store.describe(now_s=3.0)) == [2, 4, 2, 2, 3, 0, 2, 2, 6, 2]
 
 
 def test_a_buffer_that_starts_again_during_a_push_that_drains_admits_no_group() -> None:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from async_rl.config import Config
 from async_rl.config.check import SettingsError
 from async_rl.config.loading import dump_config, load_config
-from async_rl.config.other_names import OTHER_NAMES
-from async_rl.config.schema import _leaves
+from async_rl.config.schema import OTHER_NAMES, _leaves
 from async_rl.config.yaml_text import read_yaml, write_yaml
 from async_rl.errors import ConfigError
 

@@ -226,7 +226,7 @@ def test_the_configuration_page_is_that_of_the_schema() -> None:
 def test_the_code_that_contributing_shows_is_that_of_the_extensions() -> None:
     files = [file.read_text() for file in (ROOT / "tests" / "extensions").glob("*.py")]
     shown = blocks(DOCUMENTS["CONTRIBUTING.md"], "python")
-    assert len(shown) == 8
+    assert shown
     assert [block for block in shown if block not in files] == []
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.driver.restart_limit import RestartLimit
+from async_rl.driver.supervisor import RestartLimit
 from async_rl.errors import ProcessDiedError
 from tests.kit.configs import make_config
 

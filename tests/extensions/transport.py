@@ -10,7 +10,7 @@ from torch import Tensor
 
 from async_rl.seams import TransportEntry
 from async_rl.weights import WeightPublisher
-from async_rl.weights.safetensors_io import write_weights
+from async_rl.weights.disk import write_weights
 
 
 class NewFolderPublisher(WeightPublisher):

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler
 import torch
 from torch import Tensor
 
-from async_rl.weights.base import WeightPublisher
+from async_rl.weights.publisher import WeightPublisher
 from tests.kit.configs import make_config
 
 CPU = torch.device("cpu")

@@ -12,9 +12,10 @@ from hypothesis import settings
 from async_rl.types import Batch
 from learner import learner as learner_module
 from learner import pusher as pusher_module
+from learner.learner import Learner
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.fakes import FakeClient, FakePublisher
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner
 from tests.kit.learner.rank_process import ALGORITHMS, EPISODE_ALGORITHMS, Case, run_ranks
 from tests.kit.models import save_bare_model, save_bare_reward_model
 
@@ -67,8 +68,10 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
 
 
 @pytest.fixture
-def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "LearnerClient", FakeClient)
+def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    """The client of every learner that the test opens."""
+    client = FakeClient()
+    monkeypatch.setattr(learner_module, "LearnerClient", lambda *_: client)
 
     def decode(frames: list[bytes]) -> Batch:
         version = frames[0][0]
@@ -77,3 +80,15 @@ def fake_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(batch, groups=groups, counters={"buffer/depth": 1.0})
 
     monkeypatch.setattr(learner_module, "decode_batch", decode)
+    return client
+
+
+@pytest.fixture
+def open_run(tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient) -> OpenRun:
+    """Opens the learner of a run of so many steps in `tmp_path`, whose buffer and servers are fakes."""
+
+    def open_run(steps: int = 2, **sections: Any) -> Learner:
+        run = {"steps": steps, "dir": tmp_path, **sections.pop("run", {})}
+        return open_learner(tiny_model_path, run=run, **sections)
+
+    return open_run

@@ -13,7 +13,7 @@ from async_rl.config import AlgorithmConfig, StalenessConfig
 from async_rl.errors import StalenessError
 from async_rl.types import Batch
 from learner.algorithms.objective import Objective
-from learner.batch_checks import check_bound, check_staleness
+from learner.batches import check_bound, check_staleness
 from learner.packing.microbatches import collate
 from learner.packing.plan import Piece
 from learner.updater import Updater
@@ -82,14 +82,14 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
 
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_without_mask_such_a_batch_is_refused(late: str) -> None:
-    with pytest.raises(StalenessError, match="has a token of version 2, but the learner is at version 5"):
+    with pytest.raises(StalenessError, match=r"version 2.* version 5"):
         check_staleness(aged_batch(), 5, StalenessConfig(max=1, late=late))  # type: ignore[arg-type]
 
 
 def test_a_future_token_is_refused_with_mask_too() -> None:
-    with pytest.raises(StalenessError, match="handed out a batch for version 5 to a learner of version 4"):
+    with pytest.raises(StalenessError, match=r"version 5.* version 4"):
         check_staleness(aged_batch(), 4, MASK)
-    with pytest.raises(StalenessError, match="has a token of version 5, but the learner is at version 4"):
+    with pytest.raises(StalenessError, match=r"version 5.* version 4"):
         check_staleness(replace(aged_batch(), version=4), 4, MASK)
 
 
@@ -114,14 +114,12 @@ def test_tokens_within_the_bound_pass(versions: list[int]) -> None:
 
 
 def test_one_token_too_old_is_enough_and_the_error_names_group_versions_and_bound() -> None:
-    with pytest.raises(StalenessError) as error:
+    with pytest.raises(StalenessError, match=r"group 7 .*version 2,.* version 5.*staleness\.max is 2"):
         check_bound(batch_with_versions([2, 5, 5, 5], 5), 5, 2)
-    for part in ("group 7", "version 2,", "version 5", "staleness.max is 2"):
-        assert part in str(error.value)
 
 
 def test_a_token_from_the_future_and_a_batch_for_another_version_are_refused() -> None:
-    with pytest.raises(StalenessError, match="token of version 6"):
+    with pytest.raises(StalenessError, match="version 6"):
         check_bound(batch_with_versions([5, 6], 5), 5, 2)
-    with pytest.raises(StalenessError, match="version 5 to a learner of version 4"):
+    with pytest.raises(StalenessError, match=r"version 5 .* version 4"):
         check_bound(batch_with_versions([4], 5), 4, 2)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import NothingToLearnError
-from learner.batch_taking import NoBatch, Taken, ask_buffer, await_push, share_taken
+from learner.batches import NoBatch, Taken, ask_buffer, await_push, share_taken
 
 
 @pytest.mark.parametrize("taken", [

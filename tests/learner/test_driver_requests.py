@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import CheckpointConfig, RunConfig, StalenessConfig, WeightSyncConfig
 from async_rl.errors import NothingToLearnError
 from async_rl.messages.reports import StepDone, TrainingEnded
 from async_rl.storage.checkpoints import list_checkpoints
-from learner.batch_taking import NoBatch
+from learner.batches import NoBatch
 from learner.driver_requests import DriverRequests
-from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun
 
 
 def test_the_most_urgent_request_comes_first_and_the_first_reason_stays() -> None:
@@ -29,10 +28,9 @@ def test_the_most_urgent_request_comes_first_and_the_first_reason_stays() -> Non
 
 
 def test_an_early_end_pushes_and_saves_the_model_as_the_last_step_does(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    run = RunConfig(steps=50, dir=str(tmp_path))
-    learner = open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3))
+    learner = open_run(50, weight_sync={"every_steps": 3})
     reports = []
     for report in learner.run():
         reports.append(report)
@@ -47,15 +45,14 @@ def test_an_early_end_pushes_and_saves_the_model_as_the_last_step_does(
 @pytest.mark.parametrize(("end", "reason", "pushes"), [
     ("buffer", "the task is solved", [("push", 1), ("push", 2)]),
     ("program", "the reward is above 0.9", [("push", 1), ("push", 2)]),
-    ("user", "stopped at version 2, checkpoint ", [("push", 1)]),
+    ("user", "stopped", [("push", 1)]),
 ])
 def test_a_run_that_ends_while_a_push_waits_reports_its_step_and_saves(
-    end: str, reason: str, pushes: list[tuple[str, int]], tiny_model_path: Path, tmp_path: Path,
-    publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch,
+    end: str, reason: str, pushes: list[tuple[str, int]], open_run: OpenRun, tmp_path: Path, publisher: FakePublisher,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=50, dir=str(tmp_path)), checkpoint=CheckpointConfig(every_steps=10),
-        staleness=StalenessConfig(max=1, mode="exact"), weight_sync=WeightSyncConfig(on_update="drain"),
+    learner = open_run(
+        50, checkpoint={"every_steps": 10}, staleness={"max": 1, "mode": "exact"}, weight_sync={"on_update": "drain"}
     )
 
     def await_push(client: FakeClient, version: int, interrupted: Callable[[], bool]) -> None:
@@ -79,11 +76,8 @@ def test_a_run_that_ends_while_a_push_waits_reports_its_step_and_saves(
     assert list(list_checkpoints(tmp_path / "run")) == [2]
 
 
-def test_a_checkpoint_that_is_asked_for_is_written_once_and_training_goes_on(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    run = RunConfig(steps=4, dir=str(tmp_path))
-    learner = open_learner(tiny_model_path, run=run, checkpoint=CheckpointConfig(every_steps=0))
+def test_a_checkpoint_that_is_asked_for_is_written_once_and_training_goes_on(open_run: OpenRun, tmp_path: Path) -> None:
+    learner = open_run(4, checkpoint={"every_steps": 0})
     learner.requests.save()  # of version 0, which needs none
     versions = []
     for report in learner.run():

@@ -20,7 +20,7 @@ from learner.algorithms.advantages import gae, vtrace
 from learner.algorithms.diagnostics import MetricAccumulator, batch_metrics
 from learner.algorithms.objective import Objective
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages
-from learner.batch_checks import check_bound, check_staleness
+from learner.batches import check_bound, check_staleness
 from learner.episodes import reward_at_tokens, rows_by_episode, tokens_by_episode
 from learner.packing.microbatches import MicroBatch, collate
 from learner.packing.plan import Piece

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.config import (
-    CheckpointConfig,
-    EvalConfig,
-    EvalPlacement,
-    PlacementConfig,
-    RunConfig,
-    WeightSyncConfig,
-)
 from async_rl.messages.reports import EvaluationDue, EvaluationSkipped, LearnerReport, ServersLost, StepDone
 from async_rl.storage.checkpoints import checkpoint_folder
-from learner import learner as learner_module
 from learner import pusher as pusher_module
-from learner.eval_schedule import EvalSchedule
+from learner.evaluations import EvalSchedule
+from learner.learner import Learner
 from tests.kit.configs import learner_config
-from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.fakes import FakePublisher, OpenRun
 
 
 @pytest.fixture
@@ -38,15 +31,16 @@ def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePu
     return other
 
 
-def open_run(path: Path, folder: Path, steps: int, resume: str = "", **more: Any) -> learner_module.Learner:
-    return open_learner(
-        path, run=RunConfig(steps=steps, dir=str(folder), resume=resume), engine_urls=["http://x", "http://e"],
-        eval=EvalConfig(every_steps=2, pin_version=True), placement=PlacementConfig(eval=EvalPlacement(servers=1)),
-        **more,
+@pytest.fixture
+def open_beside(open_run: OpenRun, of_eval: FakePublisher) -> OpenRun:
+    """Opens the learner of a run with an evaluation server, of which every second version is due."""
+    return partial(
+        open_run, engine_urls=["http://x", "http://e"], eval={"every_steps": 2, "pin_version": True},
+        placement={"eval": {"servers": 1}},
     )
 
 
-def evaluate(learner: learner_module.Learner, ends: Sequence[int]) -> Iterator[LearnerReport]:
+def evaluate(learner: Learner, ends: Sequence[int]) -> Iterator[LearnerReport]:
     """Yield the learner's reports; the evaluations of the versions in `ends` end before the next step."""
     for report in learner.run():
         yield report
@@ -59,9 +53,9 @@ def _is_held(step: StepDone) -> bool:
 
 
 def test_the_versions_that_are_due_are_pushed_to_the_evaluation_servers_alone(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+    open_beside: OpenRun, publisher: FakePublisher, of_eval: FakePublisher
 ) -> None:
-    learner = open_run(tiny_model_path, tmp_path, 6)
+    learner = open_beside(6)
     reports = list(evaluate(learner, ends=[0, 2, 4]))
     due = [report for report in reports if not isinstance(report, StepDone)]
     assert due == [EvaluationDue(version=version, servers=("eval/0",)) for version in (0, 2, 4)]
@@ -75,10 +69,8 @@ def test_the_versions_that_are_due_are_pushed_to_the_evaluation_servers_alone(
     assert "eval" not in {span.state for step in steps for span in step.spans}
 
 
-def test_a_version_is_skipped_while_the_evaluation_before_it_runs(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_run(tiny_model_path, tmp_path, 8)
+def test_a_version_is_skipped_while_the_evaluation_before_it_runs(open_beside: OpenRun, of_eval: FakePublisher) -> None:
+    learner = open_beside(8)
     reports = [report for report in evaluate(learner, ends=[0]) if not isinstance(report, StepDone)]
     busy = "the evaluation before it is still running"
     assert reports == [
@@ -88,10 +80,8 @@ def test_a_version_is_skipped_while_the_evaluation_before_it_runs(
     assert [version for name, version in of_eval.calls if name == "push"] == [2]
 
 
-def test_rollout_servers_too_make_one_evaluation_at_a_time(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner = open_learner(tiny_model_path, run=RunConfig(steps=10, dir=str(tmp_path)), eval=EvalConfig(every_steps=2))
+def test_rollout_servers_too_make_one_evaluation_at_a_time(open_run: OpenRun) -> None:
+    learner = open_run(10, eval={"every_steps": 2})
     reports = list(evaluate(learner, ends=[2]))
     assert [report for report in reports if not isinstance(report, StepDone)] == [
         EvaluationDue(version=2), EvaluationDue(version=4),
@@ -101,12 +91,9 @@ def test_rollout_servers_too_make_one_evaluation_at_a_time(
 
 
 def test_only_pushes_of_versions_that_get_a_checkpoint_wait_where_the_best_is_kept(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=7, dir=str(tmp_path)), eval=EvalConfig(every_steps=1),
-        checkpoint=CheckpointConfig(every_steps=3, keep_best=1),
-    )
+    learner = open_run(7, eval={"every_steps": 1}, checkpoint={"every_steps": 3, "keep_best": 1})
     schedule = learner.evaluations.schedule
     monkeypatch.setattr(schedule, "wait", schedule.ended)
     reports = list(evaluate(learner, ends=[3]))
@@ -121,15 +108,10 @@ def test_only_pushes_of_versions_that_get_a_checkpoint_wait_where_the_best_is_ke
 
 @pytest.mark.parametrize("has_servers", [True, False])
 def test_no_version_that_is_due_is_skipped_where_its_checkpoint_may_be_the_best(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None,
-    monkeypatch: pytest.MonkeyPatch, has_servers: bool,
-) -> None:  # fmt: skip
-    best = {"checkpoint": CheckpointConfig(every_steps=2, keep_best=1)}
-    if has_servers:
-        learner = open_run(tiny_model_path, tmp_path, 7, **best)
-    else:
-        run = RunConfig(steps=7, dir=str(tmp_path))
-        learner = open_learner(tiny_model_path, run=run, eval=EvalConfig(every_steps=2), **best)
+    open_beside: OpenRun, open_run: OpenRun, monkeypatch: pytest.MonkeyPatch, has_servers: bool
+) -> None:
+    best = {"checkpoint": {"every_steps": 2, "keep_best": 1}}
+    learner = open_beside(7, **best) if has_servers else open_run(7, eval={"every_steps": 2}, **best)
     schedule, held = learner.evaluations.schedule, []
 
     def wait() -> None:
@@ -145,9 +127,9 @@ def test_no_version_that_is_due_is_skipped_where_its_checkpoint_may_be_the_best(
 
 
 def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+    open_beside: OpenRun, of_eval: FakePublisher
 ) -> None:
-    learner = open_run(tiny_model_path, tmp_path, 8, weight_sync=WeightSyncConfig(verify=False))
+    learner = open_beside(8, weight_sync={"verify": False})
     of_eval.dies_next = "eval/0"
     reports = []
     for report in evaluate(learner, ends=[0, 2, 4, 6]):
@@ -166,9 +148,9 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
 
 
 def test_an_evaluation_server_that_dies_while_the_learner_starts_is_reported(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+    open_beside: OpenRun, of_eval: FakePublisher
 ) -> None:
-    learner = open_run(tiny_model_path, tmp_path, 2, weight_sync=WeightSyncConfig(verify=False))
+    learner = open_beside(2, weight_sync={"verify": False})
     of_eval.dies_at_start = "eval/0"
     lost, skipped, *steps = learner.run()
     assert lost == ServersLost(servers=(("eval/0", "http://e"),), cause="eval/0 did not answer")
@@ -178,23 +160,22 @@ def test_an_evaluation_server_that_dies_while_the_learner_starts_is_reported(
 
 @pytest.mark.parametrize(("push_s", "limit_s"), [(0.5, 60.0), (20.0, 100.0), (80.0, 300.0)])
 def test_a_push_to_evaluation_servers_may_take_five_times_one_to_the_others(
-    push_s: float, limit_s: float, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher,
-    of_eval: FakePublisher, fake_buffer: None,
+    open_beside: OpenRun, push_s: float, limit_s: float, publisher: FakePublisher, of_eval: FakePublisher
 ) -> None:
     """timeouts.silent_s, five pushes to the rollout servers, and at most timeouts.push_s."""
     publisher.seconds = push_s
-    list(evaluate(open_run(tiny_model_path, tmp_path, 3), ends=[0, 2]))
+    list(evaluate(open_beside(3), ends=[0, 2]))
     assert (of_eval.push_limit.seconds, publisher.push_limit.seconds) == (limit_s, 300.0)
 
 
 def test_a_resumed_learner_first_has_the_version_of_its_checkpoint_evaluated(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None
+    open_beside: OpenRun, tmp_path: Path, of_eval: FakePublisher
 ) -> None:
-    kept = {"checkpoint": CheckpointConfig(every_steps=2)}
-    list(evaluate(open_run(tiny_model_path, tmp_path, 4, **kept), ends=[0, 2]))
+    kept = {"checkpoint": {"every_steps": 2}}
+    list(evaluate(open_beside(4, **kept), ends=[0, 2]))
     of_eval.calls.clear()
     of_eval.verified.clear()
-    learner = open_run(tiny_model_path, tmp_path, 6, resume=str(checkpoint_folder(tmp_path / "run", 2)), **kept)
+    learner = open_beside(6, run={"resume": checkpoint_folder(tmp_path / "run", 2)}, **kept)
     reports = [report for report in evaluate(learner, ends=[2, 4]) if isinstance(report, EvaluationDue)]
     assert [report.version for report in reports] == [2, 4], "not that of version 0"
     assert [version for name, version in of_eval.calls if name == "push"] == [2, 4]
@@ -208,17 +189,16 @@ def test_a_resume_evaluates_a_version_that_is_no_multiple_of_eval_every_steps(ve
     """Every third version was pushed. A resume pushes that of its checkpoint, which is due if none was since 5 or 10.
     """
     schedule = EvalSchedule(
-        learner_config(eval=EvalConfig(every_steps=5), weight_sync=WeightSyncConfig(every_steps=3))
+        learner_config(eval={"every_steps": 5}, weight_sync={"every_steps": 3})
     )
     schedule.resume(version)
     assert schedule.served(version) == is_due
 
 
 def test_the_status_of_a_push_names_the_servers_that_get_it(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, of_eval: FakePublisher, fake_buffer: None,
-    monkeypatch: pytest.MonkeyPatch,
+    open_beside: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = open_run(tiny_model_path, tmp_path, 3)
+    learner = open_beside(3)
     said: list[str] = []
     push = FakePublisher.push
 

@@ -175,7 +175,7 @@ def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
     bad.groups[0].rows[0].logprobs[:] = float("nan")
     bad.groups[0].rows[0].mask[:] = True
     config = learner_config(tiny_model_path, learner=dataclasses.replace(LEARNER, max_skipped_steps=1))
-    with pytest.raises(AsyncRLError, match="policy: 1 optimizer steps in a row had no finite loss"):
+    with pytest.raises(AsyncRLError, match=r"^policy: 1 "):
         Updater(config, CPU).update(bad)
     skipping = open_updater(tiny_model_path, skip_batch_kl=1e-9)  # NaN is over no limit: it is counted as what it is
     metrics = values_of(skipping.update(bad))
@@ -183,15 +183,14 @@ def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "message"),
+    ("key", "algorithm"),
     [
-        ({"early_stop_kl": 0.1}, "algorithm.early_stop_kl must be 0 with one optimizer step per batch"),
-        ({"skip_batch_kl": -1.0}, r"algorithm.skip_batch_kl must be greater than or equal to 0"),
-        ({"skip_batch_kl": 1.0, "epochs": 2, "proximal": "interpolate"}, "0 with algorithm.proximal interpolate"),
+        ("early_stop_kl", {"early_stop_kl": 0.1}), ("skip_batch_kl", {"skip_batch_kl": -1.0}),
+        ("skip_batch_kl", {"skip_batch_kl": 1.0, "epochs": 2, "proximal": "interpolate"}),
     ],
 )
-def test_kl_limits_that_could_not_act_are_refused(algorithm: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_kl_limits_that_could_not_act_are_refused(key: str, algorithm: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^algorithm\.{key} "):
         AlgorithmConfig(**algorithm)
 
 
@@ -205,12 +204,12 @@ def test_weights_that_are_not_finite_are_named_at_load(tmp_path: Path, tiny_mode
         paths = {"policy": tiny_model_path, "critic": "", network: tmp_path / "model"}
         critic = CriticConfig(path=str(paths["critic"]))
         config = learner_config(Path(paths["policy"]), algorithm=algorithm, critic=critic)
-        with pytest.raises(ConfigError, match=r"weights in .*model are not finite: model.layers.0.self_attn.q_proj.we"):
+        with pytest.raises(ConfigError, match=r"model.*model\.layers\.0\.self_attn\.q_proj\.we"):
             Updater(config, CPU)
 
 
 def test_a_step_that_leaves_weights_not_finite_ends_the_run(tiny_model_path: Path, one_rank: None) -> None:
     config = learner_config(tiny_model_path, learner=LearnerConfig(prompts_per_step=3, lr=3e38, weight_decay=100.0))
     updater = Updater(config, CPU)
-    with pytest.raises(AsyncRLError, match=r"policy: weights are not finite after .*: lm\..* holds NaN .*Lower learn"):
+    with pytest.raises(AsyncRLError, match=r"^policy: .* lm\..*NaN"):
         updater.update(make_batch())

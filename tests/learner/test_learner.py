@@ -15,15 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config import (
-    CheckpointConfig,
     Config,
-    EvalConfig,
-    PlacementConfig,
     RolloutConfig,
     RunConfig,
     StalenessConfig,
     TimeoutsConfig,
-    WeightSyncConfig,
 )
 from async_rl.errors import NothingToLearnError, StalenessError
 from async_rl.messages.reports import EvaluationDue, StepDone, TrainingEnded
@@ -33,7 +29,7 @@ from buffer.server import BufferServer
 from learner import learner as learner_module
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, open_learner, pushed_bytes
 
 METRICS = {
     "batch/episodes", "batch/response_tokens", "reward/mean", "reward/std", "staleness/mean", "staleness/max",
@@ -52,31 +48,15 @@ METRICS = {
 
 
 def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folder(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
-    learner = open_learner(
-        tiny_model_path,
-        run=RunConfig(steps=3, dir=str(tmp_path)),
-        weight_sync=WeightSyncConfig(every_steps=2),
-    )
-    assert isinstance(learner._client, FakeClient)
-    learner._client.calls = publisher.calls
+    learner = open_run(3, weight_sync={"every_steps": 2})
+    fake_buffer.calls = publisher.calls
     reports = list(learner.run())
     assert publisher.calls == [
-        ("connect", -1),
-        ("served", 0),
-        ("take", 0),
-        ("trained", 1),
-        ("take", 1),
-        ("trained", 2),
-        ("push", 2),
-        ("served", 2),
-        ("take", 2),
-        ("trained", 3),
-        ("push", 3),
-        ("buffer_checkpoint", 3),
-        ("close", -1),
-    ]
+        ("connect", -1), ("served", 0), ("take", 0), ("trained", 1), ("take", 1), ("trained", 2), ("push", 2),
+        ("served", 2), ("take", 2), ("trained", 3), ("push", 3), ("buffer_checkpoint", 3), ("close", -1),
+    ]  # fmt: skip
     assert [report.version for report in reports] == [1, 2, 3]
     keys = [{metric.key for metric in report.metrics} for report in reports]
     for prefix in ("staleness/episodes_", "by_staleness/0/", "by_length/"):
@@ -104,14 +84,12 @@ def test_a_run_takes_trains_pushes_and_releases_in_order_and_saves_a_model_folde
 
 @pytest.mark.parametrize("keep_best", [0, 1], ids=["pinned", "that chooses the best"])
 def test_an_evaluation_that_holds_pushes_ends_before_the_learner_takes_gpu_memory(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, keep_best: int
+    open_run: OpenRun, publisher: FakePublisher, keep_best: int
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
-        rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9),
-        placement=PlacementConfig(colocated=True), staleness=StalenessConfig(max=0),
-        eval=EvalConfig(every_steps=1, pin_version=not keep_best),
-        checkpoint=CheckpointConfig(every_steps=1, keep_best=keep_best),
+    learner = open_run(
+        3, weight_sync={"verify": False}, rollout={"engine": "sglang"}, placement={"colocated": True},
+        staleness={"max": 0}, eval={"every_steps": 1, "pin_version": not keep_best},
+        checkpoint={"every_steps": 1, "keep_best": keep_best},
     )
     assert learner.config.shares_gpus
 
@@ -128,18 +106,16 @@ def test_an_evaluation_that_holds_pushes_ends_before_the_learner_takes_gpu_memor
 
 
 def test_a_run_out_of_time_pushes_its_last_version_and_saves_it(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    run = RunConfig(steps=50, seconds=1e-9, dir=str(tmp_path))
-    learner = open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3))
-    reports = list(learner.run())
+    reports = list(open_run(50, run={"seconds": 1e-9}, weight_sync={"every_steps": 3}).run())
     assert [report.version for report in reports] == [1, 2]  # time counts from the end of the first step
     assert publisher.calls[-1] == ("push", 2)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_note(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take_raw(client: FakeClient, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
         if version == 2:
@@ -147,8 +123,7 @@ def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_no
         return [bytes([version])]
 
     monkeypatch.setattr(FakeClient, "take_raw", take_raw)
-    run = RunConfig(steps=50, dir=str(tmp_path))
-    reports = list(open_learner(tiny_model_path, run=run, weight_sync=WeightSyncConfig(every_steps=3)).run())
+    reports = list(open_run(50, weight_sync={"every_steps": 3}).run())
     assert [report.version for report in reports] == [1, 2, 2]
     assert isinstance(reports[-1], TrainingEnded) and reports[-1].reason == "the task is solved"
     assert [pushed_bytes(report) for report in reports] == [[], [], [7.0]]
@@ -158,27 +133,22 @@ def test_a_buffer_without_another_batch_ends_the_run_with_a_saved_model_and_a_no
 
 
 def test_in_exact_mode_a_push_waits_for_the_buffer(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)),
-        staleness=StalenessConfig(max=2, mode="exact"), weight_sync=WeightSyncConfig(on_update="drain"),
-    )
-    assert isinstance(learner._client, FakeClient)
-    learner._client.calls = publisher.calls
+    learner = open_run(2, staleness={"max": 2, "mode": "exact"}, weight_sync={"on_update": "drain"})
+    fake_buffer.calls = publisher.calls
     list(learner.run())
     assert publisher.calls[3:6] == [("trained", 1), ("await_push", 1), ("push", 1)]
     assert ("await_push", 2) not in publisher.calls  # after the last step nothing waits
 
 
 def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), checkpoint=CheckpointConfig(every_steps=1),
-        rollout=RolloutConfig(engine="sglang", group_size=4, max_response_tokens=9), staleness=StalenessConfig(max=0),
-        placement=PlacementConfig(colocated=True), eval=EvalConfig(every_steps=1, pin_version=True),
-        weight_sync=WeightSyncConfig(on_update="drain", verify=False),
+    learner = open_run(
+        2, checkpoint={"every_steps": 1}, rollout={"engine": "sglang"}, staleness={"max": 0},
+        placement={"colocated": True}, eval={"every_steps": 1, "pin_version": True},
+        weight_sync={"on_update": "drain", "verify": False},
     )
     for slow in ("FakeClient.buffer_checkpoint", "FakeClient.await_push", "FakePublisher.release_server_memory"):
         monkeypatch.setattr(f"tests.kit.learner.fakes.{slow}", lambda *_: time.sleep(0.2) or {})
@@ -198,23 +168,19 @@ def test_the_times_of_a_step_hold_what_their_names_say_and_no_checkpoint(
 
 
 def test_a_learner_that_drains_says_that_it_waits_for_running_groups(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(on_update="drain")
-    )
+    learner = open_run(2, weight_sync={"on_update": "drain"})
     said: list[str] = []
     monkeypatch.setattr(FakeClient, "await_push", lambda *_: said.append(learner.status().doing))
     list(learner.run())
     assert said == ["waits for running groups to end"]
 
 
-def test_two_runs_with_one_seed_give_the_same_weights(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
+def test_two_runs_with_one_seed_give_the_same_weights(open_run: OpenRun, publisher: FakePublisher) -> None:
     weights = []
     for name in ("a", "b"):
-        list(open_learner(tiny_model_path, run=RunConfig(name=name, steps=2, dir=str(tmp_path))).run())
+        list(open_run(2, run={"name": name}).run())
         weights.append(publisher.weights)
     assert publisher.calls.count(("push", 2)) == 2
     assert weights[0].keys() == weights[1].keys() and weights[0] is not weights[1]
@@ -222,24 +188,15 @@ def test_two_runs_with_one_seed_give_the_same_weights(
 
 
 def test_a_batch_over_the_bound_is_refused_before_anything_is_trained_on(
-    tiny_model_path: Path,
-    tmp_path: Path,
-    publisher: FakePublisher,
-    fake_buffer: None,
-    monkeypatch: pytest.MonkeyPatch,
+    open_run: OpenRun, fake_buffer: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, staleness=StalenessConfig(max=1), run=RunConfig(dir=str(tmp_path))
-    )
+    learner = open_run(9, staleness={"max": 1})
     old = make_batch(version=0)
     monkeypatch.setattr(learner_module, "decode_batch", lambda _: dataclasses.replace(old, version=2))
     learner.version = 2
-    with pytest.raises(
-        StalenessError, match="group 0 has a token of version 0, but the learner is at version 2"
-    ):
+    with pytest.raises(StalenessError, match=r"group 0 .*version 0, .*version 2"):
         list(learner.run())
-    assert isinstance(learner._client, FakeClient)
-    assert [op for op, _ in learner._client.calls] == ["served", "take"]
+    assert [op for op, _ in fake_buffer.calls] == ["served", "take"]
     torch.distributed.destroy_process_group()
 
 
@@ -289,10 +246,7 @@ def fed_buffer() -> Iterator[Callable[[Config], BufferServer]]:
 
 
 def test_three_steps_with_the_real_buffer_keep_the_bound_and_its_account(
-    tiny_model_path: Path,
-    tmp_path: Path,
-    publisher: FakePublisher,
-    fed_buffer: Callable[[Config], BufferServer],
+    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fed_buffer: Callable[[Config], BufferServer]
 ) -> None:
     overrides: dict[str, Any] = {
         "staleness": StalenessConfig(max=1),
@@ -311,13 +265,9 @@ def test_every_rank_gets_the_frames_of_rank_zero(two_ranks: list[dict[str, Any]]
 
 
 def test_gloo_stays_on_loopback_when_the_ranks_meet_there(
-    tiny_model_path: Path,
-    tmp_path: Path,
-    publisher: FakePublisher,
-    fake_buffer: None,
-    monkeypatch: pytest.MonkeyPatch,
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    open_learner(tiny_model_path, run=RunConfig(dir=str(tmp_path)))
+    open_run()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     torch.distributed.destroy_process_group()

@@ -9,15 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import AlgorithmConfig, BufferConfig, RunConfig
+from async_rl.config import AlgorithmConfig, RunConfig
 from async_rl.storage.log_ratios import FOLDER, read_log_ratios
 from async_rl.types import Batch
-from learner.learner import Learner
 from learner.log_ratios import LogRatioRecorder
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.fakes import OpenRun
 from tests.kit.learner.updates import reference_logprobs
 
 
@@ -52,20 +51,16 @@ def test_recorded_ratios_are_those_of_the_model_at_the_start_of_the_step(
 
 
 def test_a_run_with_a_journal_keeps_the_ratios_of_each_step(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tmp_path: Path
 ) -> None:
-    run = RunConfig(steps=2, dir=str(tmp_path))
     (tmp_path / "run").mkdir()
-    list(open_learner(tiny_model_path, run=run, buffer=BufferConfig(journal=True)).run())
+    list(open_run(2, buffer={"journal": True}).run())
     assert sorted(path.name for path in (tmp_path / "run" / FOLDER).iterdir()) == [
         "step_1.rank_0.npz", "step_2.rank_0.npz",
     ]  # fmt: skip
     assert read_log_ratios(tmp_path / "run", 2, 3, 0) is not None  # the second batch begins with group 3
 
 
-def test_a_run_without_a_journal_keeps_no_ratios(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
-    learner: Learner = open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)))
-    assert len(list(learner.run())) == 1
+def test_a_run_without_a_journal_keeps_no_ratios(open_run: OpenRun, tmp_path: Path) -> None:
+    assert len(list(open_run(1).run())) == 1
     assert not (tmp_path / "run" / FOLDER).exists()

@@ -69,22 +69,18 @@ def test_frozen_weights_stay_and_the_others_are_trained(tiny_model_path: Path, o
 
 
 @pytest.mark.parametrize(
-    ("frozen", "message"),
-    [
-        (("model.embed.*",), r"no weight has a name like 'model\.embed\.\*'\. The model has model\.embed"),
-        (("*",), r"model\.frozen must leave weights to train, got \['\*'\]"),
-    ],
+    ("pattern", "got"), [("model.embed.*", r"model\.embed_tokens"), ("*", r"got \['\*'\]")]
 )
 def test_patterns_that_fit_nothing_or_everything_are_refused(
-    tiny_model_path: Path, one_rank: None, frozen: tuple[str, ...], message: str
+    tiny_model_path: Path, one_rank: None, pattern: str, got: str
 ) -> None:
-    model = ModelConfig(path=str(tiny_model_path), frozen=frozen)
-    with pytest.raises(ConfigError, match=message):
+    model = ModelConfig(path=str(tiny_model_path), frozen=(pattern,))
+    with pytest.raises(ConfigError, match=rf"^model\.frozen.*{got}"):
         Updater(learner_config(tiny_model_path, model=model), CPU)
 
 
 def test_frozen_weights_beside_adapters_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.frozen must be empty with model\.lora\.rank"):
+    with pytest.raises(ConfigError, match=r"^model\.frozen .*model\.lora\.rank"):
         ModelConfig(path="m", frozen=("*.bias",), lora=LoraConfig(rank=4))
 
 
@@ -180,36 +176,41 @@ def test_numbers_that_an_optimizer_keeps_for_a_group_are_in_its_counts(tiny_mode
     counts = json.loads(json.dumps(made[0].counts()))
     assert counts == {"steps": 3, "skipped_in_a_row": 0, "0.d": pytest.approx(8e-6), "0.k": 3}
     made[1].set_counts(counts)
-    group = made[1]._inner[0].param_groups[0]
-    assert (group["d"], group["k"], group["growth"]) == (counts["0.d"], 3, 3.0)
+    for parameter in made[1].module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made[1].begin()
+    made[1].step(torch.tensor(0.0))
+    assert made[1].counts() == counts | {"steps": 4, "0.d": pytest.approx(3 * 8e-6), "0.k": 4}, "its own growth"
 
 
 def test_an_optimizer_that_knows_no_sharded_weights_is_refused_at_once(tiny_model_path: Path, one_rank: None) -> None:
     """torch's Adafactor takes a norm in place, which DTensor has not."""
-    with pytest.raises(ConfigError, match=r"learner\.optimizer Adafactor can't train weights that FSDP has sharded"):
+    with pytest.raises(ConfigError, match=r"^learner\.optimizer Adafactor"):
         Updater(learner_config(tiny_model_path, learner={"optimizer": "Adafactor"}), CPU)
 
 
 @pytest.mark.parametrize(
-    ("learner", "message"),
+    ("name", "hint"),
     [
-        ({"optimizer": "adamw"}, r"optimizer must be .*SGD, or module:name, got 'adamw'\. Did you mean AdamW\?"),
-        ({"optimizer": "AdamWW"}, r"Did you mean AdamW\? Another package's is named with its module, as torchao"),
-        ({"optimizer": "adamw_torch_fused"}, r"got 'adamw_torch_fused'\. Did you mean AdamW\?"),
-        ({"optimizer": "Lion"}, r"got 'Lion'\. Another package's is named with its module, as torchao\.optim:A"),
-        ({"optimizer": "Adan"}, r"got 'Adan'\. Another package's is named with its module"),
-        ({"optimizer": "AdamW8bit"}, r"got 'AdamW8bit'\. Adam with moments of 8 bits is torchao\.optim:AdamW8bit, w"),
-        ({"optimizer": "paged_adamw_8bit"}, r"got 'paged_adamw_8bit'\. Adam with moments of 8 bits is torchao\.opt"),
-        ({"optimizer": "LBFGS"}, "learner.optimizer must be"),
-        ({"optimizer": "Muon"}, "learner.optimizer Muon can't be made for this model .*2D"),
-        ({"optimizer": "SGD", "optimizer_params": {"eps": 1}}, "SGD can't be made .* unexpected keyword argument"),
-        ({"optimizer": "Rprop", "weight_decay": 0.1}, "learner.weight_decay must be 0 with learner.optimizer Rprop"),
-        ({"optimizer": "collections:Counter"}, "must make a torch.optim.Optimizer, got|can't be made"),
-        ({"optimizer": "two words"}, "learner.optimizer must be a name in torch.optim, or module:name"),
-        ({"optimizer": "SGD", "offload": "moments"}, "learner.offload must be none or all with learner.optimizer SGD"),
-        ({"optimizer_params": {"lr": 1}}, "learner.optimizer_params must be without betas, lr"),
+        ("adamw", "AdamW"), ("AdamWW", "AdamW"), ("adamw_torch_fused", "AdamW"), ("Lion", "torchao.optim"),
+        ("Adan", "torchao.optim"), ("AdamW8bit", "torchao.optim:AdamW8bit"),
+        ("paged_adamw_8bit", "torchao.optim:AdamW8bit"), ("LBFGS", ""), ("Muon", "2D"), ("collections:Counter", ""),
+        ("two words", ""),
     ],
 )
-def test_an_optimizer_that_cannot_work_is_refused_before_the_start(learner: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_optimizer_that_is_none_is_refused_with_one_that_may_be_meant(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^learner\.optimizer .*{name}.*{hint}"):
+        check_optimizer(learner_config(learner={"optimizer": name}).learner)
+
+
+@pytest.mark.parametrize(
+    ("key", "learner"),
+    [
+        ("optimizer", {"optimizer": "SGD", "optimizer_params": {"eps": 1}}),
+        ("weight_decay", {"optimizer": "Rprop", "weight_decay": 0.1}),
+        ("offload", {"optimizer": "SGD", "offload": "moments"}), ("optimizer_params", {"optimizer_params": {"lr": 1}}),
+    ],
+)
+def test_settings_that_an_optimizer_does_not_take_are_refused(key: str, learner: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=rf"^learner\.{key} "):
         check_optimizer(learner_config(learner=learner).learner)

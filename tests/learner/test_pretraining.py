@@ -50,8 +50,8 @@ def config_of(model: Path, max_tokens: int = 4096, minibatches: int = 1, lr: flo
 
 
 def term_of(updater: Updater) -> PretrainingTerm:
-    assert updater._pretraining is not None
-    return updater._pretraining
+    assert updater.pretraining is not None
+    return updater.pretraining
 
 
 def gradients(updater: Updater) -> dict[str, torch.Tensor]:
@@ -172,18 +172,13 @@ def test_texts_end_with_the_eos_token_and_long_ones_are_cut(model: Path, tmp_pat
     assert rows == ["a quick brown fox<eos>", "1<eos>", "over the lazy dog, tw", "ice<eos>"]
     file = tmp_path / "texts.jsonl"
     config = learner_config(model, algorithm={"ptx_coef": 1.0}, task={"pretrain_path": file})
-    for line, message in {
-        '{"content": "a"}': "needs the column text; found: content",
-        '{"text": 3}': "row 0: text must be text, got 3",
-        '{"text": ""}': "must have rows with text, got 1 rows without any",
-    }.items():
+    for line, got in {'{"content": "a"}': "content", '{"text": 3}': "got 3", '{"text": ""}': "got 1 rows"}.items():
         file.write_text(line)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=f"{file}.*{got}"):
             read_texts(config)
-        assert message in str(caught.value) and str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize(("coef", "path"), [(0.5, ""), (0.0, "texts.jsonl")])
 def test_coefficient_and_text_need_each_other(coef: float, path: str) -> None:
-    with pytest.raises(SettingsError, match=r"task.pretrain_path must be .* algorithm.ptx_coef"):
+    with pytest.raises(SettingsError, match=r"^task\.pretrain_path .* algorithm\.ptx_coef"):
         learner_config(algorithm={"ptx_coef": coef}, task={"pretrain_path": path})

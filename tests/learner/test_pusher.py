@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import CheckpointConfig, EvalConfig, RunConfig, WeightSyncConfig
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.seams import TransportEntry
 from async_rl.telemetry.metrics import reduce_metrics
 from learner.learner import Learner
-from tests.kit.learner.fakes import FakeClient, FakePublisher, open_learner, pushed_bytes, until_someone_waits
+from learner.updater import Updater
+from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes, until_someone_waits
 
 
 def joining(learner: Learner) -> threading.Thread:
@@ -29,12 +29,9 @@ def joining(learner: Learner) -> threading.Thread:
 
 
 def test_the_push_for_a_returning_server_is_in_the_next_steps_metrics(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)),
-        weight_sync=WeightSyncConfig(every_steps=2, verify=False),
-    )
+    learner = open_run(3, weight_sync={"every_steps": 2, "verify": False})
     back = joining(learner)
     reports = list(learner.run())
     back.join()
@@ -45,18 +42,16 @@ def test_the_push_for_a_returning_server_is_in_the_next_steps_metrics(
 
 
 def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
-    )
+    learner = open_run(2, weight_sync={"verify": False})
     back = joining(learner)
     publisher.dies_next = "rollout/0"
     reports = learner.run()
     early = next(reports)
     back.join()
     assert early == ServersLost(servers=(("rollout/0", "http://x"),))
-    assert not [op for op, _ in learner._client.calls if op == "take"]  # type: ignore[union-attr]
+    assert not [op for op, _ in fake_buffer.calls if op == "take"]
     publisher.dies_next = "rollout/1"
     publisher.servers["rollout/2"] = "http://y"
     lost, first, second = reports
@@ -65,15 +60,11 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
 
 
 def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_version(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
     """A server that the push dropped may live on. It would sample those groups from older weights."""
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False),
-        checkpoint=CheckpointConfig(every_steps=1),
-    )
-    assert isinstance(learner._client, FakeClient)
-    learner._client.calls = publisher.calls
+    learner = open_run(2, weight_sync={"verify": False}, checkpoint={"every_steps": 1})
+    fake_buffer.calls = publisher.calls
     publisher.servers["rollout/1"] = "http://y"
     publisher.dies_next = "rollout/1"
     for report in learner.run():
@@ -85,11 +76,9 @@ def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_versio
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_a_server_that_dies_while_the_learner_starts_is_reported_and_not_an_error(
-    version: int, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    version: int, open_run: OpenRun, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
-    )
+    learner = open_run(2, weight_sync={"verify": False})
     learner.version = version
     publisher.servers["rollout/1"] = "http://y"
     publisher.dies_at_start = "rollout/1"
@@ -100,11 +89,9 @@ def test_a_server_that_dies_while_the_learner_starts_is_reported_and_not_an_erro
 
 
 def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)), weight_sync=WeightSyncConfig(verify=False)
-    )
+    learner = open_run(1, weight_sync={"verify": False})
     reached: list[tuple[tuple[str, ...], dict[str, str]]] = []
     membership, pushed = learner.servers["rollout"], learner.servers["rollout"].pushed
     monkeypatch.setattr(
@@ -118,14 +105,13 @@ def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
 
 
 def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher, fake_buffer: FakeClient
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=4, dir=str(tmp_path)), eval=EvalConfig(every_steps=1, pin_version=True),
-        weight_sync=WeightSyncConfig(every_steps=2, on_update="drain", verify=False),
+    learner = open_run(
+        4, eval={"every_steps": 1, "pin_version": True},
+        weight_sync={"every_steps": 2, "on_update": "drain", "verify": False},
     )
-    assert isinstance(learner._client, FakeClient)
-    calls = learner._client.calls = publisher.calls
+    calls = fake_buffer.calls = publisher.calls
 
     def end_the_evaluation() -> None:
         calls.append(("evaluated", -1))
@@ -150,9 +136,9 @@ def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(
 
 
 def test_a_first_push_without_servers_leaves_verification_to_the_next(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)))
+    learner = open_run(2)
     publisher.dies_next = "rollout/0"
     reports = learner.run()
     next(reports)
@@ -164,9 +150,9 @@ def test_a_first_push_without_servers_leaves_verification_to_the_next(
 
 
 def test_servers_that_died_before_a_push_was_verified_leave_that_to_the_next(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(tiny_model_path, run=RunConfig(steps=3, dir=str(tmp_path)))
+    learner = open_run(3)
     publisher.dies_before_verification = True
     verified = [len(publisher.verified) for report in learner.run() if isinstance(report, StepDone)]
     assert verified == [0, 1, 1]
@@ -176,21 +162,18 @@ CONNECTS_LATE = TransportEntry(open="no_module:publisher", delivers="folder", de
 
 
 def test_a_transport_that_connects_late_brings_version_0_before_the_first_batch(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path)),
-        weight_sync=WeightSyncConfig(transport=f"{__name__}:CONNECTS_LATE"),
-    )
+    learner = open_run(1, weight_sync={"transport": f"{__name__}:CONNECTS_LATE"})
     list(learner.run())
     assert [number for name, number in publisher.calls if name == "push"] == [0, 1]
     assert len(publisher.verified) == 1
 
 
 def test_verification_compares_the_logprobs_of_the_pushed_weights(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    list(open_learner(tiny_model_path, run=RunConfig(steps=1, dir=str(tmp_path))).run())
+    list(open_run(1).run())
     ((tokens, logprobs),) = publisher.verified
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
     expected = lm(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
@@ -198,36 +181,33 @@ def test_verification_compares_the_logprobs_of_the_pushed_weights(
     assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_ranks_that_wait_for_rank_0_use_no_device(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
-) -> None:
+def test_ranks_that_wait_for_rank_0_use_no_device(open_run: OpenRun, publisher: FakePublisher) -> None:
     """With NCCL their GPUs would be busy meanwhile. gloo refuses the tensors of another device than the CPU."""
     publisher.device = torch.device("meta")
-    learner = open_learner(
-        tiny_model_path, run=RunConfig(steps=2, seconds=1000.0, dir=str(tmp_path)), weight_sync=WeightSyncConfig()
-    )
+    learner = open_run(2, run={"seconds": 1000.0}, weight_sync={})
     steps = [report for report in learner.run() if isinstance(report, StepDone)]
     assert [step.version for step in steps] == [1, 2] and publisher.verified
 
 
 def test_the_learner_scores_the_probe_before_the_push_and_keeps_nothing_gathered(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the push servers that take turns with the learner have the memory that a forward pass needs."""
-    learner = open_learner(tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)))
-    updater, calls = learner._updater, list[tuple[str, bool]]()
+    learner = open_run(2)
+    updaters, calls = list[Updater](), list[tuple[str, bool]]()
 
     def note_calls(holder: Any, name: str) -> None:
         function = getattr(holder, name)
 
         def noted(*arguments: Any, **settings: Any) -> Any:
-            is_sharded = all(isinstance(parameter, DTensor) for parameter in updater.policy.parameters())
+            updaters.extend(each for each in arguments if isinstance(each, Updater))
+            is_sharded = all(isinstance(parameter, DTensor) for parameter in updaters[0].policy.parameters())
             calls.append((name, is_sharded))
             return function(*arguments, **settings)
 
         monkeypatch.setattr(holder, name, noted)
 
-    note_calls(updater, "probe_logprobs")
+    note_calls(Updater, "probe_logprobs")
     note_calls(publisher, "push")
     note_calls(publisher, "verify")
     list(learner.run())

@@ -29,10 +29,10 @@ from learner.ranks import Ranks
 from learner.reward_training import (
     Comparison,
     RewardData,
-    _backward,
-    _open_scorer,
-    _scores,
+    backward,
     lr_factor,
+    open_scorer,
+    score_rows,
     train_reward_model,
 )
 from tests.kit.configs import make_config
@@ -185,7 +185,7 @@ def test_transformers_reads_the_last_token_of_padded_rows_too(base: Path, tmp_pa
 
 @pytest.mark.parametrize("same_vocabulary", [True, False])
 def test_training_reads_the_rows_that_scoring_reads(
-    base: Path, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, same_vocabulary: bool
+    base: Path, tmp_path: Path, one_rank: None, same_vocabulary: bool
 ) -> None:
     own = character_tokenizer()
     if not same_vocabulary:
@@ -202,10 +202,9 @@ def test_training_reads_the_rows_that_scoring_reads(
     texts = "hi<sep>abba<eos>" if same_vocabulary else "[user] hi;[assistant] abba;"
     assert AutoTokenizer.from_pretrained(tmp_path / "rm").decode(trained.tokens) == texts
     scorer = RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
-    seen: list[Any] = []
-    monkeypatch.setattr(scorer, "_score_rows", lambda rows: seen.extend(rows) or torch.zeros(len(rows)))
-    scorer.score(batch_of(group))
-    assert seen == [trained]
+    lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
+    (row,) = scorer.score(batch_of(group)).groups[0].rows
+    assert row.reward == pytest.approx(lm(torch.tensor([trained.tokens])).logits.item(), rel=1e-5)
 
 
 def test_training_gives_an_encoder_the_segments_of_its_rows() -> None:
@@ -217,7 +216,7 @@ def test_training_gives_an_encoder_the_segments_of_its_rows() -> None:
     rows = [RewardRow([1, 5, 6, 2, 7], [0, 0, 0, 1, 1]), RewardRow([3, 4])]
     expected = [lm(torch.tensor([[1, 5, 6, 2, 7]]), token_type_ids=torch.tensor([[0, 0, 0, 1, 1]])).logits.item()]
     expected.append(lm(torch.tensor([[3, 4]])).logits.item())
-    assert _scores(Scorer(lm, torch.float32), rows).tolist() == pytest.approx(expected, rel=1e-5)
+    assert score_rows(Scorer(lm, torch.float32), rows).tolist() == pytest.approx(expected, rel=1e-5)
     assert lm(torch.tensor([[1, 5, 6, 2, 7]])).logits.item() != pytest.approx(expected[0], abs=1e-3)
 
 
@@ -235,7 +234,7 @@ def save_encoder(folder: Path) -> Path:
 def test_also_what_no_file_holds_of_a_model_is_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT looks its positions up by a buffer. A device without data stands for a GPU; its numbers can't be checked."""
     monkeypatch.setattr(loading, "check_finite", lambda *_: None)
-    lm = _open_scorer(config_of(save_encoder(tmp_path)), torch.device("meta")).lm
+    lm = open_scorer(config_of(save_encoder(tmp_path)), torch.device("meta")).lm
     places = {name: tensor.device.type for name, tensor in (*lm.named_parameters(), *lm.named_buffers())}
     assert {"bert.embeddings.position_ids", "classifier.weight"} <= places.keys()
     assert set(places.values()) == {"meta"}
@@ -264,15 +263,15 @@ def test_a_reward_model_can_be_trained_further_and_one_of_more_labels_is_refused
     second = AutoModelForSequenceClassification.from_pretrained(tmp_path / "second", dtype=torch.float32)
     torch.testing.assert_close(second.score.weight, first.score.weight, atol=1e-6, rtol=0)
     save_bare_reward_model(tmp_path / "three", num_labels=3)
-    with pytest.raises(ConfigError, match=r"reward_training.base .*three must have one output, .* got 3 labels"):
+    with pytest.raises(ConfigError, match=r"^reward_training\.base .*got 3"):
         next(train_reward_model(config_of(base, base=str(tmp_path / "three")), data, tmp_path / "x"))
 
 
 def test_how_rows_share_passes_changes_no_gradient(base: Path) -> None:
     gradients, losses = [], []
     for max_tokens in (1, 40, 4096):
-        scorer = _open_scorer(config_of(base), CPU)
-        found = {metric.key: metric.value for metric in _backward(scorer, letters(), max_tokens, 0.1)}
+        scorer = open_scorer(config_of(base), CPU)
+        found = {metric.key: metric.value for metric in backward(scorer, letters(), max_tokens, 0.1)}
         gradients.append([p.grad.clone() for p in scorer.parameters() if p.grad is not None])
         losses.append((found["reward_model/loss"], found["reward_model/accuracy"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
@@ -282,12 +281,12 @@ def test_how_rows_share_passes_changes_no_gradient(base: Path) -> None:
 
 
 def test_what_can_not_be_trained_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must have comparisons to train on, got none"):
+    with pytest.raises(ConfigError, match="got none"):
         next(train_reward_model(config_of(base), RewardData([], [], []), tmp_path))
     long = Comparison([RewardRow([5] * 1025), RewardRow([6])], [(0, 1, 0.0)])
-    with pytest.raises(ConfigError, match="answer has 1025 tokens, the model 1024 positions"):
+    with pytest.raises(ConfigError, match=r"1025 tokens.* 1024 positions"):
         next(train_reward_model(config_of(base), RewardData([long], [], []), tmp_path))
-    with pytest.raises(AsyncRLError, match=r"weights are not finite: .* Lower reward_training.lr"):
+    with pytest.raises(AsyncRLError, match=r"reward_training\.lr"):
         list(train_reward_model(config_of(base, lr=1e20), RewardData(letters(), [], []), tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

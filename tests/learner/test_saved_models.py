@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from async_rl.config import CheckpointConfig, RunConfig
-from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.fakes import OpenRun
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -17,11 +16,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_folder_on_the_way_is_the_model_of_a_run_that_ends_there(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tmp_path: Path
 ) -> None:
     for name, steps, every_steps in (("long", 5, 2), ("short", 2, 0)):
-        run = RunConfig(name=name, steps=steps, dir=str(tmp_path))
-        learner = open_learner(tiny_model_path, run=run, checkpoint=CheckpointConfig(models_every_steps=every_steps))
+        learner = open_run(steps, run={"name": name}, checkpoint={"models_every_steps": every_steps})
         assert [report.version for report in learner.run()] == list(range(1, steps + 1))
     models = tmp_path / "long" / "models"
     assert {folder.name for folder in models.iterdir()} == {"step_2", "step_4"}

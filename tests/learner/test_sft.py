@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from learner.models.tiny_model import character_tokenizer, tiny_model
-from learner.sft import Demonstration, _backward, _lr_factor, answer_demonstration, base_tokenizer, train_sft
+from learner.sft import Demonstration, answer_demonstration, backward, base_tokenizer, lr_factor, train_sft
 from tests.kit.configs import changed, make_config
 from tests.kit.models import save_tiny_model
 
@@ -81,7 +81,7 @@ def test_the_loss_is_the_mean_over_learned_tokens_for_any_micro_batches() -> Non
     gradients = [p.grad.clone() for p in model.parameters()]
     for max_tokens in (1, 14, 1000):
         model.zero_grad()
-        assert _backward(model, examples, max_tokens) == pytest.approx(expected.item(), rel=1e-5)
+        assert backward(model, examples, max_tokens) == pytest.approx(expected.item(), rel=1e-5)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
@@ -90,14 +90,14 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     # 1000 steps: 150 up, the last 200 down.
     steps = (0, 74, 149, 150, 799, 800, 900, 999)
     expected = [1 / 150, 0.5, 1, 1, 1, 1, 0.5, 1 / 200]
-    assert [_lr_factor(done, 1000) for done in steps] == pytest.approx(expected)
+    assert [lr_factor(done, 1000) for done in steps] == pytest.approx(expected)
     expected = [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1, 0.5]
-    assert [_lr_factor(done, 10) for done in range(10)] == pytest.approx(expected)
-    assert _lr_factor(0, 1) == 1
+    assert [lr_factor(done, 10) for done in range(10)] == pytest.approx(expected)
+    assert lr_factor(0, 1) == 1
 
 
 def test_no_examples_are_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got no examples"):
+    with pytest.raises(ConfigError, match="got no"):
         next(train_sft(config_of(), [], tmp_path))
 
 
@@ -116,8 +116,8 @@ def test_weights_that_are_not_finite_are_named_before_and_after_training(tmp_pat
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 3] = torch.inf
     model.save_pretrained(tmp_path / "base")
-    with pytest.raises(ConfigError, match=r"weights in .*base are not finite: model.layers.1.mlp.up_proj.weight holds"):
+    with pytest.raises(ConfigError, match=r"base.*model\.layers\.1\.mlp\.up_proj\.weight"):
         next(train_sft(config_of(str(tmp_path / "base")), copy_examples(), tmp_path / "out"))
-    with pytest.raises(AsyncRLError, match=r"after fine-tuning the weights are not finite: .*Lower sft.lr"):
+    with pytest.raises(AsyncRLError, match=r"sft\.lr"):
         list(train_sft(config_of(lr=1e20, steps=5), copy_examples(), tmp_path / "out"))
     assert not (tmp_path / "out").exists()

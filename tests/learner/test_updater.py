@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -29,7 +27,7 @@ from async_rl.config import (
     RunConfig,
     StalenessConfig,
 )
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError
 from async_rl.types import Batch
 from learner.models.token_scores import LOGITS_BYTES
 from learner.updater import Updater
@@ -214,7 +212,7 @@ def test_steps_without_finite_numbers_are_skipped_and_the_third_ends_the_run(
     assert values_of(updater.update(good))["policy/skipped_steps"] == 0
     updater.update(bad)
     updater.update(bad)
-    with pytest.raises(AsyncRLError, match=r"policy: 3 optimizer steps in a row had no finite loss"):
+    with pytest.raises(AsyncRLError, match=r"^policy: 3 "):
         updater.update(bad)
 
 
@@ -293,14 +291,6 @@ def test_a_llama_with_an_untied_head_scores_like_transformers_and_pushes_its_hea
     pushed = weights_of(updater)
     assert set(pushed) == set(lm.state_dict())
     assert all(torch.equal(tensor, pushed[name]) for name, tensor in lm.state_dict().items())
-
-
-def test_a_model_that_changes_its_logits_is_refused_by_name(tmp_path: Path, one_rank: None) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    lm = GraniteForCausalLM(GraniteConfig(vocab_size=VOCAB, logits_scaling=8.0, **shape))
-    lm.save_pretrained(tmp_path / "granite")
-    with pytest.raises(ConfigError, match=r"a model of type granite changes its logits by logits_scaling = 8.0"):
-        Updater(learner_config(tmp_path / "granite"), CPU)
 
 
 def test_eager_attention_gives_the_same_update(tiny_model_path: Path, one_rank: None) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.config import CheckpointConfig, ModelConfig, RunConfig
+from async_rl.config import ModelConfig
 from async_rl.config.check import SettingsError
 from async_rl.config.loading import dump_config
 from async_rl.messages.reports import TrainingEnded
@@ -19,7 +18,8 @@ from learner.models.export import export
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.fakes import FakePublisher, open_learner
+from tests.kit.learner.checkpointed import train
+from tests.kit.learner.fakes import FakePublisher, OpenRun
 from tests.kit.learner.updates import weights_of
 
 CPU = torch.device("cpu")
@@ -92,19 +92,14 @@ def test_of_several_optimizer_steps_with_a_batch_each_counts(tiny_model_path: Pa
 
 
 def test_the_last_push_the_saved_models_and_an_export_have_the_average(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(
-        tiny_model_path, learner={"ema_decay": DECAY}, run=RunConfig(steps=4, dir=str(tmp_path)),
-        checkpoint=CheckpointConfig(every_steps=2, models_every_steps=2), model=ModelConfig(path=str(tiny_model_path)),
+    learner = open_run(
+        4, learner={"ema_decay": DECAY}, checkpoint={"every_steps": 2, "models_every_steps": 2},
+        model=ModelConfig(path=str(tiny_model_path)),
     )  # fmt: skip
-    history, pushed = [weights_of(learner._updater)], []
-    for _ in learner.run():
-        pushed.append(publisher.weights)
-        if len(pushed) < 4:
-            history.append(weights_of(learner._updater))
-    for version in (1, 2, 3):
-        assert_equal(pushed[version - 1], history[version])  # training samples with the weights themselves
+    pushed = [publisher.weights for _ in learner.run()]
+    history = [load_file(tiny_model_path / "model.safetensors"), *pushed[:3]]  # training samples with the weights
     run_dir = tmp_path / "run"
     model = load_file(run_dir / "model" / "model.safetensors")
     assert_equal(pushed[3], model)
@@ -117,38 +112,31 @@ def test_the_last_push_the_saved_models_and_an_export_have_the_average(
 
 
 def test_a_run_whose_batches_end_early_also_ends_with_a_push_of_the_average(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    open_run: OpenRun, tmp_path: Path, publisher: FakePublisher
 ) -> None:
-    learner = open_learner(tiny_model_path, learner={"ema_decay": DECAY}, run=RunConfig(steps=9, dir=str(tmp_path)))
-    reports = []
+    learner = open_run(9, learner={"ema_decay": DECAY})
     for report in learner.run():
-        reports.append(report)
         if report.version == 2 and not isinstance(report, TrainingEnded):
+            sampled_with = publisher.weights
             learner.requests.end("the user has seen enough")
-    assert isinstance(reports[-1], TrainingEnded)
+    assert isinstance(report, TrainingEnded)
     assert_equal(publisher.weights, load_file(tmp_path / "run" / "model" / "model.safetensors"))
-    assert not torch.equal(
-        publisher.weights["model.norm.weight"], learner._updater.policy.lm.model.norm.weight.detach().to_local()
-    )
+    assert not torch.equal(publisher.weights["model.norm.weight"], sampled_with["model.norm.weight"])
 
 
 def test_an_average_asked_for_at_a_resume_begins_with_the_weights_of_the_checkpoint(
-    tiny_model_path: Path, tmp_path: Path, publisher: FakePublisher, fake_buffer: None
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    kept = {"checkpoint": CheckpointConfig(every_steps=2)}
-    list(open_learner(tiny_model_path, run=RunConfig(steps=2, dir=str(tmp_path)), **kept).run())
-    resumed = RunConfig(steps=4, dir=str(tmp_path), resume=str(checkpoint_folder(tmp_path / "run", 2)))
-    assert not dist.is_initialized()
-    learner = open_learner(tiny_model_path, learner={"ema_decay": DECAY}, run=resumed, **kept)
-    own = weights_of(learner._updater)
-    with learner._updater.averaged():
-        assert_equal(weights_of(learner._updater), own)
-    dist.destroy_process_group()
+    saved = weights_of(train(learner_config(tiny_model_path), 2, tmp_path / "step_2", save_at=2))
+    train(learner_config(tiny_model_path), 3, tmp_path / "step_2", save_at=2)
+    resumed = train(learner_config(tiny_model_path, learner={"ema_decay": DECAY}), 0, tmp_path / "step_2")
+    with resumed.averaged():
+        assert_equal(weights_of(resumed), saved)
 
 
 def test_an_average_needs_servers_that_are_evaluated_and_not_sampled_with(tmp_path: Path) -> None:
     beside = {"learner": {"ema_decay": DECAY}, "eval": {"every_steps": 5}}
-    with pytest.raises(SettingsError, match=r"learner.ema_decay must be 0 .*Set placement.eval.servers: 1"):
+    with pytest.raises(SettingsError, match=r"^learner\.ema_decay .*placement\.eval\.servers"):
         learner_config(**beside)
     learner_config(**beside, placement={"eval": {"servers": 1}})
     learner_config(learner={"ema_decay": DECAY})

@@ -74,39 +74,39 @@ F, I = np.float32, np.int32  # noqa: E741
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_id": -1}, "group_id: got -1, allowed an integer in 0.."),
+        ({"group_id": -1}, "group_id: got -1"),
         ({"start_version": -2}, "start_version: got -2"),
         ({"prompt_index": -7}, "prompt_index: got -7"),
-        ({"temperature": 0.0}, "temperature: got 0.0, allowed above 0"),
-        ({"temperature": float("nan")}, "temperature: got nan, allowed a finite number"),
+        ({"temperature": 0.0}, "temperature: got 0.0"),
+        ({"temperature": float("nan")}, "temperature: got nan"),
         ({"duration_s": -0.5}, "duration_s: got -0.5"),
         ({"worker": "w" * 201}, "worker: got 'www"),
-        ({"worker": 5}, "worker: got 5, allowed a string"),
-        ({"messages": ({"role": "user", "content": 5},)}, "messages: got a list of 2, allowed lists of two texts"),
-        ({"messages": ({"role": "user", "content": ""},) * 17}, "messages: got a list of 17, allowed a list of 0..16"),
-        ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements, allowed 1..16, as the first token of"),
-        ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements, allowed 0..16"),
-        ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4, allowed whole numbers >= 0"),
-        ({"rows": (make_row(3, version=3),)}, "lengths: 1 elements, allowed 2"),
-        ({"rows": (make_row(0, version=3), make_row(3, version=3))}, r"lengths: got 0, allowed 1..32 tokens a row"),
-        ({"rows": (make_row(33, version=3), make_row(3, version=3))}, "lengths: got 33, allowed 1..32 tokens"),
+        ({"worker": 5}, "worker: got 5"),
+        ({"messages": ({"role": "user", "content": 5},)}, "messages: got a list of 2"),
+        ({"messages": ({"role": "user", "content": ""},) * 17}, "messages: got a list of 17"),
+        ({"prompt_tokens": np.zeros(0, I)}, "prompt_tokens: 0 elements"),
+        ({"prompt_tokens": np.zeros(17, I)}, "prompt_tokens: 17 elements"),
+        ({"prompt_tokens": np.array([3, -4], I)}, "prompt_tokens: got -4"),
+        ({"rows": (make_row(3, version=3),)}, "lengths: 1 elements"),
+        ({"rows": (make_row(0, version=3), make_row(3, version=3))}, r"lengths: got 0"),
+        ({"rows": (make_row(33, version=3), make_row(3, version=3))}, "lengths: got 33"),
         (with_rollout(tokens=np.array([1, -1, 2], I)), r"rows\[1\].tokens: got -1"),
         (
             with_rollout(mask=np.full(3, 2, np.uint8).view(np.bool_)),
-            r"mask: got 2, allowed bytes 0 and 1",
+            r"mask: got 2",
         ),
-        (with_rollout(mask=np.array([1, 1, 0], np.bool_)), r"rows\[1\].mask: got False, allowed true for the last"),
+        (with_rollout(mask=np.array([1, 1, 0], np.bool_)), r"rows\[1\].mask: got False"),
         (
             with_rollout(mask=np.array([1, 0, 1], np.bool_)),
-            r"rows\[1\].logprobs: got -1.25, allowed 0 for a token that is not trained",
+            r"rows\[1\].logprobs: got -1.25",
         ),
-        (with_rollout(logprobs=np.array([-1, 0.5, -1], F)), r"rows\[1\].logprobs: got 0.5, allowed finite"),
+        (with_rollout(logprobs=np.array([-1, 0.5, -1], F)), r"rows\[1\].logprobs: got 0.5"),
         (with_rollout(logprobs=np.array([-1, np.nan, -1], F)), r"rows\[1\].logprobs: got nan"),
         (with_rollout(logprobs=np.array([-np.inf, -1, -1], F)), r"rows\[1\].logprobs: got -inf"),
-        (with_rollout(versions=np.array([2, 3, 3], I)), r"rows\[1\].versions: got 2, allowed start_version = 3"),
-        (with_rollout(versions=np.array([3, 5, 4], I)), r"rows\[1\].versions: got 4, allowed 5 and up, as the"),
+        (with_rollout(versions=np.array([2, 3, 3], I)), r"rows\[1\].versions: got 2"),
+        (with_rollout(versions=np.array([3, 5, 4], I)), r"rows\[1\].versions: got 4"),
         (with_rollout(reward=float("inf")), r"rows\[1\].reward: got inf"),
-        (with_rollout(finish_reason="abort"), r"rows\[1\].finish_reason: got 'abort', allowed stop or length or t"),
+        (with_rollout(finish_reason="abort"), r"rows\[1\].finish_reason: got 'abort'"),
     ],
 )
 def test_a_refused_group_names_the_field_and_the_value(changes: dict[str, Any], message: str) -> None:
@@ -126,8 +126,8 @@ def test_the_rounding_of_a_certain_token_is_removed_by_its_sender() -> None:
 
 def test_arrays_that_do_not_fit_their_rollout_are_refused_by_its_sender() -> None:
     for changes, message in (
-        ({"tokens": np.arange(3)}, r"rows\[1\].tokens: dtype '<i8', allowed <i4"),
-        ({"logprobs": -np.ones(3)}, r"rows\[1\].logprobs: dtype '<f8', allowed <f4"),
+        ({"tokens": np.arange(3)}, r"rows\[1\].tokens: dtype '<i8'"),
+        ({"logprobs": -np.ones(3)}, r"rows\[1\].logprobs: dtype '<f8'"),
         ({"tokens": np.arange(4, dtype=I)}, r"rows\[1\].logprobs: 3 elements for 4 tokens"),
         ({"versions": np.full(2, 3, I)}, r"rows\[1\].versions: 2 elements for 3 tokens"),
         ({"mask": np.ones(4, np.bool_)}, r"rows\[1\].mask: 4 elements for 3 tokens"),
@@ -156,18 +156,18 @@ def test_arrays_are_sent_in_little_endian_order() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("tokens", ["<i8", 6, bytes(48)], "tokens: dtype '<i8', allowed <i4"),
-        ("tokens", [["<i4"], 6, bytes(24)], "tokens: dtype a list of 1, allowed <i4"),
-        ("tokens", ["<i4", 6, bytes(23)], "tokens: 23 bytes, allowed 24"),
-        ("tokens", ["<i4", 6], "tokens: got a list of 2, allowed a list of dtype, number of elements, bytes"),
-        ("tokens", "abc", "tokens: got 'abc', allowed a list of dtype"),
-        ("logprobs", ["<f4", 5, bytes(20)], "logprobs: 5 elements, allowed 6"),
-        ("versions", ["<i4", 7, bytes(28)], "versions: 7 elements, allowed 6"),
-        ("mask", ["|b1", True, b"1"], "mask: True elements, allowed 6"),
-        ("mask", ["|b1", 6, b"\x01\x01\x01\x01\x01\x09"], "mask: got 9, allowed bytes 0 and 1"),
-        ("lengths", ["<i4", 2, np.array([9, 2**31 - 1], I).tobytes()], "lengths: got 2147483647, allowed 1..32"),
-        ("lengths", ["<i4", 2, np.array([2, 3], I).tobytes()], "tokens: 6 elements, allowed 5"),
-        ("finish_reason", ["stop"], "finish_reason: got a list of 1, allowed a list of 2..2 items"),
+        ("tokens", ["<i8", 6, bytes(48)], "tokens: dtype '<i8'"),
+        ("tokens", [["<i4"], 6, bytes(24)], "tokens: dtype a list of 1"),
+        ("tokens", ["<i4", 6, bytes(23)], "tokens: 23 bytes"),
+        ("tokens", ["<i4", 6], "tokens: got a list of 2"),
+        ("tokens", "abc", "tokens: got 'abc'"),
+        ("logprobs", ["<f4", 5, bytes(20)], "logprobs: 5 elements"),
+        ("versions", ["<i4", 7, bytes(28)], "versions: 7 elements"),
+        ("mask", ["|b1", True, b"1"], "mask: True elements"),
+        ("mask", ["|b1", 6, b"\x01\x01\x01\x01\x01\x09"], "mask: got 9"),
+        ("lengths", ["<i4", 2, np.array([9, 2**31 - 1], I).tobytes()], "lengths: got 2147483647"),
+        ("lengths", ["<i4", 2, np.array([2, 3], I).tobytes()], "tokens: 6 elements"),
+        ("finish_reason", ["stop"], "finish_reason: got a list of 1"),
     ],
 )
 def test_an_invalid_column_of_another_sender_is_refused_by_name(column: str, value: Any, message: str) -> None:
@@ -179,13 +179,13 @@ def test_an_invalid_column_of_another_sender_is_refused_by_name(column: str, val
 def test_unknown_missing_and_renamed_fields_are_refused() -> None:
     good = msgpack.unpackb(encode_group(make_group(SLOT)))
     for change, message in (
-        ({**good, "colour": 1}, "colour: got 'a field', allowed no such field"),
+        ({**good, "colour": 1}, "colour: got 'a field'"),
         ({k: v for k, v in good.items() if k != "worker"}, "worker: missing"),
         ({**good, "schema": 99}, f"schema: got 99, allowed an integer in {SCHEMA_VERSION}..{SCHEMA_VERSION}"),
         ({**good, "group_id": True}, "group_id: got True"),
-        ({**good, "episodes": {}}, "episodes: got a dict of 0, allowed None: an episode of this run is the answer to"),
-        ({**good, "episodes": []}, "episodes: got a list of 0, allowed a map"),
-        ([1], "message: got a list of 1, allowed a map"),
+        ({**good, "episodes": {}}, "episodes: got a dict of 0"),
+        ({**good, "episodes": []}, "episodes: got a list of 0"),
+        ([1], "message: got a list of 1"),
     ):
         with pytest.raises(WireError, match=message):
             decode_group(msgpack.packb(change), LIMITS)

@@ -109,50 +109,50 @@ def test_rows_that_share_no_first_token_need_no_prompt() -> None:
     rows = (row_of_turns("01", (1,), (0.5,), 0.5), row_of_turns("0011", (3,), (0.0,), 0.0))
     group = make_group(SLOT, rows=rows, episodes=(facts(1, 1), facts(1, 1)), **empty)
     assert_same(decode_group(encode_group(group), LIMITS), group)
-    with pytest.raises(WireError, match=r"prompt_tokens: 0 elements, allowed 1..16, as the first token of row 0"):
+    with pytest.raises(WireError, match=r"prompt_tokens: 0 elements"):
         decode_group(encode_group(dataclasses.replace(GROUP, **empty)), LIMITS)
 
 
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("rows", ints(1, 3), r"episodes\.rows: got 4, allowed a sum of 3, the number of rows"),
-        ("rows", ints(3, 0), r"episodes\[1\]\.rows: got 0, allowed an integer in 1\.\.2147483647"),
-        ("rows", ints(1, 1, 1), r"episodes\.rows: 3 elements, allowed 2"),
-        ("turns", ints(2, 2), r"episodes\[1\]\.turns: got 2, allowed at least 3, the number of turns that its"),
-        ("turns", ints(2, 11), r"episodes\.turns: got 11, allowed at most 10 in an episode"),
-        ("turns", floats(2, 3), r"episodes\.turns: dtype '<f8', allowed <i4"),
-        ("tool_calls", ints(-1, 0), r"episodes\[0\]\.tool_calls: got -1, allowed an integer in 0\.\.2147483647"),
-        ("generate_s", floats(1, -1.0), r"episodes\[1\]\.generate_s: got -1.0, allowed a finite number >= 0"),
-        ("tool_s", floats(1, math.nan), r"episodes\[1\]\.tool_s: got nan, allowed a finite number >= 0"),
+        ("rows", ints(1, 3), r"episodes\.rows: got 4"),
+        ("rows", ints(3, 0), r"episodes\[1\]\.rows: got 0"),
+        ("rows", ints(1, 1, 1), r"episodes\.rows: 3 elements"),
+        ("turns", ints(2, 2), r"episodes\[1\]\.turns: got 2"),
+        ("turns", ints(2, 11), r"episodes\.turns: got 11"),
+        ("turns", floats(2, 3), r"episodes\.turns: dtype '<f8'"),
+        ("tool_calls", ints(-1, 0), r"episodes\[0\]\.tool_calls: got -1"),
+        ("generate_s", floats(1, -1.0), r"episodes\[1\]\.generate_s: got -1.0"),
+        ("tool_s", floats(1, math.nan), r"episodes\[1\]\.tool_s: got nan"),
         ("duration_s", floats(math.inf, 1), r"episodes\[0\]\.duration_s: got inf"),
-        ("end", ["done", "failed"], r"episodes\[1\]\.end: got 'failed', allowed done or length or turns or timeout"),
+        ("end", ["done", "failed"], r"episodes\[1\]\.end: got 'failed'"),
         ("end", ["done", []], r"episodes\[1\]\.end: got a list of 0"),
-        ("metrics", [{}], r"episodes\.metrics: got a list of 1, allowed a list of 2\.\.2 items"),
-        ("metrics", [{}, [1]], r"episodes\[1\]\.metrics: got a list of 1, allowed a map of at most 64 metrics"),
+        ("metrics", [{}], r"episodes\.metrics: got a list of 1"),
+        ("metrics", [{}, [1]], r"episodes\[1\]\.metrics: got a list of 1"),
         ("metrics", [{}, {str(i): 0.0 for i in range(65)}], r"episodes\[1\]\.metrics: got a dict of 65"),
-        ("metrics", [{"m" * 201: 0.0}, {}], r"episodes\[0\]\.metrics: got 'mm.*names of at most 200 characters"),
-        ("metrics", [{b"m": 0.0}, {}], r"episodes\[0\]\.metrics: got b'm', allowed names of at most 200 characters"),
-        ("metrics", [{"m": math.inf}, {}], r"episodes\[0\]\.metrics\.m: got inf, allowed a finite number"),
+        ("metrics", [{"m" * 201: 0.0}, {}], r"episodes\[0\]\.metrics: got 'mm"),
+        ("metrics", [{b"m": 0.0}, {}], r"episodes\[0\]\.metrics: got b'm'"),
+        ("metrics", [{"m": math.inf}, {}], r"episodes\[0\]\.metrics\.m: got inf"),
         ("metrics", [{"m": "1"}, {}], r"episodes\[0\]\.metrics\.m: got '1'"),
-        ("error", ["", 5], r"episodes\[1\]\.error: got 5, allowed a string of at most 2000 characters"),
-        ("error", ["", "x" * 2001], r"episodes\[1\]\.error: got 'xx.*, allowed a string of at most 2000 characters"),
-        ("error", [""], r"episodes\.error: got a list of 1, allowed a list of 2\.\.2 items"),
-        ("row_turns", ints(2, 0, 3), r"episodes\.row_turns: got 0, allowed at least 1 turn in a row"),
-        ("row_turns", ints(2, 3), r"episodes\.row_turns: 2 elements, allowed 3"),
-        ("row_turns", ints(1, 1, 2), r"episodes\.turn_ends: 5 elements, allowed 4"),
-        ("row_turns", ints(2, 2**31 - 1, 2**31 - 1), r"episodes\[1\]\.turns: got 3, allowed at least 4294967294"),
-        ("turn_ends", ints(1, 5, 6, 1, 4), r"rows\[2\]\.turn_ends: got 4, allowed a position in the row"),
-        ("turn_ends", ints(-1, 5, 6, 1, 3), r"rows\[0\]\.turn_ends: got -1, allowed a position in the row"),
-        ("turn_ends", ints(1, 5, 6, 3, 3), r"rows\[2\]\.turn_ends: got 3, allowed a position after that of the"),
-        ("turn_ends", ints(2, 5, 6, 1, 3), r"rows\[0\]\.turn_ends: got 2, allowed the position of a trained token"),
-        ("turn_ends", ints(0, 1, 6, 1, 3), r"rows\[0\]\.turn_ends: got 1, allowed the row's last token, which"),
-        ("turn_rewards", floats(0.25, 1, -1, 0.5), r"episodes\.turn_rewards: 4 elements, allowed 5"),
+        ("error", ["", 5], r"episodes\[1\]\.error: got 5"),
+        ("error", ["", "x" * 2001], r"episodes\[1\]\.error: got 'xx.*"),
+        ("error", [""], r"episodes\.error: got a list of 1"),
+        ("row_turns", ints(2, 0, 3), r"episodes\.row_turns: got 0"),
+        ("row_turns", ints(2, 3), r"episodes\.row_turns: 2 elements"),
+        ("row_turns", ints(1, 1, 2), r"episodes\.turn_ends: 5 elements"),
+        ("row_turns", ints(2, 2**31 - 1, 2**31 - 1), r"episodes\[1\]\.turns: got 3"),
+        ("turn_ends", ints(1, 5, 6, 1, 4), r"rows\[2\]\.turn_ends: got 4"),
+        ("turn_ends", ints(-1, 5, 6, 1, 3), r"rows\[0\]\.turn_ends: got -1"),
+        ("turn_ends", ints(1, 5, 6, 3, 3), r"rows\[2\]\.turn_ends: got 3"),
+        ("turn_ends", ints(2, 5, 6, 1, 3), r"rows\[0\]\.turn_ends: got 2"),
+        ("turn_ends", ints(0, 1, 6, 1, 3), r"rows\[0\]\.turn_ends: got 1"),
+        ("turn_rewards", floats(0.25, 1, -1, 0.5), r"episodes\.turn_rewards: 4 elements"),
         (
             "turn_rewards", floats(0.25, 1, -1, 0.5, 1.001),
-            r"episodes\[1\], sum of turn_rewards: got 0.50.*, allowed 0.5, the reward of the episode",
+            r"episodes\[1\], sum of turn_rewards: got 0.50.*",
         ),
-        ("turn_rewards", floats(math.nan, 1, -1, 0.5, 1), r"rows\[0\]\.turn_rewards: got nan, allowed finite num"),
+        ("turn_rewards", floats(math.nan, 1, -1, 0.5, 1), r"rows\[0\]\.turn_rewards: got nan"),
         ("turn_rewards", floats(1e308, 1e308, -1, 0.5, 1), r"episodes\[0\], sum of turn_rewards: got inf"),
         ("turn_rewards", floats(1, 1, -1, math.inf, -math.inf), r"rows\[2\]\.turn_rewards: got inf"),
     ],
@@ -165,17 +165,17 @@ def test_an_invalid_column_of_episodes_is_refused_by_name(column: str, value: An
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": floats(1.25, 0.5, 0.25)}, r"rows\[2\]\.reward: got 0.25, allowed 0.5, the reward of the epis"),
-        ({"reward": floats(1.0, 0.5, 0.5)}, r"episodes\[0\], sum of turn_rewards: got 1.25, allowed 1.0, the reward"),
-        ({"mask": ["|b1", 17, bytes([1] * 16 + [0])]}, r"rows\[2\]\.mask: got False, allowed true for the last"),
+        ({"reward": floats(1.25, 0.5, 0.25)}, r"rows\[2\]\.reward: got 0.25"),
+        ({"reward": floats(1.0, 0.5, 0.5)}, r"episodes\[0\], sum of turn_rewards: got 1.25"),
+        ({"mask": ["|b1", 17, bytes([1] * 16 + [0])]}, r"rows\[2\]\.mask: got False"),
         ({"logprobs": ["<f4", 17, np.full(17, -1, np.float32).tobytes()]}, r"rows\[0\]\.logprobs: got -1.0, all"),
         ({"episodes": {}}, r"episodes\.duration_s: missing"),
-        ({"data_row": -2}, r"data_row: got -2, allowed an integer in -1\.\."),
-        ({"left_out": ["x" * 2001]}, r"left_out\[0\]: got 'xx.*, allowed a string of at most 2000 characters"),
-        ({"left_out": [""] * 7}, r"left_out: got a list of 7, allowed a list of 0\.\.6 items"),
-        ({"episodes": {**GOOD["episodes"], "colour": 1}}, r"episodes\.colour: got 'a field', allowed no such field"),
-        ({"episodes": None}, r"lengths: 3 elements, allowed 2"),
-        ({"lengths": ints(*[1] * 7)}, r"lengths: 7 elements, allowed 2\.\.6"),
+        ({"data_row": -2}, r"data_row: got -2"),
+        ({"left_out": ["x" * 2001]}, r"left_out\[0\]: got 'xx.*"),
+        ({"left_out": [""] * 7}, r"left_out: got a list of 7"),
+        ({"episodes": {**GOOD["episodes"], "colour": 1}}, r"episodes\.colour: got 'a field'"),
+        ({"episodes": None}, r"lengths: 3 elements"),
+        ({"lengths": ints(*[1] * 7)}, r"lengths: 7 elements"),
         ({"finish_reason": ["stop", "timeout", "turns"]}, r"rows\[2\]\.finish_reason: got 'turns'"),
     ],
 )  # fmt: skip
@@ -195,10 +195,10 @@ def test_rounding_of_the_sum_of_turn_rewards_is_allowed() -> None:
 def test_episodes_that_failed_may_be_left_out_of_a_group_up_to_a_limit() -> None:
     left = dataclasses.replace(GROUP, rows=GROUP.rows[1:], episodes=GROUP.episodes[1:])
     assert_same(decode_group(encode_group(left), dataclasses.replace(LIMITS, fewest_episodes=1)), left)
-    with pytest.raises(WireError, match=r"episodes\.rows: 1 elements, allowed 2"):
+    with pytest.raises(WireError, match=r"episodes\.rows: 1 elements"):
         decode_group(encode_group(left), LIMITS)
     four = dataclasses.replace(GROUP, rows=GROUP.rows * 2, episodes=GROUP.episodes * 2)
-    with pytest.raises(WireError, match=r"episodes\.rows: 4 elements, allowed 1\.\.2"):
+    with pytest.raises(WireError, match=r"episodes\.rows: 4 elements"):
         decode_group(encode_group(four), dataclasses.replace(LIMITS, fewest_episodes=1))
 
 
@@ -216,13 +216,13 @@ def test_turns_that_can_not_be_sent_are_refused_by_the_sender() -> None:
     one_reward = row_of_turns("11", (0, 1), (0.5,), 0.5)
     with pytest.raises(WireError, match=r"rows\[1\]\.turn_rewards: 1 values for 2 turns"):
         encode_group(make_group(SLOT, rows=(make_row(2, version=3), one_reward)))
-    with pytest.raises(WireError, match=r"rows\[0\]\.turn_ends: got \(1, 5\), allowed none in a group without"):
+    with pytest.raises(WireError, match=r"rows\[0\]\.turn_ends: got \(1, 5\)"):
         encode_group(dataclasses.replace(GROUP, episodes=()))
 
 
 def test_a_run_of_questions_refuses_episodes() -> None:
     limits = Limits.from_config(buffer_config())
-    with pytest.raises(WireError, match="episodes: got a dict of 12, allowed None: an episode of this run is"):
+    with pytest.raises(WireError, match="episodes: got a dict of 12"):
         decode_group(encode_group(random_episodes(SLOT, np.random.default_rng(0))), limits)
 
 

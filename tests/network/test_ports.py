@@ -12,7 +12,7 @@ import pytest
 from async_rl.errors import ConfigError
 from async_rl.network import open_store
 from async_rl.network.ports import check_ports, network_of, open_listener
-from buffer.protocol.socket import BufferSocket
+from buffer.server import BufferSocket
 from rollout_server.engines.server_process import free_port
 from tests.kit.configs import make_config
 
@@ -38,7 +38,7 @@ def test_all_that_listens_finds_the_one_port_of_the_range_that_is_free(own_ports
     last, text = own_ports[-1], f"{own_ports[0]}-{own_ports[-1]}"
     with open_listener("127.0.0.1", own_ports) as listener:
         assert listener.getsockname()[1] == last
-        with pytest.raises(ConfigError, match=rf"network.ports: none of {text} is free on 127.0.0.1 .*Give more ports"):
+        with pytest.raises(ConfigError, match=rf"^network\.ports: .*{text}.* 127\.0\.0\.1"):
             open_listener("127.0.0.1", own_ports)
     assert free_port("127.0.0.1", own_ports) == last
     config = make_config(network={"ports": text, "insecure": True})
@@ -61,7 +61,7 @@ def test_each_server_has_a_part_of_the_ports_that_no_other_process_takes() -> No
 
 @pytest.mark.parametrize("ports", ["20000", "20000-", "80-20000", "20100-20000", "20000-70000", "2e4-20100"])
 def test_a_range_of_ports_that_is_none_is_refused(ports: str) -> None:
-    with pytest.raises(ConfigError, match=r"network\.ports must be two ports from 1024 to 65535, such as 20000-20099"):
+    with pytest.raises(ConfigError, match=rf"^network\.ports .*got .{ports}"):
         make_config(network={"ports": ports})
 
 
@@ -71,7 +71,7 @@ def test_too_few_ports_for_the_servers_are_refused() -> None:
 
     check("")
     check("20000-20015")
-    with pytest.raises(ConfigError, match=r"network.ports must be at least 16 ports for 2 server.s., buffer and learn"):
+    with pytest.raises(ConfigError, match=r"^network\.ports .* 16 ports"):
         check("20000-20014")
 
 

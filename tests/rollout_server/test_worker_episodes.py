@@ -15,12 +15,11 @@ from async_rl.config import Config, StalenessConfig, TaskConfig, TimeoutsConfig,
 from async_rl.errors import ConfigError, RewardError
 from async_rl.types import Group
 from buffer.client import LearnerClient
-from rollout_server.episode_log import EpisodeLog
 from rollout_server.episodes.episode import Episode
 from rollout_server.episodes.players.player import MultiTurnPlayer
 from rollout_server.question import Question
 from rollout_server.rewards.contract import Reward, RewardResult
-from rollout_server.scored_player import ScoredPlayer
+from rollout_server.scored_player import EpisodeLog, ScoredPlayer
 from rollout_server.tasks.base import open_task
 from rollout_server.worker import Worker
 from tests.kit.buffer.serving import serving

@@ -15,7 +15,7 @@ from async_rl.telemetry.metrics import reduce_metrics
 from async_rl.telemetry.status import Status
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.episode import Episode
-from rollout_server.episodes.players.single_turn import SingleTurnPlayer
+from rollout_server.episodes.players.player import SingleTurnPlayer
 from rollout_server.question import Question
 from rollout_server.rewards import math_checker, rules
 from rollout_server.rewards.base import open_rewards

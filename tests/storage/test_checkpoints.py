@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from async_rl.driver.preflight import input_checks
 from async_rl.errors import ConfigError
 from async_rl.storage.checkpoints import (
     FORMAT,
-    TrainingState,
     checkpoint_folder,
     find_checkpoint,
     lineage_of,
@@ -29,26 +26,17 @@ from async_rl.storage.checkpoints import (
     write_training_state,
 )
 from tests.kit.configs import make_config
-
-
-def make_state(version: int, **changes: Any) -> TrainingState:
-    fields: dict[str, Any] = {
-        "version": version, "lineage": 0, "ranks": 1, "networks": {"policy": {"steps": version}},
-        "kl_coef": 0.1, "buffer": {"live": [[1, 2, 3]]},
-    }
-    return TrainingState(**fields | changes)
+from tests.kit.runs import make_checkpoint, training_state
 
 
 def save(run_dir: Path, *versions: int) -> None:
     for version in versions:
-        folder = checkpoint_folder(run_dir, version)
-        folder.mkdir(parents=True)
-        write_training_state(folder, make_state(version))
+        make_checkpoint(run_dir, version)
 
 
 def test_a_training_state_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    save(tmp_path, 7)
-    assert read_training_state(checkpoint_folder(tmp_path, 7)) == make_state(7)
+    fields = {"networks": {"policy": {"steps": 7}}, "kl_coef": 0.1, "buffer": {"live": [[1, 2, 3]]}}
+    assert read_training_state(make_checkpoint(tmp_path, 7, **fields)) == training_state(7, **fields)
 
 
 def test_a_run_resumes_from_its_newest_complete_checkpoint_or_the_named_one(tmp_path: Path) -> None:
@@ -83,7 +71,7 @@ def test_a_checkpoint_outside_of_a_run_directory_is_refused(tmp_path: Path) -> N
     save(tmp_path / "run", 5)
     copied = tmp_path / "home" / "keep" / "step_5"
     shutil.copytree(checkpoint_folder(tmp_path / "run", 5), copied)
-    with pytest.raises(ConfigError, match=f"a checkpoint in RUN_DIR/checkpoints, where it was written, got {copied}. "):
+    with pytest.raises(ConfigError, match=f"got {copied}"):
         find_checkpoint(copied)
 
 
@@ -92,13 +80,13 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     file = checkpoint_folder(tmp_path, 7) / "training_state.json"
     for other in ({"format": 0}, {"format": FORMAT + 1}):
         file.write_text(json.dumps(json.loads(file.read_text()) | other))
-        with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got .: another version of async-rl"):
+        with pytest.raises(ConfigError, match=f"format {FORMAT}, got ."):
             read_training_state(file.parent)
     file.write_text('{"version": 7}')
-    with pytest.raises(ConfigError, match="got None: another version of async-rl"):
+    with pytest.raises(ConfigError, match="got None"):
         read_training_state(file.parent)
     file.rename(file.with_name("cut.json"))  # as format 1 called it
-    with pytest.raises(ConfigError, match=f"must have format {FORMAT}, got 1: another version of async-rl"):
+    with pytest.raises(ConfigError, match=f"format {FORMAT}, got 1"):
         read_training_state(find_checkpoint(tmp_path))
 
 
@@ -107,39 +95,29 @@ def cut_short(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "name", "told"),
-    [
-        (cut_short, "__0_0.distcp", r"__0_0\.distcp has 500 bytes in place of 1000"),
-        (Path.unlink, ".metadata", r"\.metadata is missing"),
-        (cut_short, "training_state.json", r"training_state\.json is not valid JSON \(.+\)"),
-    ],
+    ("damage", "name"),
+    [(cut_short, "__0_0.distcp"), (Path.unlink, ".metadata"), (cut_short, "training_state.json")],
 )
 def test_a_damaged_checkpoint_is_named_with_its_file_and_the_newest_whole_one(
-    tmp_path: Path, damage: Callable[[Path], None], name: str, told: str
+    tmp_path: Path, damage: Callable[[Path], None], name: str
 ) -> None:
     for version in (1, 2, 3, 4):
         folder = checkpoint_folder(tmp_path, version)
         folder.mkdir(parents=True)
         (folder / "__0_0.distcp").write_bytes(bytes(1000))
         (folder / ".metadata").write_bytes(bytes(10))
-        write_training_state(folder, make_state(version))
+        write_training_state(folder, training_state(version))
     damage(checkpoint_folder(tmp_path, 4) / name)
     cut_short(checkpoint_folder(tmp_path, 3) / "__0_0.distcp")
-    advice = "Go on from the newest whole one: async-rl train --resume"
     for asked in (tmp_path, checkpoint_folder(tmp_path, 4)):
-        with pytest.raises(ConfigError, match=rf"step_4 is damaged: {told}\. {advice} .*/checkpoints/step_2$"):
+        with pytest.raises(ConfigError, match=rf"step_4 .*{name}.* --resume .*/checkpoints/step_2$"):
             find_checkpoint(asked)
     assert find_checkpoint(checkpoint_folder(tmp_path, 2)) == checkpoint_folder(tmp_path, 2)
     cut_short(checkpoint_folder(tmp_path, 2) / ".metadata")
     cut_short(checkpoint_folder(tmp_path, 1) / ".metadata")
-    with pytest.raises(ConfigError, match="No other checkpoint of the run is whole: start a new run"):
+    with pytest.raises(ConfigError) as failure:
         find_checkpoint(tmp_path)
-
-
-def test_the_fields_of_a_training_state_are_those_of_its_format() -> None:
-    """Fields that change need another FORMAT, or an old checkpoint ends a resume in a stack trace."""
-    fields = {4: ["buffer", "kl_coef", "lineage", "networks", "ranks", "version"]}
-    assert sorted(field.name for field in dataclasses.fields(TrainingState)) == fields[FORMAT]
+    assert "--resume" not in str(failure.value), "no other is whole"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +159,7 @@ def test_a_checkpoint_that_a_resume_has_set_aside_is_exported_but_not_resumed(tm
     folder = tmp_path / "checkpoints" / "step_2.lineage_0"
     for marker in ("", "lineage_1 1 models"):  # of a later resume
         (tmp_path / ".resuming").write_text(marker)
-        with pytest.raises(ConfigError, match=f"got {folder}: a resume .* async-rl export {folder} MODEL_DIR"):
+        with pytest.raises(ConfigError, match=f"got {folder}"):
             find_checkpoint(folder)
     assert find_checkpoint(folder, resumes=False) == folder
     (tmp_path / ".resuming").write_text("lineage_0 1 models")
@@ -201,7 +179,7 @@ def test_the_number_of_resumes_is_the_largest_of_the_files_that_they_have_set_as
 def test_the_best_checkpoint_needs_an_evaluation_at_each(tmp_path: Path) -> None:
     make_config(checkpoint={"every_steps": 40, "keep_best": 1}, eval={"every_steps": 20})
     for every_steps, evals in ((40, 30), (40, 0), (20, 40)):
-        with pytest.raises(ConfigError, match=r"a multiple of eval\.every_steps"):
+        with pytest.raises(ConfigError, match=r"^checkpoint\.every_steps .*eval\.every_steps"):
             make_config(checkpoint={"every_steps": every_steps, "keep_best": 1}, eval={"every_steps": evals})
 
 
@@ -214,5 +192,5 @@ def test_a_run_does_not_start_if_a_best_checkpoint_may_be_between_two_pushes(bes
     found = [each for each in input_checks(config) if each.what == "checkpoint.keep_best"]
     assert len(found) == best
     for each in found:
-        with pytest.raises(ConfigError, match=r"a multiple of weight_sync\.every_steps = 2 with .*keep_best, got 5"):
+        with pytest.raises(ConfigError, match=r"^checkpoint\.every_steps .*got 5"):
             each.run()

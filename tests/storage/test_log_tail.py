@@ -8,11 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from async_rl.cli import main
 from async_rl.driver.actor_group import ActorGroup
 from async_rl.driver.placement import Reservation
 from async_rl.driver.signals import StopSignals
-from async_rl.errors import ProcessDiedError
 from async_rl.storage.log_tail import TAIL_LINES, log_tail, split_tails
 from tests.kit.fake_actors import FakeReservation
 
@@ -49,17 +47,10 @@ def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_the_cause_of_a_failure_is_printed_after_the_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_logs_in_a_message_are_told_from_its_cause() -> None:
     a, b = "last lines of a.log:\n    one\n    two", "last lines of b.log:\n    3"
-
-    def fail(run_dir: Path) -> str:
-        raise ProcessDiedError(f"rollout/0 died. Lower x.\n{a}\nraised in h\n{b}")
-
-    monkeypatch.setattr("async_rl.telemetry.status.format_status", fail)
-    assert main(["status", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"{a}\n{b}\nasync-rl: error: rollout/0 died. Lower x.\nraised in h\n"
+    message = f"rollout/0 died. Lower x.\n{a}\nraised in h\n{b}"
+    assert split_tails(message) == (f"{a}\n{b}", "rollout/0 died. Lower x.\nraised in h")
     assert split_tails("a.key must be 1, got 2\n    indented") == ("", "a.key must be 1, got 2\n    indented")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,28 +62,19 @@ def test_a_good_folder_passes_and_its_tokenizer_loads(good: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "part"),
     [
-        (remove("config.json"), "no config.json. Found: chat_template.jinja"),
-        (write("config.json", "{"), "config.json can't be loaded: It looks like the config file at"),
-        (
-            edit_json("config.json", architectures=["BertForMaskedLM"]),
-            "a model ForCausalLM or LMHeadModel, got BertForMaskedLM",
-        ),
-        (write("config.json", "[]"), "config.json can't be loaded: list indices must be integers"),
-        (
-            edit_json("config.json", max_position_embeddings="many"),
-            "field 'max_position_embeddings': TypeError: Field 'max_position_embeddings' expected int, got str",
-        ),
-        (edit_json("config.json", max_position_embeddings=None), "field 'max_position_embeddings'"),  # of a Qwen2
-        (remove("model.safetensors"), "holds no *.safetensors weights"),
-        (
-            write("model.safetensors.index.json", '{"weight_map": {"w": "part-2.safetensors"}}'),
-            "part-2.safetensors",
-        ),
-        (write("model.safetensors.index.json", "[]"), "is not a safetensors index"),
-        (remove("tokenizer.json", "tokenizer_config.json"), "holds no tokenizer"),
-        (write("tokenizer.json", "{}"), "can't be loaded"),
-        (edit_json("config.json", vocab_size=50), "the model's vocab_size is 50"),
-        (edit_json("tokenizer_config.json", eos_token=None), "has no end-of-text token"),
+        (remove("config.json"), "config.json"),
+        (write("config.json", "{"), "config.json"),
+        (edit_json("config.json", architectures=["BertForMaskedLM"]), "got BertForMaskedLM"),
+        (write("config.json", "[]"), "config.json"),
+        (edit_json("config.json", max_position_embeddings="many"), "max_position_embeddings"),
+        (edit_json("config.json", max_position_embeddings=None), "max_position_embeddings"),  # of a Qwen2
+        (remove("model.safetensors"), "*.safetensors"),
+        (write("model.safetensors.index.json", '{"weight_map": {"w": "part-2.safetensors"}}'), "part-2.safetensors"),
+        (write("model.safetensors.index.json", "[]"), "model.safetensors.index.json"),
+        (remove("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+        (write("tokenizer.json", "{}"), "tokenizer"),
+        (edit_json("config.json", vocab_size=50), "vocab_size is 50"),
+        (edit_json("tokenizer_config.json", eos_token=None), "end-of-text"),
     ],
 )
 def test_a_broken_folder_is_refused_with_the_reason(
@@ -91,13 +83,12 @@ def test_a_broken_folder_is_refused_with_the_reason(
     folder = tmp_path / "broken"
     shutil.copytree(good, folder)
     damage(folder)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(part)):
         check_model_folder(folder)
-    assert part in str(caught.value)
 
 
 def test_sequences_longer_than_the_models_positions_are_refused(good: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must be at most 1024, the positions of the model .* got 1025"):
+    with pytest.raises(ConfigError, match=r"at most 1024.* got 1025"):
         check_model_folder(good, longest_tokens=1025)
 
 
@@ -126,38 +117,31 @@ def test_a_model_without_attention_is_refused_before_anything_starts(good: Path,
     mamba = Mamba2Config(vocab_size=1024, hidden_size=64, num_heads=8, head_dim=16)
     mamba.architectures = ["Mamba2ForCausalLM"]
     mamba.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"model with attention \(num_attention_heads\), got model_type mamba2"):
+    with pytest.raises(ConfigError, match=r"num_attention_heads.* got model_type mamba2"):
         check_model_folder(tmp_path / "model")
 
 
-def test_a_missing_folder_is_refused_with_how_to_create_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="async-rl sft CONFIG"):
-        check_model_folder(tmp_path / "runs" / "sft" / "model")
-
-
 @pytest.mark.parametrize(("folder", "hint"), [
-    ("models/Qwen2.5-0.5B", "name it as it is named there: OWNER/Qwen2.5-0.5B"),
-    ("models/there/Qwen2.5-0.5B", "name it as it is named there: OWNER/Qwen2.5-0.5B"),
-    ("runs/mine", "run first: async-rl sft CONFIG"),
+    ("models/Qwen2.5-0.5B", "OWNER/Qwen2.5-0.5B"), ("models/there/Qwen2.5-0.5B", "OWNER/Qwen2.5-0.5B"),
+    ("runs/mine", "async-rl sft CONFIG"),
 ])
 def test_a_missing_folder_of_models_may_be_on_the_hub_under_another_name(
     folder: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        with pytest.raises(ConfigError) as failure:
+        with pytest.raises(ConfigError, match=f"{hint}$"):
             check_model_folder(folder)
-        assert str(failure.value).endswith(hint)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)  # other models are there
 
 
 def test_a_model_that_fine_tuning_has_not_finished_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "model.partial").mkdir()
-    with pytest.raises(ConfigError, match=r"`async-rl sft` ended before it was whole: run it again$"):
+    with pytest.raises(ConfigError, match="async-rl sft"):
         check_model_folder(tmp_path / "model")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "sft_config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"Found: sft_config.yaml. If `async-rl sft` was interrupted, run it again$"):
+    with pytest.raises(ConfigError, match=r"sft_config\.yaml.*async-rl sft"):
         check_model_folder(tmp_path / "half")
 
 
@@ -205,5 +189,5 @@ def test_a_head_that_the_learner_can_not_train_is_refused_without_loading_it(
     model_type: str, weight: str, changes: dict[str, object], change: str, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path, model_type, weight, **changes)
-    with pytest.raises(ConfigError, match=f"reference.path .* of type {model_type} changes its logits by {change}"):
+    with pytest.raises(ConfigError, match=f"^reference.path .* {model_type} .*{change}"):
         check_trainable(folder, "reference.path")

@@ -80,25 +80,20 @@ def test_a_good_model_may_be_policy_reference_and_critic(good: Path, capfd: pyte
 
 def test_weights_of_another_shape_than_config_json_says_are_refused(good: Path, tmp_path: Path) -> None:
     folder = changed(good, tmp_path / "model", intermediate_size=7)
-    message = rf"model.path {folder}: 6 weights do not have the shape .*: model\.layers\.0\.mlp.down_proj.weight is \["
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"^model\.path .*: 6 weights .*: model\.layers\.0\.mlp.down_proj.weight"):
         check(folder)
-
-
-def test_eval_and_sft_refuse_such_weights_too(good: Path, tmp_path: Path) -> None:
-    folder = str(changed(good, tmp_path / "model", intermediate_size=7))
-    config = make_config(folder, sft={"base": folder})
-    with pytest.raises(ConfigError, match=r"model\.path .*: 6 weights do not have the shape"):
+    config = make_config(folder, sft={"base": str(folder)})
+    with pytest.raises(ConfigError, match=r"^model\.path .*: 6 weights"):
         asyncio.run(evaluate_model(config))
-    with pytest.raises(ConfigError, match=r"sft\.base .*: 6 weights do not have the shape"):
+    with pytest.raises(ConfigError, match=r"^sft\.base .*: 6 weights"):
         base_tokenizer(config)
 
 
 def test_weights_that_the_files_lack_are_refused_but_for_the_critics_value_head(good: Path, tmp_path: Path) -> None:
     deeper = changed(good, tmp_path / "deep", num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    with pytest.raises(ConfigError, match=r"the weight files lack 12 weights .*: model\.layers\.2\.input_layernorm"):
+    with pytest.raises(ConfigError, match=r"^model\.path .* 12 weights .*: model\.layers\.2\.input_layernorm"):
         check(deeper)
-    with pytest.raises(ConfigError, match=r"reward_model\.path .* lack 1 weights .*: score.weight"):
+    with pytest.raises(ConfigError, match=r"^reward_model\.path .* 1 weights .*: score.weight"):
         check(good, "reward_model.path")
     check(saved("qwen2", tmp_path / "judge", AutoModelForSequenceClassification, num_labels=1), "reward_model.path")
 
@@ -116,25 +111,14 @@ def test_an_encoder_of_rewards_has_an_attention_of_its_own(good: Path, tmp_path:
         assert networks_of(config)[-1].role == "reward model"
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        ("granite", {"logits_scaling": 8.0}, "a model of type granite changes its logits by logits_scaling = 8.0"),
-        ("phi", {}, "a model of type phi changes its logits by lm_head.bias"),
-        ("gemma2", {"head_dim": 8}, "a model of type gemma2 changes its logits by final_logit_softcapping"),
-        ("cohere", {}, "a model of type cohere changes its logits by logit_scale"),
-        ("bloom", {"n_head": 4}, "this model can't be loaded: BloomForCausalLM does not support"),
-    ],
-)
-def test_an_architecture_that_the_learner_does_not_support_is_refused(
-    tmp_path: Path, kind: str, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_learner(saved(kind, tmp_path / "model", **settings))
+@pytest.mark.parametrize(("kind", "part"), [("phi", "lm_head.bias"), ("bloom", "BloomForCausalLM")])
+def test_an_architecture_that_the_learner_does_not_support_is_refused(tmp_path: Path, kind: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model.path .*{part}"):
+        check_learner(saved(kind, tmp_path / "model", **({"n_head": 4} if kind == "bloom" else {})))
 
 
 def test_adapters_for_a_model_without_linear_layers_are_refused(tmp_path: Path) -> None:
     folder = saved("gpt2", tmp_path / "model", n_embd=32, n_layer=2, n_head=4, n_positions=128)
     check_learner(folder)
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank must be 0 with GPT2LMHeadModel, got 4: the model has no"):
+    with pytest.raises(ConfigError, match=r"^model\.lora\.rank .*got 4"):
         check_learner(folder, rank=4)

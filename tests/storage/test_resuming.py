@@ -12,30 +12,22 @@ import pytest
 from async_rl.config import Config, LoraConfig
 from async_rl.errors import ConfigError, WaitTimeoutError
 from async_rl.storage.checkpoints import (
-    TrainingState,
     check_newest,
     checkpoint_folder,
     find_checkpoint,
     list_checkpoints,
     model_folder,
-    write_training_state,
 )
 from async_rl.storage.resuming import config_file, undo_resume, write_config
 from async_rl.storage.run_dir import open_run_dir
 from tests.kit.configs import changed, make_config
+from tests.kit.runs import make_checkpoint
 
 
 def save_model(run_dir: Path, version: int, text: str) -> None:
     folder = model_folder(run_dir, version)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(text)
-
-
-def make_checkpoint(run_dir: Path, version: int, lineage: int = 0) -> None:
-    folder = checkpoint_folder(run_dir, version)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=lineage, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(folder, state)
 
 
 @pytest.fixture
@@ -114,7 +106,7 @@ def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
         shutil.copytree(opened.run_dir, killed)
         raise KeyboardInterrupt
     assert find_checkpoint(killed / "checkpoints" / name) == killed / "checkpoints" / "step_2.lineage_0"
-    with pytest.raises(ConfigError, match=r"\.resuming says .* newest checkpoint is step_2\.lineage_0\. Name one"):
+    with pytest.raises(ConfigError, match=r"step_2\.lineage_0"):
         check_newest(killed)
     with open_run_dir(changed(stopped, run={"resume": killed / "checkpoints" / name})) as again:
         assert again.run.resume == str(killed / "checkpoints" / "step_2")
@@ -124,8 +116,7 @@ def test_a_checkpoint_that_a_killed_resume_has_set_aside_is_found_by_both_names(
 
 def test_a_run_directory_that_takes_no_lock_file_is_not_resumed(stopped: Config, tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").mkdir()
-    message = "run must be a folder that this run can write, got Is a directory"
-    with pytest.raises(ConfigError, match=message), open_run_dir(stopped):
+    with pytest.raises(ConfigError, match="got Is a directory"), open_run_dir(stopped):
         raise AssertionError("it has no lock")
 
 
@@ -143,11 +134,11 @@ def test_a_resume_whose_marker_was_cut_short_by_a_full_disk_has_changed_nothing(
 def test_a_full_disk_while_a_resume_begins_leaves_no_marker(
     stopped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fill(file: Path, text: str) -> None:
+    def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = files(tmp_path / "run")
-    monkeypatch.setattr("async_rl.storage.resuming.write_whole", fill)
+    monkeypatch.setattr(Path, "write_text", fill)
     with pytest.raises(OSError, match="No space left"), open_run_dir(stopped):
         raise AssertionError("nothing was written")
     assert files(tmp_path / "run") == before
@@ -188,7 +179,7 @@ def test_a_resume_that_was_killed_keeps_its_settings_if_it_has_made_a_checkpoint
         assert not {".resuming", "config.resuming.yaml"} & files(run_dir).keys()
     (killed / ".resuming").write_text("lineage_0 1 models")
     discarded = changed(stopped, run={"resume": killed / "checkpoints" / "step_2"})
-    with pytest.raises(ConfigError, match=r"step_2\.lineage_0: a resume .* has set it aside"), open_run_dir(discarded):
+    with pytest.raises(ConfigError, match=r"step_2\.lineage_0"), open_run_dir(discarded):
         raise AssertionError("the run has gone on without it")
 
 
@@ -209,7 +200,7 @@ def test_a_resume_with_another_model_is_refused(stopped: Config, tmp_path: Path)
     write_config(stopped)
     before = files(tmp_path / "run")
     other = changed(stopped, model={"path": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"model\.path must be .*, with which the run"), open_run_dir(other):
+    with pytest.raises(ConfigError, match=r"^model\.path"), open_run_dir(other):
         pass
     assert files(tmp_path / "run") == before
 
@@ -220,9 +211,9 @@ def test_a_resume_with_another_alpha_than_that_of_its_adapters_is_refused(stoppe
     for _ in range(2):
         with open_run_dir(first) as opened:
             write_config(opened)
-        before, message = files(tmp_path / "run"), r"model\.lora\.alpha must be 32, with which .*/step_1 .*, got 16\.0"
+        before = files(tmp_path / "run")
         other = changed(first, model={"lora": LoraConfig(rank=2, alpha=16.0)})
-        with pytest.raises(ConfigError, match=message), open_run_dir(other):
+        with pytest.raises(ConfigError, match=r"^model\.lora\.alpha must be 32.* got 16\.0"), open_run_dir(other):
             raise AssertionError("its adapters would weigh half as much")
         assert files(tmp_path / "run") == before
     write_config(other)  # as of a later lineage, by a version of this program that let a resume change it

@@ -13,10 +13,11 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, WaitTimeoutError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
+from async_rl.storage.checkpoints import checkpoint_folder
 from async_rl.storage.resuming import write_config
 from async_rl.storage.run_dir import find_run, is_complete, new_run_dir, open_run_dir
 from tests.kit.configs import changed, make_config
+from tests.kit.runs import make_checkpoint
 
 
 @pytest.fixture
@@ -62,22 +63,14 @@ def test_a_new_run_directory_stays_if_it_explains_the_failure(
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["run", "run-2"][: 1 + stays]
 
 
-def save(run_dir: Path, version: int, lineage: int = 0) -> Path:
-    folder = checkpoint_folder(run_dir, version)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=lineage, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(folder, state)
-    return folder
-
-
 def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: Path) -> None:
     assert find_run(config) is None
     (tmp_path / "run").mkdir()
     assert find_run(config) is None, "it ended before its first checkpoint"
     assert [new_run_dir(config).name for _ in range(2)] == ["run-2", "run-3"]
-    save(tmp_path / "run-2", 3)
+    make_checkpoint(tmp_path / "run-2", 3)
     (tmp_path / "run-5").mkdir()
-    save(tmp_path / "run-5", 9)  # of a run of this name, because there is no run-4
+    make_checkpoint(tmp_path / "run-5", 9)  # of a run of this name, because there is no run-4
     assert find_run(config) == tmp_path / "run-2"
     assert find_run(changed(config, run={"name": "run-5"})) == tmp_path / "run-5"
     (tmp_path / "run-3" / "summary.json").write_text('{"steps": 20, "ended": "solved"}')
@@ -86,12 +79,12 @@ def test_a_run_is_gone_on_with_if_it_has_a_checkpoint(config: Config, tmp_path: 
 
 def test_a_run_whose_own_name_ends_in_a_number_is_another_run(config: Config, tmp_path: Path) -> None:
     for name in ("run", "run-2"):
-        save(new_run_dir(changed(config, run={"name": name})), 3)
+        make_checkpoint(new_run_dir(changed(config, run={"name": name})), 3)
     assert find_run(config) == tmp_path / "run"
-    save(new_run_dir(config), 5)
+    make_checkpoint(new_run_dir(config), 5)
     assert find_run(config) == tmp_path / "run-3"
     assert find_run(changed(config, run={"name": "run-2"})) == tmp_path / "run-2"
-    save(tmp_path / "run-4", 7)  # it does not say for which name it was made
+    make_checkpoint(tmp_path / "run-4", 7)  # it does not say for which name it was made
     assert find_run(config) == tmp_path / "run-4"
 
 
@@ -99,8 +92,8 @@ def test_a_run_is_found_by_its_asked_name_where_directories_before_it_are_gone(
     config: Config, tmp_path: Path
 ) -> None:
     for _ in range(4):
-        save(new_run_dir(config), 3)
-    save(tmp_path / "run-5", 7)  # it does not say for which name it was made
+        make_checkpoint(new_run_dir(config), 3)
+    make_checkpoint(tmp_path / "run-5", 7)  # it does not say for which name it was made
     assert find_run(config) == tmp_path / "run-5"
     for name in ("run", "run-3"):
         shutil.rmtree(tmp_path / name)
@@ -126,7 +119,7 @@ def test_a_run_is_complete_if_its_summary_tells_of_an_end_of_its_own(
     config: Config, tmp_path: Path, summary: dict[str, object] | None, seconds: float, expected: bool
 ) -> None:
     if summary is None or summary["steps"]:
-        save(tmp_path, 7)
+        make_checkpoint(tmp_path, 7)
     if summary:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert is_complete(tmp_path, changed(config, run={"steps": 8, "seconds": seconds})) == expected
@@ -134,12 +127,12 @@ def test_a_run_is_complete_if_its_summary_tells_of_an_end_of_its_own(
 
 def test_a_run_that_was_cut_short_after_its_last_step_is_resumed_for_its_end(config: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    save(run_dir, 8)
+    make_checkpoint(run_dir, 8)
     again = changed(config, run={"steps": 8, "resume": run_dir})
     with open_run_dir(again) as opened:
         assert opened.run.resume == str(checkpoint_folder(run_dir, 8))
     (run_dir / "summary.json").write_text('{"steps": 8}')
-    with pytest.raises(ConfigError, match=r"run\.steps must be above 8"), open_run_dir(again):
+    with pytest.raises(ConfigError, match=r"^run\.steps .*8"), open_run_dir(again):
         raise AssertionError("it is complete")
 
 
@@ -151,14 +144,13 @@ def test_a_disk_without_file_locks_is_named_and_is_no_other_run(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    message = r"a disk with file locks, got .*/run/\.lock.* \(Lustre: -o flock\)"
-    with pytest.raises(ConfigError, match=message), open_run_dir(config):
+    with pytest.raises(ConfigError, match=r"got .*/run/\.lock"), open_run_dir(config):
         raise AssertionError("it has no lock")
     assert not (tmp_path / "run").exists()
 
 
 def test_the_directory_of_a_resumed_run_stays_whatever_happens(config: Config, tmp_path: Path) -> None:
-    folder = save(tmp_path / "run", 1)
+    folder = make_checkpoint(tmp_path / "run", 1)
     again = changed(config, run={"resume": tmp_path / "run"})
     with pytest.raises(ConfigError, match="no room"), open_run_dir(again):
         raise ConfigError("no room")
@@ -174,13 +166,13 @@ def test_a_run_that_went_back_to_a_checkpoint_after_its_end_is_not_complete(
     run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
     for version in (2, 4, summary["steps"]):
         assert isinstance(version, int)
-        save(run_dir, version)
+        make_checkpoint(run_dir, version)
     (run_dir / "summary.json").write_text(json.dumps(summary | {"resumes": 0}))
     with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, back_to)})) as again:
         assert is_complete(run_dir, asked), "the resume has made no step"
         write_config(again)
     assert not is_complete(run_dir, asked)
-    save(run_dir, trained_to)
+    make_checkpoint(run_dir, trained_to)
     assert not is_complete(run_dir, asked)
     with open_run_dir(changed(asked, run={"resume": run_dir})) as again:
         assert again.run.resume == str(checkpoint_folder(run_dir, trained_to))
@@ -191,7 +183,7 @@ def test_a_run_that_went_back_to_a_checkpoint_after_its_end_is_not_complete(
 def test_a_run_that_went_back_after_its_end_is_not_complete_without_old_files(config: Config, tmp_path: Path) -> None:
     run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
     for version in (4, 8):
-        save(run_dir, version)
+        make_checkpoint(run_dir, version)
     (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 1}')
     with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
         write_config(again)
@@ -203,12 +195,12 @@ def test_a_run_that_went_back_is_not_complete_where_all_that_was_set_aside_is_go
 ) -> None:
     run_dir, asked = tmp_path / "run", changed(config, run={"steps": 8})
     for version in (4, 8):
-        save(run_dir, version)
+        make_checkpoint(run_dir, version)
     (run_dir / "summary.json").write_text('{"steps": 8, "resumes": 0}')
     assert is_complete(run_dir, asked)
     with open_run_dir(changed(asked, run={"resume": checkpoint_folder(run_dir, 4)})) as again:
         write_config(again)
-        save(run_dir, 8, lineage=1)
+        make_checkpoint(run_dir, 8, lineage=1)
     for file in [*run_dir.glob("*.lineage_0*"), *(run_dir / "checkpoints").glob("*.lineage_0")]:
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     assert not is_complete(run_dir, asked)

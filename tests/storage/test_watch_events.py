@@ -9,12 +9,7 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import (
-    TrainingState,
-    checkpoint_before,
-    checkpoint_folder,
-    write_training_state,
-)
+from async_rl.storage.checkpoints import checkpoint_before, checkpoint_folder
 from async_rl.storage.watch_events import (
     Kind,
     WatchEvent,
@@ -27,6 +22,7 @@ from async_rl.storage.watch_events import (
     with_rollbacks,
 )
 from tests.kit.configs import make_config
+from tests.kit.runs import make_checkpoint
 
 
 def config_of(run_dir: Path, resume: Path | str = "") -> Config:
@@ -41,10 +37,7 @@ def add(run_dir: Path, kind: Kind) -> WatchEvent:
 
 def add_checkpoints(run_dir: Path, *versions: int) -> None:
     for version in versions:
-        folder = checkpoint_folder(run_dir, version)
-        folder.mkdir(parents=True)
-        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.1, buffer={})
-        write_training_state(folder, state)
+        make_checkpoint(run_dir, version)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.telemetry import wandb_run
 from async_rl.telemetry.examples import COLUMNS, MAX_TOKENS, ExampleTable, choose_examples
 from async_rl.telemetry.metrics import MetricsLogger
-from async_rl.telemetry.wandb_run import TABLE_EVERY_S, WandbRun
+from async_rl.telemetry.trackers import TABLE_EVERY_S, WandbRun
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
 from tests.kit.learner.batches import make_batch
@@ -60,8 +60,7 @@ def test_a_table_holds_the_rows_of_all_steps_since_the_last_one(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[dict[str, Any]] = []
-    clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr(wandb_run, "time", clock)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=lambda columns, data: data))  # type: ignore[arg-type]
     run = WandbRun(
         SimpleNamespace(log=logged.append, finish=lambda: None), pytest.fail, ExampleTable(str(tokenizer_folder))

@@ -1,3 +1,5 @@
+"""The timeline plot of a run, which leaves pyplot and its backend to the program that trains."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,25 +16,17 @@ def test_every_state_has_a_colour_of_its_own() -> None:
     assert len(set(STATE_COLORS.values())) == len(STATES)
 
 
-def test_the_lanes_of_a_run_are_drawn(tmp_path: Path) -> None:
-    spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
-    spans += [Span("rollout/0", "busy", 0, 4), Span("rollout/0", "sync", 1.5, 1.7)]
-    busy = {"learner/0": 0.5, "rollout/0": 0.9}
-    path = plot_timeline(iter(spans), busy, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_run_of_one_step_is_not_plotted(tmp_path: Path) -> None:
     spans = [Span("learner/0", "busy", 0, 1)]
     assert plot_timeline(spans, {"learner/0": 1.0}, [1.0], tmp_path / "timeline.png") is None
 
 
-def test_the_label_of_a_run_that_was_not_resumed_names_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lanes_of_a_run_are_drawn_with_its_steps_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[str] = []
     monkeypatch.setattr(Axes, "set_xlabel", lambda self, text: labels.append(text))
     spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
-    plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
-    assert labels == ["seconds; learner steps 2 to 4, ends dotted (busy shares: whole run)"]
+    spans += [Span("rollout/0", "busy", 0, 4), Span("rollout/0", "sync", 1.5, 1.7)]
+    busy = {"learner/0": 0.5, "rollout/0": 0.9}
+    path = plot_timeline(iter(spans), busy, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
+    assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+    assert len(labels) == 1 and "2 to 4" in labels[0]

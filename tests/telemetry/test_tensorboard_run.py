@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from async_rl.config import Config
 from async_rl.driver.run_log import RunLog
 from async_rl.messages.reports import EvaluationDone, TrainingEnded
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
 from async_rl.telemetry.metrics import Metric, MetricsLogger
-from async_rl.telemetry.tensorboard_run import TensorboardRun, open_tensorboard_run
 from tests.kit.configs import changed, make_config
+from tests.kit.runs import make_checkpoint
 
 CONFIG = make_config(logging={"wandb": "disabled", "tensorboard": True})
 
@@ -43,11 +38,7 @@ def scalars(run_dir: Path) -> list[tuple[str, int, float]]:
 
 def resumed(run_dir: Path, version: int) -> Config:
     """The config of a resume from a checkpoint of a version, which is made here."""
-    folder = checkpoint_folder(run_dir, version)
-    folder.mkdir(parents=True)
-    state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(folder, state)
-    return changed(CONFIG, run={"resume": str(folder)})
+    return changed(CONFIG, run={"resume": str(make_checkpoint(run_dir, version))})
 
 
 def test_the_event_files_hold_every_finite_metric_of_each_step(tmp_path: Path) -> None:
@@ -96,47 +87,3 @@ def test_a_resume_without_a_step_that_comes_to_the_end_of_the_run_is_written(tmp
     log.close()
     wanted = [("late/time/push_s", 3, 1.0), ("eval/accuracy", 3, 0.5), ("eval/reward", 3, 0.5)]
     assert [each for each in scalars(tmp_path / "run") if each in wanted] == wanted
-
-
-def test_tensorboard_is_neither_imported_nor_written_when_it_is_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # importing it raises
-    assert open_tensorboard_run(changed(CONFIG, logging={"tensorboard": False}), tmp_path, pytest.fail) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_its_package_the_run_goes_on_and_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    notes: list[str] = []
-    assert open_tensorboard_run(CONFIG, tmp_path, notes.append) is None
-    needs = "it needs tensorboardX, not installed here. Run: pip install 'async-rl[tensorboard]'"
-    assert notes == [f"tensorboard: off, {needs}"]
-
-
-def test_a_writer_that_does_not_open_is_noted_once_and_turns_it_off(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").write_text("a file where the folder would be")
-    notes: list[str] = []
-    run = open_tensorboard_run(CONFIG, tmp_path, notes.append)
-    assert run is not None
-    run.log({"step": 1, "reward/mean": 1.0})
-    run.log({"step": 2, "reward/mean": 1.0})
-    run.close()
-    (note,) = notes
-    assert note.startswith("tensorboard: off from here on, the run goes on: ")
-
-
-def test_a_failure_of_tensorboard_is_noted_once_and_turns_it_off() -> None:
-    notes: list[str] = []
-
-    def fail(key: str, value: float, step: int) -> None:
-        raise OSError("disk full")
-
-    run = TensorboardRun(lambda: SimpleNamespace(add_scalar=fail, close=pytest.fail), notes.append)
-    run.begin_lineage()
-    run.log({"step": 1, "reward/mean": 1.0})
-    run.log({"step": 2, "reward/mean": 1.0})
-    run.close()
-    assert notes == ["tensorboard: off from here on, the run goes on: OSError: disk full"]

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from async_rl.config import Config, Limit, PlacementConfig, TimeoutsConfig
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights import base as publisher_module
 from async_rl.weights import broadcast
+from async_rl.weights import publisher as publisher_module
 from async_rl.weights.broadcast import BroadcastPublisher
-from async_rl.weights.bucket import iter_buckets
-from async_rl.weights.silent_servers import PROBES, find_silent, wait_for_all
+from async_rl.weights.members import PROBES, find_silent, wait_for_all
+from async_rl.weights.transport import iter_buckets
 from rollout_server.engines.sglang import admin as sglang_admin
 from rollout_server.engines.vllm import admin as vllm_admin
 from rollout_server.engines.vllm.admin import VLLMAdmin

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights import base as publisher_module
+from async_rl.weights import publisher as publisher_module
 from async_rl.weights.disk import DiskPublisher
-from async_rl.weights.push_report import PushReport
+from async_rl.weights.publisher import PushReport
 from tests.kit.configs import make_config
 
 BEGIN = ["rank 0 frees", "pause"]

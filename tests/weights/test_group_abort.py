@@ -14,8 +14,7 @@ import pytest
 
 from async_rl.network import open_store
 from async_rl.weights import broadcast
-from async_rl.weights.broadcast import BroadcastPublisher, Receiver
-from async_rl.weights.group_abort import abort_when_told, tell_to_abort
+from async_rl.weights.broadcast import BroadcastPublisher, Receiver, abort_when_told, tell_to_abort
 
 GROUP = "weights-1"
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.errors import WeightSyncError
-from async_rl.weights import base as publisher_module
 from async_rl.weights import open_publisher
-from async_rl.weights.base import WeightPublisher
+from async_rl.weights import publisher as publisher_module
+from async_rl.weights.members import ServerMembership
+from async_rl.weights.publisher import WeightPublisher
 from benchmarks.weight_receiver import ReceiverProcess
-from learner.server_membership import ServerMembership
 from tests.kit.configs import changed
 from tests.kit.publishers import CONFIG, CPU, PausingPublisher
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from async_rl.config import Limit, NetworkConfig, RolloutConfig
 from async_rl.errors import AsyncRLError, WeightSyncError
 from async_rl.network import authorization
-from async_rl.weights import base as publisher_module
 from async_rl.weights import broadcast
+from async_rl.weights import publisher as publisher_module
 from async_rl.weights.broadcast import BroadcastPublisher
 from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import changed

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from async_rl.weights.changed_weights import ChangedWeights
 from async_rl.weights.parcels import (
     SUFFIX,
+    ChangedWeights,
     Rebuilder,
     adapter_parcel,
     base_parcel,

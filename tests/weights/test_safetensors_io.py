@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from async_rl.storage.model_folder import weight_files
-from async_rl.weights.safetensors_io import write_weights
+from async_rl.weights.disk import write_weights
 from tests.kit.models import save_tiny_model
 
 

@@ -14,9 +14,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights import staged_buckets
-from async_rl.weights.bucket import Bucket
-from async_rl.weights.staged_buckets import BucketAnnouncer
+from async_rl.weights import broadcast as staged_buckets
+from async_rl.weights.broadcast import BucketAnnouncer
+from async_rl.weights.server_admin import Bucket
 from tests.kit.configs import make_config
 from tests.kit.publishers import CPU, PausingPublisher
 

@@ -9,7 +9,7 @@ import torch
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.weights.cuda_ipc import CudaIpcPublisher
-from async_rl.weights.start_together import start_together
+from async_rl.weights.members import start_together
 from tests.kit.configs import make_config
 
 PUSH = Limit(30.0, "timeouts.push_s")

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import Config, ModelConfig
 from async_rl.errors import WeightSyncError
-from async_rl.weights import base, open_publisher
-from async_rl.weights.push_report import Tolerance
+from async_rl.weights import open_publisher
+from async_rl.weights import publisher as base
+from async_rl.weights.publisher import Tolerance
 from learner.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
 from tests.kit.configs import server_config

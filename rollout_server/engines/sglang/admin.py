@@ -17,7 +17,7 @@ from async_rl.network import authorization
 from rollout_server.engines.http_json import ask
 
 if TYPE_CHECKING:
-    from async_rl.weights.bucket import Bucket
+    from async_rl.weights.server_admin import Bucket
 
 ERASE, UNLOADED, SUMS = "erase", "unloaded", "sums"
 """Actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from async_rl.config import Config, Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
 from async_rl.network import authorization
+from async_rl.weights.server_admin import Bucket
 from rollout_server.engines.http_json import ask
-from rollout_server.engines.vllm.share_bucket import share_bucket
 
 if TYPE_CHECKING:
-    from async_rl.weights.bucket import Bucket
+    from async_rl.weights.server_admin import Bucket
 
 PAUSES = {
     "in_place": "mode=keep&clear_cache=false", "retract": "mode=keep&clear_cache=true",
@@ -145,3 +146,18 @@ class VLLMAdmin:
             WaitTimeoutError: the server did not answer in time.
         """
         return ask(self.url, method, path, self._headers, limit or self._timeouts.limit("push_s"), body)
+
+
+def share_bucket(bucket: Bucket) -> dict[str, Any]:
+    """Return the handle by which one server maps the bucket's memory, as torch.multiprocessing makes it, but in JSON.
+
+    Call it once for each server: torch counts who maps the memory.
+    """
+    storage = bucket.data.untyped_storage()
+    if bucket.data.is_cuda:
+        _, *handle = storage._share_cuda_()  # without the device's index, which may be another one in the server
+    else:
+        handle = list(storage._share_filename_cpu_())
+        storage._shared_incref()  # type: ignore[attr-defined]  # the server takes this count with it
+    words = [base64.b64encode(word).decode() if isinstance(word, bytes) else word for word in handle]
+    return {"handle": words, "is_bytes": [isinstance(word, bytes) for word in handle]}

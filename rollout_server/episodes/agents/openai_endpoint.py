@@ -20,12 +20,12 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from async_rl.errors import AsyncRLError
-from rollout_server.episodes.agents.completion_reply import chunks, completion
 from rollout_server.episodes.agents.completion_request import CompletionRequest, RequestRefusedError
 from rollout_server.episodes.conversation.session import EpisodeOver, Reply, Session
 
@@ -322,3 +322,33 @@ async def _send(request: web.Request, asked: CompletionRequest, reply: Reply) ->
     if request.transport is None or request.transport.is_closing():  # the last write has failed
         raise _ClientGoneError
     return response
+
+
+def completion(reply: Reply) -> dict[str, Any]:
+    """Return the body of an answer that is not streamed."""
+    message = {**reply.message, "refusal": None}
+    if not reply.message["content"] and "tool_calls" in reply.message:
+        message["content"] = None
+    choice = {"index": 0, "message": message, "finish_reason": _finish_reason(reply), "logprobs": None}
+    return {"choices": [choice], "usage": _usage(reply)}
+
+
+def chunks(reply: Reply, with_usage: bool) -> list[dict[str, Any]]:
+    """Return the chunks of a streamed answer. The first holds the whole reply, as its calls are not known earlier."""
+    delta: dict[str, Any] = {"role": "assistant", "content": reply.message["content"]}
+    if calls := reply.message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    parts: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish_reason(reply)}]},
+    ]
+    return [*parts, {"choices": [], "usage": _usage(reply)}] if with_usage else parts
+
+
+def _finish_reason(reply: Reply) -> str:
+    return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    total = reply.num_prompt_tokens + reply.num_tokens
+    return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": reply.num_tokens, "total_tokens": total}

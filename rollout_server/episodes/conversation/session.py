@@ -98,7 +98,7 @@ class Session:
         self._renderer = renderer
         self._reader = reader
         self._limits = limits
-        self._contexts: dict[bytes, Node] = {}
+        self.contexts: dict[bytes, Node] = {}
         """By the digest of the conversation that the context completes."""
         self._known_replies: dict[bytes, Node] = {}
         """By the digest of the conversation up to and including the reply."""
@@ -133,7 +133,7 @@ class Session:
     @property
     def num_observed_tokens(self) -> int:
         """The number of tokens that were appended to a reply without being sampled."""
-        return sum(len(node.tokens) for node in self._contexts.values() if node.parent)
+        return sum(len(node.tokens) for node in self.contexts.values() if node.parent)
 
     async def reply(
         self,
@@ -234,15 +234,15 @@ class Session:
             EpisodeOver: the session is closed, no turn is left, or the conversation is too long.
         """
         self._check_turns()
-        context = self._contexts.get(digests[-1]) or await self._new_context(messages, tools, digests)
+        context = self.contexts.get(digests[-1]) or await self._new_context(messages, tools, digests)
         self._check_open()
         _, max_tokens, stop = key
         longest = self._longest_reply(context, max_tokens)
         if self._check_turns() == 0:
             self._pending.give_up()
-        if context.parent is None and self._contexts and digests[-1] not in self._contexts:
+        if context.parent is None and self.contexts and digests[-1] not in self.contexts:
             self.counts.rewritten += 1
-        self._contexts[digests[-1]] = context
+        self.contexts[digests[-1]] = context
         sampling = asyncio.create_task(self._sample(context, longest, tools, stop), name="session reply")
         self._running.add(sampling)
         sampling.add_done_callback(self._running.discard)

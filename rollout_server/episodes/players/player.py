@@ -24,15 +24,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError, first_error
+from async_rl.errors import AsyncRLError, ConfigError, first_error
 from async_rl.network import authorization
 from async_rl.storage.model_folder import end_tokens
 from rollout_server.engines.base import GenerationRequest
 from rollout_server.episodes.agents.agent_process import START_S, AgentProcess
 from rollout_server.episodes.agents.agent_runner import AgentRunner
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint
+from rollout_server.episodes.conversation.messages import Message
 from rollout_server.episodes.conversation.rendering import TurnRenderer
 from rollout_server.episodes.conversation.reply_reader import ParseCalls, ReplyReader, open_parser
+from rollout_server.episodes.conversation.rows import Node, make_rows
 from rollout_server.episodes.conversation.session import Generate, Session, SessionLimits
 from rollout_server.episodes.env import Env
 from rollout_server.episodes.episode import MAX_ATTEMPTS, Episode, EpisodeLimits
@@ -40,7 +42,6 @@ from rollout_server.episodes.players.engine_sampler import GenerateReplies, Grou
 from rollout_server.episodes.players.env_runner import EnvRunner
 from rollout_server.episodes.players.load import load_agent, load_task_env
 from rollout_server.episodes.players.question_env import QuestionEnv
-from rollout_server.episodes.players.single_turn import SingleTurnPlayer
 from rollout_server.episodes.tools.tool import load_tools
 
 Waiting = Callable[[str, str, float, str], AbstractContextManager[None]]
@@ -203,3 +204,52 @@ def open_tool_parser(config: Config, tokenizer: Any, server_url: str) -> ParseCa
         if config.task.tools or config.rollout.tool_parser:
             raise
         return None
+
+
+class SingleTurnPlayer:
+    """Plays the episodes of one worker whose task has no turns.
+
+    Args:
+        generate: has the engine answer a request.
+    """
+
+    def __init__(self, tokenizer: Any, generate: GenerateReplies) -> None:
+        self._tokenizer = tokenizer
+        self._generate = generate
+
+    async def play(self, request: GenerationRequest) -> list[Episode]:
+        """Return `request.n` episodes in order, each with one answer and without a reward.
+
+        Raises:
+            AsyncRLError: the engine failed, or did not give `request.n` answers.
+            ValueError: the prompt is empty or has a token that the model does not have.
+        """
+        replies = await self._generate(request)
+        if len(replies) != request.n:
+            raise AsyncRLError(
+                f"the engine must answer request {request.key} with {request.n} replies, got "
+                f"{len(replies)}: correct the `generate` of the engine that rollout.engine names"
+            )
+        question = Node(None, request.prompt.tokens.tolist())
+        nodes = [Node(question, reply.tokens.tolist(), reply) for reply in replies]
+        messages = request.prompt.question.messages if request.prompt.question else ()
+        asked = [Message(role=each["role"], content=each["content"]) for each in messages]
+        answers = self._tokenizer.batch_decode([node.tokens for node in nodes], skip_special_tokens=True)
+        return [
+            Episode(
+                rows=tuple(make_rows([node])), answer=answer, end="done",
+                messages=(*asked, Message(role="assistant", content=answer)),
+            )
+            for node, answer in zip(nodes, answers, strict=True)
+        ]
+
+    def drain_counts(self) -> dict[str, int]:
+        """Return no counts: there is no endpoint for agents."""
+        return {}
+
+    def drain_notes(self) -> list[str]:
+        """Return no lines for the console: nobody asks for anything."""
+        return []
+
+    async def aclose(self) -> None:
+        """Do nothing: there is nothing to end."""

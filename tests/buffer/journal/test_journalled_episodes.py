@@ -16,8 +16,6 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import Config
-from async_rl.messages.codec import check_group
-from async_rl.storage.checkpoints import TrainingState
 from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
@@ -29,6 +27,7 @@ from tests.kit.configs import changed
 from tests.kit.documents import documented_queries
 from tests.kit.groups import assert_same
 from tests.kit.random_episodes import LIMITS, random_episodes
+from tests.kit.runs import training_state
 
 
 def with_episodes(folder: Path, **sizes: int) -> Config:
@@ -114,8 +113,9 @@ def test_episodes_survive_a_crash_of_the_buffer(tmp_path: Path) -> None:
     assert expected_tables(group for batch in before for group in batch.groups) == tables_of(config, TRAINED)
     with serving(same_port(config, server)) as server:
         assert tables_of(config) == kept
-        state = server._store.state
-        payloads = [check_group(row.payload, LIMITS).group() for row in state.rows() if row.payload]
+        arrived = select(config, "SELECT group_id FROM groups WHERE state IN ('finished', 'held') ORDER BY 1")
+        reader = JournalReader(config.run_dir / FILE_NAME)
+        payloads = [group for (group_id,) in arrived if (group := reader.payload(group_id))]
         ids = ", ".join(str(group.group_id) for group in payloads)
         assert payloads, "groups arrived that no batch held yet"
         assert expected_tables(payloads) == tables_of(config, f"group_id IN ({ids})")
@@ -130,10 +130,7 @@ def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: P
         record_arrival(past, group, "trained" if group.group_id < 3 else "finished", LIMITS)
     past.commit({"version": 1})
     past.close()
-    saved = TrainingState(
-        version=1, lineage=0, ranks=1, networks={}, kl_coef=0.0,
-        buffer={"scalars": {"next_group_id": 5}, "live": [[3, 3, 0, -1], [4, 4, 0, -1]]},
-    )  # fmt: skip
+    saved = training_state(1, buffer={"scalars": {"next_group_id": 5}, "live": [[3, 3, 0, -1], [4, 4, 0, -1]]})
     config = journalled(tmp_path)
     journal = Journal(config.run_dir / FILE_NAME, keep_steps=-1)
     for _ in range(2):  # as after a crash between the import and the first commit

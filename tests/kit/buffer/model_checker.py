@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from async_rl.storage.checkpoints import TrainingState
@@ -24,6 +25,7 @@ from buffer.store import Store
 from buffer.store_state import StoreState
 from buffer.stored_group import StoredGroup
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
+from tests.kit.runs import training_state
 
 WORKERS = ("rollout/0", "rollout/1")
 EVERYTHING = 10**6
@@ -65,8 +67,7 @@ class ModelChecker:
 
     def close(self) -> None:
         if self.journal:
-            self.journal._db.close()  # as when the process is killed, without a last commit
-            self.journal._files.close()
+            self.journal.close()  # without a last commit, as when the process is killed
 
     def commit(self) -> None:
         if self.journal:
@@ -163,9 +164,7 @@ class ModelChecker:
     def save(self) -> None:
         """Make a checkpoint: the buffer's part, and what the checker itself has to remember with it."""
         plain = json.loads(json.dumps(buffer_checkpoint(self.store.state)))
-        saved = TrainingState(
-            version=self.version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer=plain
-        )
+        saved = training_state(self.version, buffer=plain)
         known = pickle.dumps((self.starts, self.workers, self.uses, self.drops, self.first_version))
         self.checkpoints[self.version] = saved, known, self.journal_file if self.files else None
 
@@ -223,14 +222,14 @@ class ModelChecker:
         """The journal's tables hold the whole run, and every payload that it lists can be read."""
         if not self.journal:
             return
-        database = self.journal._db
-        assert sorted(database.execute("SELECT group_id, version FROM uses")) == sorted(
-            (group_id, version) for group_id, versions in self.uses.items() for version in versions
-        )
-        assert [i for i, in database.execute("SELECT group_id FROM groups ORDER BY group_id")] == sorted(self.starts)
-        dropped = database.execute("SELECT drop_reason FROM groups WHERE state = 'dropped'")
+        with closing(sqlite3.connect(self.journal_file)) as database:
+            uses = database.execute("SELECT group_id, version FROM uses").fetchall()
+            groups = database.execute("SELECT group_id FROM groups ORDER BY group_id").fetchall()
+            dropped = database.execute("SELECT drop_reason FROM groups WHERE state = 'dropped'").fetchall()
+            places = database.execute("SELECT group_id, file, start, bytes FROM payloads").fetchall()
+        assert sorted(uses) == sorted((group_id, at) for group_id, versions in self.uses.items() for at in versions)
+        assert [group_id for group_id, in groups] == sorted(self.starts)
         assert Counter(reason for reason, in dropped) == self.drops
-        places = database.execute("SELECT group_id, file, start, bytes FROM payloads").fetchall()
         assert all(read_payload(payload_folder(self.journal_file), Place(*place)) == b"%d" % i for i, *place in places)
 
     def run_dry(self) -> None:

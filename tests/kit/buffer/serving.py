@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from async_rl.config import Config
 from buffer.server import BufferServer
@@ -45,7 +48,8 @@ def serving_until_a_crash(config: Config) -> Iterator[BufferServer]:
     finally:
         stop.set()
         thread.join(10)
-        server._socket.close()
-        assert server._journal
-        server._journal._db.close()
-        server._journal._files.close()
+        with tempfile.TemporaryDirectory() as folder:
+            killed = shutil.copytree(config.run_dir, Path(folder) / "killed")
+            server.close()
+            shutil.rmtree(config.run_dir)
+            shutil.move(killed, config.run_dir)

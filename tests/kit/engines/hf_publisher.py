@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from async_rl.weights import open_publisher
-from async_rl.weights.push_report import Tolerance
+from async_rl.weights.publisher import Tolerance
 from tests.kit.configs import changed, server_config
 from tests.kit.models import sharp_model
 

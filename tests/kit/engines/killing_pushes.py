@@ -14,8 +14,8 @@ from torch import Tensor
 from async_rl.config.section import section
 from async_rl.seams import TransportEntry
 from async_rl.weights.broadcast import BroadcastPublisher
-from async_rl.weights.bucket import Bucket
-from async_rl.weights.push_report import PushReport
+from async_rl.weights.publisher import PushReport
+from async_rl.weights.server_admin import Bucket
 
 GLOO = "tests.kit.engines.killing_pushes:KILLING_GLOO"
 VICTIM = "rollout/1"

@@ -16,7 +16,7 @@ from torch import Tensor
 from async_rl.seams import TransportEntry
 from async_rl.weights.broadcast import BroadcastPublisher
 from async_rl.weights.parcels import checksum
-from async_rl.weights.push_report import PushReport
+from async_rl.weights.publisher import PushReport
 
 GLOO = "tests.kit.engines.noted_pushes:NOTED_GLOO"
 """A value of weight_sync.transport: gloo, with notes in the run directory."""

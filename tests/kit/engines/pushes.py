@@ -11,8 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from async_rl.config import Config, LoraConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
-from async_rl.weights.base import WeightPublisher
-from async_rl.weights.push_report import PushReport, Tolerance
+from async_rl.weights.publisher import PushReport, Tolerance, WeightPublisher
 from learner.models.lora import AdapterParcels, add_adapters, merged_parameters
 from tests.kit.configs import changed
 from tests.kit.engines.in_thread import EngineInThread

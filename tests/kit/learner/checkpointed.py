@@ -12,15 +12,13 @@ from async_rl.storage.checkpoints import TrainingState
 from learner.checkpointing import Checkpointer
 from learner.updater import Updater
 from tests.kit.learner.batches import make_batch
+from tests.kit.runs import training_state
 
 CPU = torch.device("cpu")
 
 
 def state_at(checkpointer: Checkpointer, version: int) -> TrainingState:
-    return TrainingState(
-        version=version, lineage=0, ranks=dist.get_world_size(), networks=checkpointer.counts(), kl_coef=0.0,
-        buffer={},
-    )
+    return training_state(version, ranks=dist.get_world_size(), networks=checkpointer.counts())
 
 
 def train(config: Config, steps: int, folder: Path | None = None, save_at: int = -1) -> Updater:

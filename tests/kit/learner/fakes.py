@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.config import Limit, TimeoutsConfig
+from async_rl.config import Limit
 from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.telemetry.timeline import Span
-from async_rl.weights.push_report import PushReport, Tolerance
+from async_rl.weights.members import ServerMembership
+from async_rl.weights.publisher import PushReport, Tolerance
 from learner.learner import Learner
-from learner.server_membership import ServerMembership
 from tests.kit.configs import learner_config
+
+OpenRun = Callable[..., Learner]
+"""What the fixture `open_run` gives: open_run(steps, **sections)."""
 
 
 class FakeClient:
     """Hands out one random batch per version and writes down every call."""
 
-    calls: list[tuple[str, int]]
-
-    def __init__(self, address: str, timeouts: TimeoutsConfig, keys: str) -> None:
-        self.calls = []
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
 
     def take_raw(self, version: int, interrupted: Callable[[], bool]) -> list[bytes]:
         if interrupted():

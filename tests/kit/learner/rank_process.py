@@ -25,7 +25,7 @@ from async_rl.config import (
 )
 from learner.algorithms.diagnostics import MetricAccumulator
 from learner.algorithms.token_advantages import batch_advantages
-from learner.batch_taking import NoBatch, share_taken
+from learner.batches import NoBatch, share_taken
 from learner.models.policy import full_parameters, save_policy
 from learner.updater import Updater
 from tests.kit.configs import learner_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms.comparisons import bradley_terry, comparison_metrics
+from learner.algorithms.losses import bradley_terry, comparison_metrics
 
 CHOSEN, REJECTED, HALF = torch.tensor([1.0, 0.5]), torch.tensor([0.2, 0.9]), torch.tensor([0.5, 0.5])
 SCORES = [2.0, 1.0, 0.5, -1.0]

@@ -265,11 +265,6 @@ def test_rule_and_model_are_compared_over_the_answers_of_a_batch() -> None:
     assert [m.key for m in rule_metrics(by_rule, by_model, is_gold=False)] == ["reward/rule_mean"]
 
 
-def test_truncated_answers_are_counted() -> None:
-    batch = make_batch()
-    assert {m.key: m.value for m in batch_metrics(batch)}["response/truncated_fraction"] == 0.0
-
-
 def test_a_batch_without_any_trained_token_has_no_staleness() -> None:
     batch = make_batch()
     for group in batch.groups:

@@ -67,11 +67,7 @@ MEAN_LOSS, SCALAR_METRIC = Loss(function=mean_loss), Loss(function=scalar_metric
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        ("MEAN_LOSS", r"loss of its LossOutput must be a tensor with a value for each token, \[\d+\], got shape \(\)"),
-        ("SCALAR_METRIC", r"metrics\['ratio'\] of its LossOutput must be a tensor .*, got 0\.5"),
-    ],
+    ("loss", "said"), [("MEAN_LOSS", r"loss .*got shape \(\)"), ("SCALAR_METRIC", r"metrics\['ratio'\] .*got 0\.5")]
 )
 def test_a_loss_that_returns_no_value_for_each_token_is_refused_in_its_first_step(
     loss: str, said: str, tiny_model_path: Path, one_rank: None
@@ -88,18 +84,15 @@ def test_every_entry_names_a_function_that_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "value"),
     [
-        ({"advantage": "grop"}, "algorithm.advantage must be one of .*, got 'grop'. Did you mean grpo?"),
-        ({"loss": "ppo"}, "algorithm.loss must be one of ppo_clip, cispo, gspo, dppo_tv, or module:name, got 'ppo'"),
-        ({"loss": "tests.extensions.advantage:WIN_RATE"}, "must be an instance of async_rl.seams.algorithms.Loss"),
-        ({"aggregation": "mean"}, "algorithm.aggregation must be one of token_mean, .*, got 'mean'"),
+        ("advantage", "grop"), ("loss", "ppo"), ("aggregation", "mean"),
+        ("loss", "tests.extensions.advantage:WIN_RATE"),
     ],
 )
-def test_an_unknown_name_is_an_error_and_never_a_default(change: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_an_unknown_name_is_an_error_and_never_a_default(key: str, value: str, tmp_path: Path) -> None:
     config = learner_config(tmp_path / "none")
     object.__setattr__(config, "algorithm", dataclasses.replace(config.algorithm))
-    for key, value in change.items():  # past the checks of the configuration
-        object.__setattr__(config.algorithm, key, value)
-    with pytest.raises(ConfigError, match=message):
+    object.__setattr__(config.algorithm, key, value)  # past the checks of the configuration
+    with pytest.raises(ConfigError, match=rf"^algorithm\.{key} .*{value}"):
         Objective(config)

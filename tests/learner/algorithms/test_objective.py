@@ -18,9 +18,12 @@ from async_rl.config import (
     MasksConfig,
 )
 from async_rl.seams import LOSSES
+from learner.algorithms.advantages import gae, vtrace
 from learner.algorithms.advantages import whiten as whiten_values
+from learner.algorithms.corrections import log_ratios
 from learner.algorithms.diagnostics import MetricAccumulator, token_metrics
 from learner.algorithms.objective import AGGREGATIONS, Objective
+from learner.algorithms.token_advantages import critic_advantages
 from learner.packing.microbatches import MicroBatch
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
@@ -187,7 +190,13 @@ def test_a_critics_advantages_are_whitened_over_the_batch_on_request(
             logprobs = micro.proximal.clone().requires_grad_()
             loss = objective.losses(minibatch, micro, logprobs, torch.zeros_like(logprobs), micro.values).policy
             got.append(-torch.autograd.grad(loss, logprobs)[0])
-            plain.append(objective._advantages(micro, micro.proximal, micro.values)[0])
+            log_rho = log_ratios(micro.proximal, micro.response.behaviour, micro.response.trained)
+            no_penalty = torch.zeros_like(log_rho)
+            estimator = gae if advantage == "gae" else vtrace
+            found, _ = critic_advantages(
+                objective.config, estimator, micro.response, micro.values, log_rho, no_penalty
+            )
+            plain.append(found)
     whole = torch.cat(plain) * trained
     torch.testing.assert_close(torch.cat(got), whiten_values(whole, trained) if whiten else whole)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from async_rl.types import Batch, Group
-from learner.algorithms.repetition import distinct_fraction, repeated_fraction
+from learner.algorithms.diagnostics import distinct_fraction, repeated_fraction
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_episodes
 

@@ -14,7 +14,7 @@ from async_rl.config import AlgorithmConfig
 from async_rl.types import Batch
 from learner.algorithms.advantages import gae
 from learner.algorithms.token_advantages import batch_advantages, critic_advantages, penalty_to_go
-from learner.packing.microbatches import collate
+from learner.packing.microbatches import MicroBatch, collate
 from learner.packing.plan import Layout, make_pieces
 from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
@@ -73,14 +73,15 @@ def test_remax_measures_against_the_greedy_answer_of_the_same_prompt(tmp_path: P
     assert [[float(a[0]) for a in group] for group in got] == [[1.0, 0.25], [0.0, -0.75]]
 
 
-def test_gae_gives_the_reward_at_the_last_assistant_token_and_skips_other_tokens(
-    tmp_path: Path,
-) -> None:
+def collated() -> MicroBatch:
     batch = multi_turn_batch()
-    layout = Layout(masked=True)
-    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 2, layout)
+    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 2, Layout(masked=True))
     zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
-    micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
+    return collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
+
+
+def test_gae_gives_the_reward_at_the_last_assistant_token_and_skips_other_tokens(tmp_path: Path) -> None:
+    micro = collated()
     values, penalty = torch.linspace(0, 1, 14), torch.full((14,), 0.1) * micro.response.trained
     config = learner_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8))
     got, returns = critic_advantages(config, gae, micro.response, values, torch.zeros(14), penalty)
@@ -96,12 +97,8 @@ def test_gae_gives_the_reward_at_the_last_assistant_token_and_skips_other_tokens
 
 
 def test_a_penalty_reaches_back_to_the_tokens_before_it_within_its_answer() -> None:
-    batch = multi_turn_batch()
-    pieces = make_pieces(batch.groups, [(0, 0), (0, 1)], 100, 2, Layout(masked=True))
-    zeros = [[np.zeros(len(TURNS), np.float32)] * 2]
-    micro = collate(batch, [[piece] for piece in pieces], zeros, torch.device("cpu"))
     penalty = torch.tensor([1.0, 2, 0, 0, 4, 0, 8, *[0] * 7])
-    assert penalty_to_go(penalty, micro.response, 1.0).tolist() == [15, 14, 0, 0, 12, 0, 8, *[0] * 7]
+    assert penalty_to_go(penalty, collated().response, 1.0).tolist() == [15, 14, 0, 0, 12, 0, 8, *[0] * 7]
 
 
 def test_with_a_critic_the_advantages_follow_from_values_later(tmp_path: Path) -> None:

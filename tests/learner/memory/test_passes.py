@@ -30,5 +30,5 @@ def test_a_model_without_sdpa_has_its_sizes_and_its_activations_are_not_computed
     lm.save_pretrained(tmp_path)
     estimate = RankMemoryEstimate(make_config(tmp_path, model={"attn_implementation": "flex_attention"}), "cpu")
     assert estimate.networks[0].has.all == lm.num_parameters()
-    with pytest.raises(NotImplementedError, match="a model of type gpt_oss can't run without data"):
+    with pytest.raises(NotImplementedError, match="gpt_oss"):
         estimate.rank_memory(checkpoints=False)

@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
-from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, write_training_state
-from async_rl.weights import safetensors_io
+from async_rl.storage.checkpoints import write_training_state
+from async_rl.weights import disk as safetensors_io
 from learner.models.export import export
 from tests.kit.learner.exported import TOKENS, train_and_export
 from tests.kit.models import save_tiny_model
+from tests.kit.runs import make_checkpoint, training_state
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -38,7 +39,7 @@ def test_an_export_without_weights_that_the_checkpoint_holds_is_refused(tmp_path
     train_and_export(tmp_path / "model", tmp_path, rank=0)
     config = tmp_path / "runs" / "run" / "config.yaml"
     config.write_text(config.read_text().replace("frozen: []", "frozen: [model.embed_tokens.*]"))
-    with pytest.raises(ConfigError, match="1 trained weights that this configuration freezes or lacks"):
+    with pytest.raises(ConfigError, match=r"1 trained weights .*embed_tokens"):
         export(tmp_path / "runs" / "run", tmp_path / "other")
 
 
@@ -61,35 +62,30 @@ def test_a_checkpoint_from_before_a_resume_is_exported_with_what_was_trained_the
 
 def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="must be a new or an empty folder"):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
         export(tmp_path, tmp_path)
 
 
 def test_a_target_that_cannot_be_created_is_named(tmp_path: Path) -> None:
-    checkpoint = checkpoint_folder(tmp_path, 3)
-    checkpoint.mkdir(parents=True)
+    make_checkpoint(tmp_path, 3)
     (tmp_path / "file").touch()
-    state = TrainingState(version=3, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-    write_training_state(checkpoint, state)
-    with pytest.raises(ConfigError, match=r"/proc/model can't be written: No such file or directory. Name a folder"):
-        export(tmp_path, Path("/proc/model"))
-    with pytest.raises(ConfigError, match=r"can't be written: Not a directory"):
-        export(tmp_path, tmp_path / "file" / "model")
+    for target in (Path("/proc/model"), tmp_path / "file" / "model"):
+        with pytest.raises(ConfigError, match=str(target)):
+            export(tmp_path, target)
 
 
 def test_the_newest_checkpoint_is_not_exported_while_a_resume_leaves_it_open(tmp_path: Path) -> None:
     for version, name in ((5, "step_5"), (9, "step_9.lineage_0"), (10, "step_10.lineage_0")):
         checkpoint = tmp_path / "checkpoints" / name
         checkpoint.mkdir(parents=True)
-        state = TrainingState(version=version, lineage=0, ranks=1, networks={}, kl_coef=0.0, buffer={})
-        write_training_state(checkpoint, state)
+        write_training_state(checkpoint, training_state(version))
     (tmp_path / ".resuming").write_text("lineage_0 5")
-    with pytest.raises(ConfigError, match=r"/\.resuming says .* whether its newest checkpoint is step_10\.lineage_0"):
+    with pytest.raises(ConfigError, match=r"/\.resuming .* step_10\.lineage_0"):
         export(tmp_path, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # a checkpoint that is named is taken
+    with pytest.raises(ConfigError, match=r"config\.yaml"):  # a checkpoint that is named is taken
         export(tmp_path / "checkpoints" / "step_9", tmp_path / "out")
     (tmp_path / ".resuming").unlink()
-    with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):  # also one that a resume has set aside
+    with pytest.raises(ConfigError, match=r"config\.yaml"):  # also one that a resume has set aside
         export(tmp_path / "checkpoints" / "step_9.lineage_0", tmp_path / "out")
 
 
@@ -114,5 +110,5 @@ def test_a_disk_that_is_full_in_an_export_is_named(
     save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
     train_and_export(tmp_path / "model", tmp_path, rank=0)
     monkeypatch.setattr(safetensors_io, "save_file", fail)
-    with pytest.raises(ConfigError, match=r"other can't be written: .*No space left on device .*Name a folder"):
+    with pytest.raises(ConfigError, match=r"other .*No space left"):
         export(tmp_path / "runs" / "run", tmp_path / "other")

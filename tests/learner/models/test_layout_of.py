@@ -23,8 +23,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from learner.models.policy import layout_of
-from learner.models.position_probe import attention_gets_positions
+from learner.models.policy import attention_gets_positions, layout_of
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_head_in_the_folder_wins_over_the_start_of_a_fresh_one(tmp_path: Path)
 
 def test_weights_that_no_file_holds_are_refused(tmp_path: Path) -> None:
     lm = open_model(AutoModelForTokenClassification, str(save_bare_model(tmp_path)), torch.float32, num_labels=1)
-    with pytest.raises(ConfigError, match=r"lack 2 weights of the model: score\.bias, score\.weight\. Take"):
+    with pytest.raises(ConfigError, match=r"2 weights .*score\.bias, score\.weight"):
         read_weights(lm, lm, "cpu")
 
 
@@ -137,7 +137,7 @@ class WithUnknownBuffer(Qwen2ForCausalLM):
 
 def test_a_buffer_that_nothing_computes_is_refused_by_its_name(tmp_path: Path) -> None:
     lm = open_model(WithUnknownBuffer, str(save_bare_model(tmp_path)), torch.float32)
-    with pytest.raises(ConfigError, match=r"of type qwen2, must have numbers .* got NaN in 1: unknown\. No file"):
+    with pytest.raises(ConfigError, match=r"got NaN in 1: unknown"):
         read_weights(lm, lm, "cpu")
 
 
@@ -201,7 +201,7 @@ def save_with_rows(rows: int, folder: Path) -> str:
 
 
 def test_rows_of_embeddings_that_torch_cannot_tell_apart_are_refused(tmp_path: Path, no_group: None) -> None:
-    with pytest.raises(ConfigError, match=r"1 with 9 rows of embeddings on 8 learner ranks: .*0 rows.* for 1\."):
+    with pytest.raises(ConfigError, match=r"^learner\.sequence_parallel .* 9 rows .* 8 learner ranks"):
         sharded_as(save_with_rows(9, tmp_path), 8, 6, 2)
 
 
@@ -215,14 +215,14 @@ def test_what_a_rank_would_refuse_is_known_without_ranks(rows: int, tmp_path: Pa
             refused += 1
     assert bool(refused) == (rows == 9)
     if refused:
-        with pytest.raises(ConfigError, match=f"with {rows} rows of embeddings on 8 learner ranks"):
+        with pytest.raises(ConfigError, match=f"{rows} rows .* 8 learner ranks"):
             check_vocabulary(rows, ranks=8, slices=2)
     else:
         check_vocabulary(rows, ranks=8, slices=2)
 
 
 def test_gpt2s_vocabulary_does_not_fit_eight_ranks_and_fits_copies_on_each_node() -> None:
-    with pytest.raises(ConfigError, match="1 with 50257 rows of embeddings on 8 learner ranks"):
+    with pytest.raises(ConfigError, match=r"^learner\.sequence_parallel .*50257"):
         check_vocabulary(50_257, ranks=8, slices=2)
     check_vocabulary(50_257, ranks=8, slices=2, copies=4)
     check_vocabulary(151_936, ranks=64, slices=8)

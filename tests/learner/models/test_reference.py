@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from async_rl.config import AlgorithmConfig, KlConfig, LoraConfig, ModelConfig, ReferenceConfig
 from async_rl.errors import ConfigError
 from learner.algorithms.token_advantages import batch_advantages
-from learner.models.reference import Reference
+from learner.models.policy import Reference
 from learner.ranks import Ranks
 from learner.updater import Updater
 from tests.kit.configs import learner_config
@@ -75,7 +75,7 @@ def test_a_frozen_model_is_held_in_the_compute_type_and_stays_sharded_after_use(
     batch = make_batch()
     (minibatch,) = updater.pack(batch, batch_advantages(updater.config, batch))
     reference.logprobs(minibatch.micro_batches[0].inputs)
-    for parameter in reference._policy.parameters():
+    for parameter in reference.lm.parameters():
         assert isinstance(parameter, DTensor)
         assert (parameter.dtype, parameter.requires_grad) == (torch.bfloat16, False)
 
@@ -85,5 +85,5 @@ def test_a_reference_with_another_vocabulary_is_refused(
 ) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=29, num_key_value_heads=2, **shape)).save_pretrained(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"must have the policy's vocabulary of 23 tokens, got 29"):
+    with pytest.raises(ConfigError, match=r"^reference\.path .*23 .*got 29"):
         open_both(tiny_model_path, path=str(tmp_path / "other"))

@@ -84,30 +84,24 @@ def odd_embeddings() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("lm", "reason"),
     [
-        (MistralForCausalLM(MistralConfig(sliding_window=4, **SHAPE)), r"windows .* \(sliding_window = 4\)"),
+        (MistralForCausalLM(MistralConfig(sliding_window=4, **SHAPE)), "sliding_window = 4"),
         (
             Qwen3ForCausalLM(Qwen3Config(layer_types=["full_attention", "chunked_attention"], **SHAPE)),
-            "it has layers of type chunked_attention",
+            "chunked_attention",
         ),
-        (
-            BloomForCausalLM(BloomConfig(n_head=2, **NO_HEADS)),
-            "its attention can't be replaced",
-        ),
-        (odd_embeddings(), "its embeddings are a Scaled, not"),
-        (DogeForCausalLM(DogeConfig(**SHAPE)), r"windows .* \(keep_window_size = 2048\)"),
+        (BloomForCausalLM(BloomConfig(n_head=2, **NO_HEADS)), "attention"),
+        (odd_embeddings(), "Scaled"),
+        (DogeForCausalLM(DogeConfig(**SHAPE)), "keep_window_size = 2048"),
         (
             Qwen3NextForCausalLM(Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], **SHAPE)),
-            r"recurrent \(linear_conv_kernel_dim = 4\)",
+            "linear_conv_kernel_dim = 4",
         ),
-        (
-            Lfm2ForCausalLM(Lfm2Config(layer_types=["conv", "full_attention"], **SHAPE)),
-            r"recurrent \(conv_L_cache = 3\)",
-        ),
-        (RwkvForCausalLM(RwkvConfig(**NO_HEADS)), "its attention can't be replaced"),
+        (Lfm2ForCausalLM(Lfm2Config(layer_types=["conv", "full_attention"], **SHAPE)), "conv_L_cache = 3"),
+        (RwkvForCausalLM(RwkvConfig(**NO_HEADS)), "attention"),
     ],
     ids=["window", "layer type", "own attention", "own embeddings", "own window", "Qwen3-Next", "LFM2", "RWKV"],
 )
-def test_a_model_whose_rows_cannot_be_split_is_refused_by_name(lm: PreTrainedModel, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"sequence_parallel must be 1 with model.path x, a model of .*: .*{reason}"):
+def test_a_model_whose_rows_cannot_be_split_is_refused(lm: PreTrainedModel, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sequence_parallel .* model\.path x.*{reason}"):
         check_splittable(lm, "model.path", "x")
     check_splittable(Qwen3ForCausalLM(Qwen3Config(**SHAPE)), "model.path", "x")

@@ -75,20 +75,6 @@ def test_the_heads_gradient_of_many_chunks_is_as_good_as_that_of_one(monkeypatch
     assert errors[40] < 1.2 * errors[1] < 0.01
 
 
-def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scoring.LOGITS_BYTES, "cpu", 4 * 11 * 2)
-    sizes = []
-    exact = scoring._log_softmax
-
-    def spy(states: Tensor, head: Tensor, temperature: Tensor, forbidden: Tensor | None) -> Tensor:
-        sizes.append(len(states))
-        return exact(states, head, temperature, forbidden)
-
-    monkeypatch.setattr(scoring, "_log_softmax", spy)
-    score_tokens(*inputs())[0].sum().backward()
-    assert sizes == [2, 2, 2, 1] * 2  # forward, then backward
-
-
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.3), (torch.bfloat16, 1.55)])
 def test_beside_the_heads_gradient_little_more_than_a_chunk_of_logits_exists(
     dtype: torch.dtype, most: float, monkeypatch: pytest.MonkeyPatch

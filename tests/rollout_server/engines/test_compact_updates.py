@@ -12,10 +12,10 @@ from torch import Tensor
 
 from async_rl.config import LoraConfig
 from async_rl.errors import WeightSyncError
-from async_rl.weights import base as publisher_module
 from async_rl.weights import open_publisher
-from async_rl.weights.base import WeightPublisher
+from async_rl.weights import publisher as publisher_module
 from async_rl.weights.parcels import Rebuilder
+from async_rl.weights.publisher import WeightPublisher
 from learner.models.lora import AdapterParcels, merged_parameters
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout_server.engines.hf.sampling import sample_tokens, uniforms
+from rollout_server.engines.hf.batch import sample_tokens, uniforms
 
 
 def test_random_numbers_depend_on_seed_prompt_and_sample_but_not_on_their_count() -> None:

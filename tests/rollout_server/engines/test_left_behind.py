@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engines.left_behind import FOLDER_PREFIX, list_shared_files, new_folder, remove_folder, sweep
+from rollout_server.engines.server_process import FOLDER_PREFIX, list_shared_files, new_folder, remove_folder, sweep
 
 ROOT = Path(__file__).parents[3]
 MAPS_A_FILE = """
@@ -66,7 +66,7 @@ def test_the_folder_of_a_live_server_in_another_container_stays(temporary: Path,
     isolated = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if not shutil.which("unshare") or subprocess.run([*isolated, "true"], capture_output=True).returncode:
         pytest.skip("this host makes no PID namespaces")
-    program = "from rollout_server.engines.left_behind import sweep; sweep()"
+    program = "from rollout_server.engines.server_process import sweep; sweep()"
     environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     subprocess.run([*isolated, sys.executable, "-c", program], env=environment, check=True, timeout=120)
     assert list(temporary.iterdir()) == [live_folder]

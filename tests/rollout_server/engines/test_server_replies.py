@@ -12,7 +12,7 @@ import pytest
 from async_rl.errors import AsyncRLError
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.sglang import engine as sglang
-from rollout_server.engines.vllm import requests as vllm
+from rollout_server.engines.vllm import engine as vllm
 
 VERSIONS = ({"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2})
 pytestmark = pytest.mark.parametrize("engine", ["sglang", "vllm"])

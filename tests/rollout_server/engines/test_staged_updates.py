@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from async_rl.errors import WeightSyncError
-from async_rl.weights import base as publisher_module
+from async_rl.weights import publisher as publisher_module
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.pushes import MODELS, connected, deliver, new_version, push, pushing
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for

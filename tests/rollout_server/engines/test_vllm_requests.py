@@ -23,18 +23,16 @@ from async_rl.config import (
     WeightSyncConfig,
 )
 from async_rl.errors import ConfigError
-from async_rl.weights.bucket import Bucket
-from async_rl.weights.safetensors_io import write_weights
+from async_rl.weights.disk import write_weights
+from async_rl.weights.server_admin import Bucket
 from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
-from rollout_server.engines.vllm.admin import VLLMAdmin
-from rollout_server.engines.vllm.engine import VLLMEngine, kv_tokens
+from rollout_server.engines.vllm.admin import VLLMAdmin, share_bucket
+from rollout_server.engines.vllm.engine import VLLMEngine, group_replies, kv_tokens, request_body
 from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
-from rollout_server.engines.vllm.requests import group_replies, request_body
 from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
 from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE, RequireKey
-from rollout_server.engines.vllm.share_bucket import share_bucket
 from rollout_server.engines.vllm.vllm_process import server_environment, server_python
 from tests.kit.configs import make_config
 from tests.kit.engines.replies import request_for

@@ -17,9 +17,8 @@ from aiohttp import web
 from rollout_server.engines.base import SampledReply
 from rollout_server.episodes.agents import openai_endpoint
 from rollout_server.episodes.agents.openai_endpoint import OpenAIEndpoint, OpenSession
-from rollout_server.episodes.conversation.messages import user
 from tests.kit.engines.fakes import completion
-from tests.kit.episodes.endpoint import ADD, ASK, ENDS, post, with_session
+from tests.kit.episodes.endpoint import ASK, ENDS, post, with_session
 from tests.kit.episodes.random_requests import request
 
 
@@ -126,7 +125,7 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(monkey
         writer.write(head(opened, 100) + b"{")
         answer = await reader.read()  # ends because the endpoint closes the connection
         writer.close()
-        assert answer.startswith(b"HTTP/1.1 408 ") and b"waited 0.1 s on the client for the body" in answer
+        assert answer.startswith(b"HTTP/1.1 408 ")
 
     with_session(agent)
 
@@ -176,15 +175,3 @@ def test_no_depth_of_nesting_is_an_error_of_the_endpoint(name: str) -> None:
         assert opened.error is None
 
     with_session(agent, generate=at_once, max_turns=10_000)
-
-
-def test_large_tools_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = {**ADD, "function": {**ADD["function"], "description": "x" * 10_000_000}}
-
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        monkeypatch.setattr(opened.session._renderer, "_encode", None)
-        status, body, _ = await post(opened, {"messages": [user("hi")], "tools": [tool]})
-        assert status == 400 and body["error"]["code"] == "context_length_exceeded"
-        assert "the messages and tools do not fit into 1000 tokens" in body["error"]["message"]
-
-    assert with_session(agent).num_turns == 0

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from async_rl.errors import ProcessDiedError
 from rollout_server.engines.base import SampledReply
-from rollout_server.episodes.conversation.messages import user
+from rollout_server.episodes.conversation.messages import Message, user
 from rollout_server.episodes.env import Env, Step
 from rollout_server.episodes.episode import EPISODE_METRICS, Episode, EpisodeLimits
 from rollout_server.episodes.players.env_runner import EnvRunner
@@ -81,7 +83,7 @@ def test_an_episode_that_runs_out_of_time_keeps_its_whole_turns(on_timeout: Any,
     limits = EpisodeLimits(tool_s=5, turn_s=0.1, episode_s=10, on_timeout=on_timeout)
     env = Scripted(MORE, MORE, DONE, act=hang)
     episode = played(env, limits=limits)
-    assert episode.end == "timeout" and "step took longer than 0.1 s" in episode.error
+    assert episode.end == "timeout" and "step" in episode.error
     assert [sum(row.turn_rewards) for row in episode.rows] == rewards
     assert [row.finish_reason for row in episode.rows] == ["timeout"] * len(rewards)
     assert (env.num_closed, episode.metrics["timeouts"], episode.metrics["failed"]) == (1, 1, 0)
@@ -116,35 +118,40 @@ def test_an_environment_that_raises_is_replaced_once() -> None:
 def test_an_environment_that_raises_twice_drops_its_episode() -> None:
     episode = played(*(Scripted(MORE, DONE, act=fail) for _ in range(2)))
     assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
-    assert "the environment's step raised KeyError: 'oops'" in episode.error and "test_env_runner.py" in episode.error
+    assert "step raised KeyError: 'oops'" in episode.error and "test_env_runner.py" in episode.error
 
 
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        (Step(reward=float("nan"), done=True), "must be a finite number, got nan"),
-        (
-            Step(metrics={str(i): 0.0 for i in range(100)}, done=True),
-            "an episode may log metrics of at most 64 names, got 100: '0', '1', '2', ..., '99'",
-        ),
-        (Step(metrics={"m" * 201: 0.0}, done=True), "the name of a metric of a step must be printable text of"),
-        (Step(metrics={"\ud800": 0.0}, done=True), r"must be printable text of at most 200 characters, got '\ud800'"),
-        (Step(metrics={1: 0.0}, done=True), "must be printable text of at most 200 characters, got 1"),  # type: ignore
-        (Step(reward="1x", done=True), "the reward of a step must be a number, got '1x'"),  # type: ignore[arg-type]
-        (Step(done=True, metrics={"a": "b"}), "the metric a of a step"),  # type: ignore[dict-item]
-        (Step(), "must hold messages for the model, or be done"),
-        ({"done": True}, "must return a Step"),
-        (Step(messages=({"role": "assistant", "content": "me"},)), "can't be shown to the model"),
-        (Step(messages=({"content": "me"},)), "must be an object with a role"),  # type: ignore[typeddict-item]
-        (Step(messages=("me",)), "must be an object with a role"),  # type: ignore[arg-type]
-        (Step(messages=5), "can't be shown to the model"),  # type: ignore[arg-type]
-        (Step(messages="more"), "messages must be a list of messages, got 'more'. One message is [user("),  # type: ignore
-        (Step(messages=user("more")), "messages must be a list of messages, got {'role': "),  # type: ignore[arg-type]
-    ],
-)
-def test_a_wrong_step_is_the_fault_of_its_environment(step: Any, said: str) -> None:
-    episode = played(Scripted(step), Scripted(step))
-    assert episode.end == "failed" and said in episode.error
+class Odd:
+    """A number that can't be read."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+
+class Unmade:
+    """Messages that can't be made."""
+
+    def __iter__(self) -> Iterator[Message]:
+        raise KeyError("no room")
+
+
+@pytest.mark.parametrize(("step", "named"), [
+    ({"reward": float("nan")}, "reward .*nan"), ({"reward": "1x"}, "reward .*'1x'"),
+    ({"reward": -(10**5000)}, "reward "), ({"reward": [10**5000]}, "reward .*list"), ({"reward": Odd()}, "reward "),
+    ({"metrics": {str(i): 0.0 for i in range(100)}}, "metrics .*100"), ({"metrics": {"m" * 201: 0.0}}, "metric "),
+    ({"metrics": {"\ud800": 0.0}}, r"metric .*'\\ud800'"), ({"metrics": {1: 0.0}}, "metric .*1"),
+    ({"metrics": {"a": "b"}}, "metric a "), ({"metrics": {"a": 10**400}}, "metric a "), ({"metrics": None}, "metrics "),
+    ({"metrics": ["a"]}, r"metrics .*\['a'\]"), ({"done": False}, "messages"), (None, "Step"),
+    ({"messages": ({"role": "assistant", "content": "me"},), "done": False}, "assistant"),
+    ({"messages": ({"content": "me"},), "done": False}, "role"), ({"messages": ("me",), "done": False}, "role"),
+    ({"messages": 5, "done": False}, "messages"), ({"messages": "more", "done": False}, "messages .*'more'"),
+    ({"messages": user("more"), "done": False}, r"messages .*\{'role'"),
+    ({"messages": np.zeros(2), "done": False}, "ValueError"), ({"messages": Unmade(), "done": False}, "'no room'"),
+], ids=range(23))  # fmt: skip
+def test_a_wrong_step_is_the_fault_of_its_environment(step: dict[str, Any] | None, named: str) -> None:
+    steps = [{"done": True} if step is None else Step(**{"done": True, **step}) for _ in range(2)]
+    episode = played(*(Scripted(each) for each in steps))  # type: ignore[arg-type]
+    assert episode.end == "failed" and re.search(named, episode.error), episode.error
 
 
 @pytest.mark.parametrize("reward", [True, np.float32(1.0), np.int64(1)])
@@ -160,7 +167,7 @@ def test_an_environment_that_can_not_be_created_is_counted() -> None:
         return await EnvRunner(LIMITS, 1).run(broken, lambda: session_of(scripted(TOKENIZER, []), TOKENIZER, [END]))
 
     episode = asyncio.run(play())
-    assert episode.end == "failed" and "can't be created: OSError: no such game" in episode.error
+    assert episode.end == "failed" and "OSError: no such game" in episode.error
 
 
 def test_tasks_that_an_environment_leaves_behind_are_ended_and_counted() -> None:
@@ -268,13 +275,10 @@ def test_the_number_of_concurrent_calls_is_limited() -> None:
 
     async def play() -> None:
         runner = EnvRunner(LIMITS, max_concurrent_calls=3)
+        env, replies = (lambda: Scripted(MORE, DONE, act=count)), ["a", "b"]
         await asyncio.gather(*(
-            runner.run(
-                lambda: Scripted(MORE, DONE, act=count),
-                lambda: session_of(scripted(TOKENIZER, ["a", "b"]), TOKENIZER, [END]),
-            )
-            for _ in range(12)
-        ))  # fmt: skip
+            runner.run(env, lambda: session_of(scripted(TOKENIZER, replies), TOKENIZER, [END])) for _ in range(12)
+        ))
 
     asyncio.run(play())
     assert most == 3

@@ -28,7 +28,7 @@ from rollout_server.episodes.env import Step
 from rollout_server.episodes.episode import Episode, EpisodeLimits
 from rollout_server.episodes.players.engine_sampler import GroupSampler
 from rollout_server.episodes.players.env_runner import EnvRunner
-from rollout_server.episodes.players.single_turn import SingleTurnPlayer
+from rollout_server.episodes.players.player import SingleTurnPlayer
 from tests.kit.configs import server_config
 from tests.kit.engines.in_thread import EngineInThread
 from tests.kit.engines.replies import with_engine

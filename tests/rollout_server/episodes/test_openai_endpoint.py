@@ -27,11 +27,8 @@ def test_a_tool_loop_of_the_openai_sdk_is_one_exact_row() -> None:
         async with client(opened) as llm:
             while True:
                 answer = await llm.chat.completions.create(
-                    model="policy",
-                    messages=messages,
-                    tools=[ADD],
-                    temperature=0.2,  # type: ignore[list-item]
-                )
+                    model="policy", messages=messages, tools=[ADD], temperature=0.2,  # type: ignore[list-item]
+                )  # fmt: skip
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:
@@ -101,48 +98,32 @@ def test_a_retry_after_a_timeout_finds_the_reply_that_is_under_way() -> None:
     assert len(session.rows()) == 1 and session.num_turns == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"n": 2}, "with n: leave it out"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"logprobs": True}, "logprobs"),
-        ({"messages": []}, "must end with a message to reply to"),
-        ({"messages": "hi"}, "messages must be a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url': the policy reads text on"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be text or a list of text parts"),
-        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "must be text or a list of text parts"),
-        ({"messages": [{"role": "wizard", "content": "hi"}]}, "must be system, user, assistant, tool or developer"),
-        ({"messages": [{"role": "wizard", "content": "hi"}]}, "got 'wizard'"),
-        ({"messages": [{"role": "function", "content": "4"}]}, "got 'function': give a tool's result the role tool"),
-        ({"messages": [user("a"), {"role": "tool", "content": "4"}]}, "messages[1] has the role tool, and no message"),
-        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "must end with a message to reply to"),
-        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")]}, "function.name"),
-        ({"max_tokens": 0.5}, "max_tokens must be a whole number from 1"),
-        ({"max_tokens": 0}, "max_tokens must be a whole number from 1, got 0"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens must be a whole number from 1, got 0"),
-        ({"max_completion_tokens": "5", "max_tokens": 5}, "max_completion_tokens must be"),
-        ({"tools": [{"type": "web_search"}]}, "tools must be objects of the type function"),
-        ({"stop": [5]}, "stop must be texts"),
-    ],
-)
-def test_a_request_that_can_not_be_honoured_gets_400_and_no_retry(change: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("change", "named"), [
+    ({"n": 2}, "n"), ({"logit_bias": {"5": 1}}, "logit_bias"), ({"logprobs": True}, "logprobs"), ({"messages": []}, ""),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages[0]"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "'wizard'"),
+    ({"messages": [{"role": "function", "content": "4"}]}, "'function'"),
+    ({"messages": [user("a"), {"role": "tool", "content": "4"}]}, "messages[1]"),
+    ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, ""),
+    ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")]}, "function.name"),
+    ({"max_tokens": 0.5}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": "5", "max_tokens": 5}, "max_completion_tokens"),
+    ({"tools": [{"type": "web_search"}]}, "tools"), ({"stop": [5]}, "stop"), (None, "JSON"),
+])  # fmt: skip
+def test_a_request_that_can_not_be_honoured_gets_400_and_no_retry(change: dict[str, Any] | None, named: str) -> None:
     async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        status, body, headers = await post(opened, {**ASK, **change})
-        assert (status, headers["x-should-retry"]) == (400, "false") and said in body["error"]["message"]
+        data = "{" if change is None else json.dumps({**ASK, **change})
+        async with (
+            aiohttp.ClientSession() as http, http.post(f"{opened.base_url}/chat/completions", data=data) as reply
+        ):  # fmt: skip
+            assert (reply.status, reply.headers["x-should-retry"]) == (400, "false")
+            assert named in (await reply.json())["error"]["message"]
 
     assert with_session(agent, "a").num_turns == 0
-
-
-def test_a_body_that_is_no_json_gets_400() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(f"{opened.base_url}/chat/completions", data=b"{") as reply,
-        ):
-            assert reply.status == 400 and "must be JSON" in (await reply.json())["error"]["message"]
-
-    with_session(agent)
 
 
 def test_text_parts_and_nulls_are_the_same_as_text() -> None:
@@ -176,9 +157,8 @@ def test_a_call_after_the_end_gets_410_and_is_counted() -> None:
         await opened.session.close()
         assert (await post(opened, ASK))[0] == 410
         endpoint.end(opened.key)
-        status, body, headers = await post(opened, ASK)
+        status, _, headers = await post(opened, ASK)
         assert (status, headers["x-should-retry"], endpoint.counts["late"]) == (410, "false", 1)
-        assert "ended" in body["error"]["message"]
 
     assert with_session(agent, "a").rows() == []
 
@@ -242,40 +222,24 @@ def test_a_wait_for_a_place_ends_with_an_error_that_says_on_whom(monkeypatch: py
         first = asyncio.create_task(post(opened, ASK))
         while not opened.num_running:
             await asyncio.sleep(0)
-        status, body, headers = await post(opened, ASK)
+        status, _, headers = await post(opened, ASK)
         assert (status, headers["x-should-retry"]) == (429, "true")
-        assert "waited 0.05 s on the engine, which has not ended 1 earlier requests" in body["error"]["message"]
         may_end.set()
         assert (await first)[0] == 200
 
     assert with_session(agent, generate=held).num_turns == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "said"),
-    [
-        ("POST", "/responses", 404, "call set_default_openai_api('chat_completions')"),
-        ("POST", "/completions", 404, "there is no POST /completions below the base_url, only POST /chat/completions"),
-        ("POST", "/chat/completions/", 404, "and GET /models"),
-        ("GET", "/models/policy", 404, "there is no GET /models/policy"),
-        ("GET", "/chat/completions", 405, "there is no GET /chat/completions"),
-    ],
-)
-def test_an_unknown_address_is_told_what_exists(method: str, path: str, status: int, said: str) -> None:
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("POST", "/responses", 404), ("POST", "/completions", 404), ("POST", "/chat/completions/", 404),
+    ("GET", "/models/policy", 404), ("GET", "/chat/completions", 405),
+])
+def test_an_unknown_address_is_told_what_exists(method: str, path: str, status: int) -> None:
     async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
         async with aiohttp.ClientSession() as http, http.request(method, opened.base_url + path, json=ASK) as reply:
             error = (await reply.json())["error"]
         assert (reply.status, error["code"], reply.headers["x-should-retry"]) == (status, "unknown_address", "false")
-        assert said in error["message"] and opened.key not in error["message"]
-
-    with_session(agent)
-
-
-def test_the_sdk_shows_what_exists_in_place_of_responses() -> None:
-    async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
-        async with client(opened) as llm:
-            with pytest.raises(openai.NotFoundError, match="only POST /chat/completions"):
-                await llm.responses.create(model="policy", input="hi")
+        assert "/chat/completions" in error["message"] and opened.key not in error["message"]
 
     with_session(agent)
 
@@ -283,7 +247,7 @@ def test_the_sdk_shows_what_exists_in_place_of_responses() -> None:
 def test_a_body_above_the_limit_is_told_the_limit() -> None:
     async def agent(endpoint: OpenAIEndpoint, opened: OpenSession) -> None:
         status, body, _ = await post(opened, {"messages": [user("x" * 2**24)]})
-        assert status == 413 and "at most 16777216 bytes (16 MiB)" in body["error"]["message"]
+        assert status == 413 and "16777216" in body["error"]["message"]
         assert (await post(opened, ASK))[0] == 200
 
     with_session(agent, "a")
@@ -317,7 +281,7 @@ def test_the_console_is_told_once_of_what_has_no_effect() -> None:
             await post(opened, {**ASK, **asked, **extra})
         assert endpoint.counts["ignored/response_format"] == 2 and endpoint.counts["ignored/tool_choice"] == 3
         first, second = endpoint.notes
-        assert "agents set response_format, tool_choice: the policy samples as" in first and "set seed:" in second
+        assert "response_format, tool_choice" in first and "seed" in second and "tool_choice" not in second
 
     with_session(agent, "a", "b", "c")
 

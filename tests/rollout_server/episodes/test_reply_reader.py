@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,8 @@ def test_calls_of_qwen_and_hermes_are_read(text: str, expected: Parsed) -> None:
         (f"{{or</think>{JSON}", Parsed("{or</think>", (ADD,))),
         (JSON_MARK, Parsed("", (MARK,))),
         (f"<think>a</think>{JSON_MARK}; {JSON}", Parsed("<think>a</think>", (MARK, ADD))),
+        ('{"name": "add", "parameters": {"a": "1; 2"}} ;\n{"name": "add", "parameters": {"a": ";"}}',
+         Parsed("", (("add", '{"a": "1; 2"}'), ("add", '{"a": ";"}')))),
     ],
 )
 def test_calls_of_llama_are_read(text: str, expected: Parsed) -> None:
@@ -92,18 +93,15 @@ def test_a_malformed_call_is_an_error_and_stays_in_the_text(call: str) -> None:
     parsed = json_calls(text, "hermes")
     assert parsed.content == text and not parsed.calls
     (error,) = parsed.errors
-    assert f"{call!r} is no tool call" in error
+    assert repr(call) in error
+    mixed = json_calls(text + CALL, "hermes")  # a good call beside it is kept
+    assert mixed.calls == (ADD,) and len(mixed.errors) == 1
 
 
 @pytest.mark.parametrize(("name", "start"), [("hermes", "<tool_call>"), ("llama3", '{"a":')])
 def test_a_call_nested_too_deeply_is_malformed(name: str, start: str) -> None:
     parsed = json_calls(start + "[" * 100_000 + "]" * 100_000, name)
     assert not parsed.calls and len(parsed.errors) == 1
-
-
-def test_a_good_call_beside_a_malformed_one_is_kept() -> None:
-    parsed = json_calls('<tool_call>{</tool_call><tool_call>{"name":"add","arguments":{"a":1}}</tool_call>', "hermes")
-    assert parsed.calls == (ADD,) and len(parsed.errors) == 1
 
 
 LONG = 1_000_000
@@ -128,11 +126,6 @@ def test_a_degenerate_reply_is_read_in_the_time_of_its_length(name: str, text: s
     assert isinstance(json_calls(text, name), Parsed)
 
 
-def test_the_calls_of_llama_may_hold_semicolons() -> None:
-    text = '{"name": "add", "parameters": {"a": "1; 2"}} ;\n{"name": "add", "parameters": {"a": ";"}}'
-    assert [json.loads(arguments) for _, arguments in json_calls(text, "llama3").calls] == [{"a": "1; 2"}, {"a": ";"}]
-
-
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3_2"])
 def test_a_reply_is_read_without_its_end(family: str) -> None:
     tokenizer, ends = tokenizer_of(family), end_tokens(family)
@@ -155,10 +148,9 @@ def test_the_format_of_calls_is_told_from_the_template(name: str, family: str, f
 
 
 def test_an_unknown_format_is_refused_unless_the_server_reads_it() -> None:
-    with pytest.raises(ConfigError, match="the chat template has none of the known formats"):
-        open_parser("", template("glm4moe"), "http://127.0.0.1:1", {})
-    with pytest.raises(ConfigError, match=r"must be hermes, llama3, qwen, qwen25, .* or .* got 'glm45'"):
-        open_parser("glm45", template("glm4moe"), "", {})
+    for name, url in (("", "http://127.0.0.1:1"), ("glm45", "")):
+        with pytest.raises(ConfigError, match=rf"rollout\.tool_parser.*'{name}'" if name else r"rollout\.tool_parser"):
+            open_parser(name, template("glm4moe"), url, {})
     key = {"Authorization": "Bearer k"}
     asked = ServerParser("http://h:1", "glm45", tuple(key.items()))
     assert open_parser("glm45", template("glm4moe"), "http://h:1", key) == asked
@@ -169,12 +161,8 @@ def test_a_parser_of_the_users_reads_any_format() -> None:
     read = [asyncio.run(parse(text, [SCHEMA])) for text in "abcdefgh"]
     assert {parsed.calls[0][0] for parsed in read if parsed.calls} == {"look_up"}
     assert {parsed.content for parsed in read if not parsed.calls} <= set("abcdefgh")
-    for name, said in (
-        ("no.such:thing", "can't be imported"),
-        (f"{__name__}:tokenizer_of", r"must be a function \(text, tools\) that returns a Parsed of .*: too many"),
-        (f"{__name__}:LONG", r"must be a function \(text, tools\) that returns a Parsed of .*: 1000000 is not a call"),
-    ):
-        with pytest.raises(ConfigError, match=rf"rollout\.tool_parser '{name}' {said}"):
+    for name in ("no.such:thing", f"{__name__}:tokenizer_of", f"{__name__}:LONG"):
+        with pytest.raises(ConfigError, match=rf"^rollout\.tool_parser '{name}'"):
             open_parser(name, template("qwen2_5"), "", {})
 
 
@@ -203,35 +191,25 @@ def reader_of(result: Any, is_async: bool) -> tuple[ReplyReader, list[int]]:
     return reader, tokenizer("It is 4.")["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        (KeyError("name"), "can't be read: KeyError: 'name'"),
-        (ValueError("bad call"), "can't be read: ValueError: bad call"),
-        (SilentError(), "can't be read: SilentError: an error that can't be shown"),
-        ({"calls": []}, "TypeError: a parser must return a Parsed of rollout_server.episodes."),
-        (parsed(4), "the content of a Parsed must be text, got 4"),
-        (parsed("", (("add", {"a": 1}),)), "the calls of a Parsed must be pairs of texts, the name"),
-        (parsed("", (("add", "{}", "id"),)), "the calls of a Parsed must be pairs of texts, the name"),
-        (parsed("", ("ab",)), "the calls of a Parsed must be pairs of texts, the name"),
-        (parsed("", None), "got None"),
-        (parsed("", (), None), "the errors of a Parsed must be a tuple of texts, got None"),
-        (parsed("", (), "bad"), "the errors of a Parsed must be a tuple of texts, got 'bad'"),
-    ],
-    ids=range(11),
-)
+@pytest.mark.parametrize(("result", "named"), [
+    (KeyError("name"), "KeyError: 'name'"), (ValueError("bad call"), "ValueError: bad call"),
+    (SilentError(), "SilentError"), ({"calls": []}, "TypeError"), (parsed(4), "content"),
+    (parsed("", (("add", {"a": 1}),)), "calls"), (parsed("", (("add", "{}", "id"),)), "calls"),
+    (parsed("", ("ab",)), "calls"), (parsed("", None), "None"), (parsed("", (), None), "errors"),
+    (parsed("", (), "bad"), "errors"),
+], ids=range(11))
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_parser_of_the_users_that_fails_is_an_error_that_the_model_reads(
-    result: Any, said: str, is_async: bool
+    result: Any, named: str, is_async: bool
 ) -> None:
     reader, tokens = reader_of(result, is_async)
     for _ in range(2):
         read = asyncio.run(reader.read(tokens, [SCHEMA]))
         assert read.message == {"role": "assistant", "content": "It is 4."}
         (error,) = read.errors
-        assert said in error
+        assert named in error
     (note,) = reader.notes
-    assert note.startswith("rollout.tool_parser failed on a reply: ") and said.removeprefix("can't be read: ") in note
+    assert note.startswith("rollout.tool_parser ") and named in note
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -268,4 +246,4 @@ def test_the_console_has_the_first_error_of_a_parser_once(tmp_path: Path) -> Non
         return [player.drain_notes(), player.drain_notes()]
 
     (note,), nothing = asyncio.run(notes())
-    assert note.startswith(f"rollout.tool_parser failed on a reply: KeyError: 'name', at {__file__}:") and not nothing
+    assert note.startswith("rollout.tool_parser ") and f"KeyError: 'name', at {__file__}:" in note and not nothing

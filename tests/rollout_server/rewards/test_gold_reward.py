@@ -29,30 +29,22 @@ def test_a_gold_reward_is_a_name_of_task_reward_or_the_tasks_own() -> None:
 
 def test_an_environment_that_gives_the_rewards_has_no_gold_reward() -> None:
     config = make_config(eval={"gold_reward": "task", "every_steps": 5}, task={"name": "", "env": "my_envs:Env"})
-    with pytest.raises(ConfigError, match=r"eval\.gold_reward must be empty with task\.env or task\.agent"):
+    with pytest.raises(ConfigError, match=r"^eval\.gold_reward .*task\.env"):
         open_gold_reward(config, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gsm8kk", r"^eval\.gold_reward must be one of gsm8k, .*got 'gsm8kk'\. Did you mean gsm8k"),
-        ("judge", r"^eval\.gold_reward must be another reward without judge\.path and judge\.urls"),
-    ],
-)
-def test_a_gold_reward_that_can_not_work_is_refused_by_its_own_key(name: str, message: str) -> None:
-    config = make_config(eval={"gold_reward": name, "every_steps": 5}, task={"name": "reasoning_gym/chain_sum"})
-    with pytest.raises(ConfigError, match=message):
-        open_gold_reward(config, open_task(config, TOKENIZER))
-
-
-def test_a_gold_reward_of_code_with_too_little_time_names_the_key_that_gives_more() -> None:
+    ("name", "key"),
+    [("gsm8kk", r"eval\.gold_reward .*gsm8kk"), ("judge", r"eval\.gold_reward .*judge\.path"),
+     ("code", r"timeouts\.reward_s .*eval\.gold_reward code")],  # too little time
+)  # fmt: skip
+def test_a_gold_reward_that_can_not_work_is_refused_by_its_own_key(name: str, key: str) -> None:
     config = make_config(
-        timeouts={"reward_s": 20.0}, eval={"gold_reward": "code", "every_steps": 5},
+        timeouts={"reward_s": 20.0}, eval={"gold_reward": name, "every_steps": 5},
         task={"name": "reasoning_gym/chain_sum", "sandbox": {"kind": "none"}},
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"^timeouts\.reward_s must be at least 25 with eval\.gold_reward code, got"):
-        open_gold_reward(config, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        open_gold_reward(config, open_task(config, TOKENIZER))
 
 
 def evaluated(score_gold: object) -> tuple[dict[str, float], tuple[str, ...]]:

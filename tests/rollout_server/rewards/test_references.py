@@ -15,7 +15,7 @@ from rollout_server.rewards.rules import check_reference, math_verify
 @pytest.mark.parametrize("answer", ["", " ", "n/a", "She has 3.\n#### 72", "nan", float("nan"), None, True, [72]])
 @pytest.mark.parametrize("rule", ["gsm8k", "gsm8k_flexible"])
 def test_a_reference_that_is_no_number_is_refused_by_the_rules_of_numbers(rule: str, answer: object) -> None:
-    with pytest.raises(ConfigError, match=rf"^row 1: .* number for the rule {rule}, got .*task\.columns\.reference"):
+    with pytest.raises(ConfigError, match=rf"^row 1: .*{rule}.*task\.columns\.reference"):
         check_reference(rule, answer, "row 1")
 
 
@@ -26,8 +26,7 @@ def test_a_reference_that_is_a_number_is_taken(answer: object) -> None:
 
 @pytest.mark.parametrize("answer", [None, True, False, "", " \n", [], {}, {"a": 1}, float("nan"), float("inf")])
 def test_a_reference_that_is_no_answer_is_refused_by_math_verify(answer: object) -> None:
-    told = rf"answer for the rule math_verify, got {re.escape(repr(answer))}\. Set task\.columns\.reference"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=rf"^row 1: .*{re.escape(repr(answer))}.*task\.columns\.reference"):
         check_reference("math_verify", answer, "row 1")
     for taken in (0, 0.5, "x", ["1", "2"]):
         check_reference("math_verify", taken, "row 1")

@@ -37,15 +37,10 @@ def test_a_group_without_an_answer_that_can_be_scored_gets_no_rewards() -> None:
     assert asyncio.run(RewardThreads(5, 1).run([])) == []
 
 
-def test_a_raising_call_is_named_by_its_error() -> None:
-    with pytest.raises(RewardError, match="ZeroDivisionError: division by zero"):
-        run([lambda: 1.0, lambda: 1 / 0])
-
-
 def test_a_raising_call_is_named_with_the_file_and_line_that_raised() -> None:
     line = _raise.__code__.co_firstlineno + 1
     with pytest.raises(RewardError, match=rf"KeyError: 'unit', at .*test_reward_threads\.py:{line}$"):
-        run([_raise])
+        run([lambda: 1.0, _raise])
 
 
 def test_a_call_that_exits_fails_its_group() -> None:
@@ -68,11 +63,11 @@ def test_a_call_that_hangs_fails_its_own_group_only(release: threading.Event) ->
 @pytest.mark.parametrize("num_cancelled", [1, NUM_THREADS, 3 * NUM_THREADS])
 @pytest.mark.filterwarnings("ignore:the reward function took longer")
 def test_threads_that_hang_for_cancelled_groups_are_replaced(release: threading.Event, num_cancelled: int) -> None:
-    before = set(threading.enumerate())
+    before, begun = set(threading.enumerate()), list[int]()
 
     async def cancel_hanging() -> list[float]:
         with closing(RewardThreads(0.2, NUM_THREADS)) as threads:
-            await cancelled(threads, [threads.run([release.wait]) for _ in range(num_cancelled)])
+            await cancelled([threads.run([partial(_hang, release, begun)]) for _ in range(num_cancelled)], begun)
             rewards = await asyncio.wait_for(threads.run([lambda: 2.0] * 8), 5)
             release.set()
             return rewards
@@ -84,27 +79,24 @@ def test_threads_that_hang_for_cancelled_groups_are_replaced(release: threading.
 
 
 def test_a_hanging_reward_of_a_cancelled_group_is_logged(release: threading.Event) -> None:
+    begun: list[int] = []
     async def cancel_hanging() -> None:
         with closing(RewardThreads(0.1, 1)) as threads:
-            await cancelled(threads, [threads.run([release.wait])])
+            await cancelled([threads.run([partial(_hang, release, begun)])], begun)
             await threads.run([lambda: 2.0])
 
-    with pytest.warns(UserWarning, match=r"longer than timeouts\.reward_s = 0\.1 s .* given up meanwhile"):
+    with pytest.warns(UserWarning, match=r"timeouts\.reward_s = 0\.1"):
         asyncio.run(cancel_hanging())
 
 
 def test_a_cancelled_group_begins_on_no_further_answer(release: threading.Event) -> None:
     begun: list[int] = []
 
-    def begin(number: int) -> float:
-        begun.append(number)
-        release.wait()
-        return 1.0
 
     async def cancel_queued() -> list[float]:
         with closing(RewardThreads(10, 1)) as threads:
-            groups = [[partial(begin, 3 * group + i) for i in range(3)] for group in range(2)]
-            await cancelled(threads, [threads.run(calls) for calls in groups])
+            groups = [[partial(_hang, release, begun, 3 * group + i) for i in range(3)] for group in range(2)]
+            await cancelled([threads.run(calls) for calls in groups], begun)
             release.set()
             return await threads.run([lambda: 2.0])
 
@@ -130,9 +122,8 @@ def test_the_limit_of_a_group_is_twice_what_all_before_it_may_take(release: thre
         with closing(RewardThreads(10, 2)) as threads:
             empty = threads.limit_s(8)
             queued = [asyncio.ensure_future(threads.run([release.wait] * 5)) for _ in range(2)]
-            while threads._queue.qsize() != 8:
+            while (behind := threads.limit_s(8)) != 180:  # once two of the ten run
                 await asyncio.sleep(0.01)
-            behind = threads.limit_s(8)
             release.set()
             await asyncio.gather(*queued)
             return [empty, behind]
@@ -148,22 +139,27 @@ def test_answers_that_no_thread_takes_end_with_an_error_that_names_the_queue(mon
         threads = RewardThreads(0.05, 2)
         first = asyncio.ensure_future(threads.run([lambda: 1.0] * 4))
         await asyncio.sleep(0)
-        with pytest.raises(WaitTimeoutError, match=r"3 answers waited 0\.5 s for the 2 reward threads, behind 4 o"):
+        with pytest.raises(WaitTimeoutError, match=r"^3 .*0\.5 s.* 2 .* 4 "):
             await threads.run([lambda: 1.0] * 3)
-        with pytest.raises(WaitTimeoutError, match=r"4 answers .* behind 0 others that may take .* 0\.05 s each"):
+        with pytest.raises(WaitTimeoutError, match=r"^4 .* 0 .*0\.05 s"):
             await first
 
     asyncio.run(wait_for_no_thread())
 
 
-async def cancelled(threads: RewardThreads, runs: list) -> None:
+async def cancelled(runs: list, begun: list) -> None:
     """Start the runs, and cancel them once a call has begun."""
     tasks = [asyncio.ensure_future(run) for run in runs]
-    while not threads._begun_s:
+    while not begun:
         await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _hang(release: threading.Event, begun: list[int], number: int = 0) -> float:
+    begun.append(number)
+    return float(release.wait())
 
 
 def _raise() -> float:

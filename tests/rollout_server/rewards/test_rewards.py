@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
-import signal
-import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from async_rl.config import TaskConfig
@@ -41,53 +40,21 @@ def about(answer: Any) -> Question:
     return Question(messages=({"role": "user", "content": "How many?"},), ground_truth=answer, extra={"unit": "kg"})
 
 
-@pytest.mark.parametrize(
-    ("response", "strict", "flexible"),
-    [
-        ("48 / 2 = 24\n48 + 24 = 72\n#### 72", 1, 1),
-        ("#### 72", 1, 1),
-        # As in verl the marked number is compared as text, and follows `####` and one space.
-        ("####72", 0, 1),
-        ("####  72", 0, 1),
-        ("#### 72.", 0, 1),
-        ("#### 72.0", 0, 1),
-        ("#### 72.00", 0, 1),
-        ("#### 072", 0, 1),
-        ("#### ,72", 1, 1),
-        ("#### 72,", 1, 1),
-        ("#### 7\nno, #### 72", 1, 1),  # the last marked number counts
-        ("#### 72\nno, #### 7", 0, 0),
-        ("The answer is 72.", 0, 1),  # not marked
-        ("The answer is 72. I am 90 % sure", 0, 0),
-        ("#### seventy-two", 0, 0),
-        ("#### 72 apples and 3 pears", 1, 0),
-        ("#### $72", 0, 1),
-        ("#### -72", 0, 0),
-        ("", 0, 0),
-    ],
-)
-def test_gsm8k_rule(response: str, strict: int, flexible: int) -> None:
-    assert gsm8k(about("72"), response) == strict
-    assert gsm8k(about("72"), response, flexible=True) == flexible
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "strict", "flexible"),
-    [
-        ("#### 1,234,567", "1234567", 1, 1),
-        ("#### 1234567", "1,234,567", 1, 1),  # verl ignores separators in the response only
-        ("#### -3", "-3", 1, 1),
-        ("#### .5", ".5", 1, 1),
-        ("#### .5", "0.5", 0, 1),
-        ("#### 3.50", "3.5", 0, 1),
-        ("#### 3.5", "3", 0, 0),
-        ("#### 72", 72, 1, 1),
-        ("#### 72", 72.0, 1, 1),  # a column of pandas
-        ("#### 0.5", 0.5, 1, 1),
-        ("#### 72", " 72\n", 1, 1),
-    ],
-)
-def test_gsm8k_ignores_thousands_separators_only(response: str, answer: object, strict: int, flexible: int) -> None:
+@pytest.mark.parametrize(("response", "answer", "strict", "flexible"), [
+    # As in verl the marked number is compared as text, follows `####` and one space, and the last one counts.
+    ("48 / 2 = 24\n48 + 24 = 72\n#### 72", "72", 1, 1), ("#### 72", "72", 1, 1), ("####72", "72", 0, 1),
+    ("####  72", "72", 0, 1), ("#### 72.", "72", 0, 1), ("#### 72.0", "72", 0, 1), ("#### 72.00", "72", 0, 1),
+    ("#### 072", "72", 0, 1), ("#### ,72", "72", 1, 1), ("#### 72,", "72", 1, 1), ("#### 7\nno, #### 72", "72", 1, 1),
+    ("#### 72\nno, #### 7", "72", 0, 0), ("The answer is 72.", "72", 0, 1),
+    ("The answer is 72. I am 90 % sure", "72", 0, 0), ("#### seventy-two", "72", 0, 0),
+    ("#### 72 apples and 3 pears", "72", 1, 0), ("#### $72", "72", 0, 1), ("#### -72", "72", 0, 0), ("", "72", 0, 0),
+    # thousands separators are ignored, in the response and (unlike verl) in the answer
+    ("#### 1,234,567", "1234567", 1, 1), ("#### 1234567", "1,234,567", 1, 1), ("#### -3", "-3", 1, 1),
+    ("#### .5", ".5", 1, 1), ("#### .5", "0.5", 0, 1), ("#### 3.50", "3.5", 0, 1), ("#### 3.5", "3", 0, 0),
+    # numbers of a column of pandas
+    ("#### 72", 72, 1, 1), ("#### 72", 72.0, 1, 1), ("#### 0.5", 0.5, 1, 1), ("#### 72", " 72\n", 1, 1),
+])  # fmt: skip
+def test_gsm8k_rule(response: str, answer: object, strict: int, flexible: int) -> None:
     assert gsm8k(about(answer), response) == strict
     assert gsm8k(about(answer), response, flexible=True) == flexible
 
@@ -99,17 +66,10 @@ def test_gsm8k_looks_at_the_last_300_characters_only() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        ("so it is $\\boxed{0.5}$", "\\frac12", 1),
-        ("#### 42", "42", 1),
-        ("The result is $x = 43$.", "42", 0),
-        ("$\\boxed{\\{1, 2\\}}$", "\\{2, 1\\}", 1),
-        ("I do not know", "42", 0),
-        ("$\\boxed{", "42", 0),
-    ],
-)
+@pytest.mark.parametrize(("response", "answer", "reward"), [
+    ("so it is $\\boxed{0.5}$", "\\frac12", 1), ("#### 42", "42", 1), ("The result is $x = 43$.", "42", 0),
+    ("$\\boxed{\\{1, 2\\}}$", "\\{2, 1\\}", 1), ("I do not know", "42", 0), ("$\\boxed{", "42", 0),
+])  # fmt: skip
 def test_math_verify_rule(response: str, answer: str, reward: int) -> None:
     assert math_verify(about(answer), response) == reward
 
@@ -169,18 +129,12 @@ def test_math_verify_takes_the_last_box_where_words_stand_before_it(response: st
 
 @pytest.mark.processes
 def test_math_verify_works_from_several_threads_at_once() -> None:
-    found = {}
-
-    def check(n: int) -> None:
+    def check(n: int) -> tuple[float, float]:
         response = f"$\\boxed{{{n}}}$"
-        found[n] = math_verify(about(str(n)), response), math_verify(about(str(n + 1)), response)
+        return math_verify(about(str(n)), response), math_verify(about(str(n + 1)), response)
 
-    threads = [threading.Thread(target=check, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == dict.fromkeys(range(8), (1, 0))
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(check, range(8))) == [(1, 0)] * 8
 
 
 @pytest.mark.processes
@@ -207,35 +161,40 @@ def test_an_answer_that_takes_hours_to_compare_is_wrong_and_the_next_is_checked(
     assert math_verify(about("9"), "$\\boxed{9}$") == 1
 
 
+def math_processes() -> set[psutil.Process]:
+    children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return {each for each in children if "math_child.py" in " ".join(each.cmdline())}
+
+
 @pytest.mark.processes
-def test_a_math_verify_process_that_hangs_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(child)
-        return child
-
-    checker = math_checker.MathChecker()
+def test_a_math_verify_process_that_hangs_is_killed_and_another_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, checker = math_processes(), math_checker.MathChecker()
+    assert checker.is_equal("$\\boxed{9}$", "9")
+    (child,) = math_processes() - before
+    child.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr(math_checker, "_start", start)
         patch.setattr(math_checker, "ANSWER_TIMEOUT_S", 0.2)
-        with pytest.raises(RewardError, match=r"math-verify process \d+ did not answer for 0 s"):
+        with pytest.raises(RewardError, match=str(child.pid)):
             checker.is_equal("1", "1")
-    assert started[0].wait(10) == -signal.SIGKILL
-    assert checker.is_equal("$\\boxed{9}$", "9")  # another takes its place
+    assert checker.is_equal("$\\boxed{9}$", "9") and child not in math_processes() - before
 
 
 @pytest.mark.processes
 def test_an_answer_that_finds_every_math_verify_process_busy_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checker = math_checker.MathChecker()
-    for _ in range(math_checker.num_children()):
-        checker._idle.get()
-    monkeypatch.setattr(math_checker, "IDLE_TIMEOUT_S", 0.1)
-    with pytest.raises(RewardError, match=r"waited 0 s for one of the \d+ math-verify processes"):
-        checker.is_equal("1", "1")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    before, checker = math_processes(), math_checker.MathChecker()
+    with ThreadPoolExecutor(2) as threads:
+        busy = [threads.submit(checker.is_equal, "$\\boxed{9^{9^{9}}}$", "3") for _ in range(2)]
+        while len(math_processes() - before) < 2:
+            time.sleep(0.01)
+        monkeypatch.setattr(math_checker, "IDLE_TIMEOUT_S", 0.1)
+        with pytest.raises(RewardError):
+            checker.is_equal("1", "1")
+        assert not any(each.result() for each in busy)
 
 
 @pytest.mark.parametrize(("cores", "children"), [(1, 2), (2, 2), (12, 12), (128, 32)])
@@ -256,7 +215,7 @@ def test_the_source_of_a_row_picks_the_rule() -> None:
     assert rule_for_source("openai/gsm8k") == "gsm8k"
     for source in ("lighteval/MATH", "HuggingFaceH4/MATH-500", "aime_2024", "amc23", "math_dapo"):
         assert rule_for_source(source) == "math_verify"
-    with pytest.raises(ConfigError, match=r"'codeforces'.*gsm8k, gsm8k_flexible, math_verify"):
+    with pytest.raises(ConfigError, match="'codeforces'"):
         rule_for_source("codeforces")
 
 
@@ -279,60 +238,38 @@ def test_a_custom_function_gets_the_question_and_the_response(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gsm8", "Did you mean gsm8k"),
-        ("no_such_module_here:fn", "No module named 'no_such_module_here'"),
-        ("json:no_such_function", r"json.__init__\.py defines no no_such_function"),
-        (":fn", "package.module:name, got ':fn'"),
-        (".x:fn", "package.module:name, got '.x:fn'"),
-        ("json:__name__", "not a function but str"),
-    ],
+    "name", ["gsm8", "no_such_module_here:fn", "json:no_such_function", ":fn", ".x:fn", "json:__name__"]
 )
-def test_a_reward_that_can_not_be_found_is_a_clear_error(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_reward_that_can_not_be_found_is_refused_by_its_key_and_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^task\\.reward .*'{name}'"):
         opened(name)
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("def score(:\n", r"SyntaxError: invalid syntax \(broken_0\.py, line 1\)"),
-        ("\nscore = undefined\n", r"NameError: name 'undefined' is not defined, at .*broken_1\.py:2"),
-        ("int('x')\n", r"ValueError: invalid literal for int.*, at .*broken_2\.py:1"),
-        ("import sys\nsys.exit(3)\n", r"SystemExit: 3, at .*broken_3\.py:2"),
-    ],
-)
+@pytest.mark.parametrize(("code", "line"), [
+    ("def score(:\n", 1), ("\nscore = undefined\n", 2), ("int('x')\n", 1), ("import sys\nsys.exit(3)\n", 2),
+])  # fmt: skip
 def test_a_reward_module_that_raises_is_named_with_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: int
 ) -> None:
-    module = "broken_" + re.findall(r"broken_(\d)", message)[0]
+    module = f"broken_{len(code)}"
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"task\.reward '{module}:score' can't be imported from .*: {message}"):
+    with pytest.raises(ConfigError, match=rf"^task\.reward '{module}:score' .*{module}\.py(:|, line ){line}"):
         opened(f"{module}:score")
 
 
-@pytest.mark.parametrize(
-    ("parameters", "takes"),
-    [("response", "(response)"), ("prompt, response, answer, extra", "(prompt, response, answer, extra)")],
-)
-def test_a_reward_with_another_number_of_parameters_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, takes: str
+@pytest.mark.parametrize(("parameters", "is_taken"), [
+    ("response", False), ("prompt, response, answer, extra", False),
+    ("*arguments", True), ("question, response, scale=2.0", True),
+])
+def test_a_reward_that_does_not_take_two_arguments_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, is_taken: bool
 ) -> None:
     module = f"reward_of_{len(parameters)}"
     (tmp_path / f"{module}.py").write_text(f"def score({parameters}): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    message = rf"must be a `def score\(question, response\)`, got score{re.escape(takes)}: .*The question has messages"
-    with pytest.raises(ConfigError, match=message):
-        opened(f"{module}:score")
-
-
-@pytest.mark.parametrize("parameters", ["*arguments", "question, response, scale=2.0"])
-def test_a_reward_that_two_arguments_suit_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str
-) -> None:
-    module = f"reward_with_{len(parameters)}"
-    (tmp_path / f"{module}.py").write_text(f"def score({parameters}): return 1.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert opened(f"{module}:score")(about("3"), "It is 3") == 1
+    if is_taken:
+        assert opened(f"{module}:score")(about("3"), "It is 3") == 1
+    else:
+        with pytest.raises(ConfigError, match=rf"^task\.reward '{module}:score' .*\({parameters}\)"):
+            opened(f"{module}:score")

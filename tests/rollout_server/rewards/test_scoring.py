@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +45,7 @@ def test_numbers_besides_the_score_may_have_weights_too() -> None:
     (verdict,), _ = scored([weighted], "4")
     assert verdict.reward == pytest.approx(2 + 0.1 - 1)
     assert verdict.values == {"parts": 1, "parts/format": 0.5, "parts/short": 1}
-    with pytest.raises(RewardError, match=r"the reward parts must return steps besides its score, .*got format, short"):
+    with pytest.raises(RewardError, match=r"parts .*steps"):
         scored([named(parts, name="parts", weights={"format": 0.2, "steps": 1.0})], "4")
     silent = named(lambda *_: None, name="parts", weight=0, weights={"format": 0.2})
     assert scored([silent], "4")[0][0].reward is None
@@ -63,10 +61,8 @@ def test_an_answer_without_a_verdict_has_no_reward_and_says_why() -> None:
         return {"a": None, "b": RewardResult(None, reason="the reply had no score")}.get(response, 0.5)
 
     verdicts, counts = scored([named(is_right, name="right"), named(judge, name="judge")], "a", "b", "c")
-    assert [(each.reward, each.reason) for each in verdicts] == [
-        (None, "the reward judge gave no verdict"), (None, "the reward judge gave no verdict: the reply had no score"),
-        (0.5, ""),
-    ]
+    assert [each.reward for each in verdicts] == [None, None, 0.5] and "judge" in verdicts[0].reason
+    assert verdicts[1].reason.endswith("the reply had no score") and verdicts[2].reason == ""
     assert counts["scoring/judge/no_verdict"] == 2 and counts["scoring/right/no_verdict"] == 0
     assert counts["scoring/judge/calls"] == 3 and counts["scoring/judge/group_s"] >= 0
 
@@ -102,19 +98,6 @@ def test_a_reward_of_an_episode_sees_how_it_went() -> None:
     assert asyncio.run(score())[0].reward == -2
 
 
-@pytest.mark.parametrize("returned", [[0.5], 0.5, None])
-def test_a_reward_of_a_group_must_return_a_verdict_for_each(returned: object) -> None:
-    reward = Reward(function=lambda question, episodes: returned, of="group")
-    with pytest.raises(RewardError, match="list of 2 verdicts, got"):
-        scored([named(reward)], "a", "b")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", "1.0", RewardResult(float("nan")), [1.0]])
-def test_a_result_that_is_no_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(RewardError, match=r"must return a (finite )?number.*, got (nan|inf|'high'|'1.0'|\[1.0\])"):
-        read_verdict(value)
-
-
 class Odd:
     """A number that can't be read."""
 
@@ -122,18 +105,17 @@ class Odd:
         raise RuntimeError("no")
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (-(10**400), "must return a finite number, got one beyond the range of a float"),
-        ({"score": 1, "far": 10**5000}, "must log a finite number as far, got one beyond the range of a float"),
-        ([10**5000], "must return a number, .*, got a value of the class list that can't be shown"),
-        (Odd(), "must return a number, .*, got <"),
-    ],
-    ids=range(4),
-)
-def test_a_number_that_is_no_float_is_refused(value: Any, said: str) -> None:
-    with pytest.raises(RewardError, match=said):
+@pytest.mark.parametrize(("value", "named_by"), [
+    (float("nan"), "nan"), (float("inf"), "inf"), ("high", "'high'"), ("1.0", "'1.0'"),
+    (RewardResult(float("nan")), "nan"), ([1.0], r"\[1\.0\]"), (-(10**400), "float"), ([10**5000], "list"),
+    (Odd(), "<"), ({"reward": 1.0, "acc": 1.0}, "{'reward'"),  # which is the score?
+    ({"score": "1.0"}, "'1.0'"), ({"score": 1.0, "steps": [1, 2]}, "steps"), ({"score": 1.0, "acc": np.nan}, "acc"),
+    ({"score": 1, "far": 10**5000}, "far"), (RewardResult(1.0, {"x": "y"}), "'y'"),  # type: ignore[dict-item]
+    (RewardResult(1.0, {1: 2.0}), "1"), (RewardResult(1.0, {"": 1.0}), "''"),  # type: ignore[dict-item]
+    (RewardResult(1.0, {f"{i}": 1 for i in range(65)}), "65"),
+], ids=range(18))  # fmt: skip
+def test_a_score_or_a_metric_that_is_no_finite_number_is_refused(value: Any, named_by: str) -> None:
+    with pytest.raises(RewardError, match=named_by):
         read_verdict(value)
 
 
@@ -147,43 +129,18 @@ def test_a_mapping_with_a_score_is_a_verdict_with_metrics_as_verl_has_it() -> No
     assert [each.reward for each in verdicts] == [0.5, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"reward": 1.0, "acc": 1.0}, "a mapping with score, or None, got {'reward'"),  # which is the score?
-        ({"score": "1.0"}, "return a number or None as score, got '1.0'"),
-        ({"score": 1.0, "steps": [1, 2]}, "log a number as steps, got"),
-        ({"score": 1.0, "acc": float("nan")}, "log a finite number as acc"),
-    ],
-)
-def test_a_mapping_that_does_not_say_what_the_reward_is_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(RewardError, match=re.escape(message)):
-        read_verdict(value)
-
-
-@pytest.mark.parametrize("metrics", [
-    {"x": "y"}, {"x": float("nan")}, {1: 2.0}, {"": 1.0}, {f"{i}": 1 for i in range(65)}
-])
-def test_metrics_that_can_not_be_logged_are_refused(metrics: Any) -> None:
-    with pytest.raises(RewardError, match=r"log|metric"):
-        read_verdict(RewardResult(1.0, metrics))
-
-
 def test_more_numbers_than_a_row_may_have_are_refused() -> None:
-    many = {str(number): 1.0 for number in range(40)}
-    rewards = [named(lambda *_: RewardResult(1.0, many), name=name) for name in ("a", "b")]
-    with pytest.raises(RewardError, match="at most 64 numbers of an answer, got 82"):
-        scored(rewards, "4")
+    """A row has 64 numbers, one of which is the environment's reward, if there is one."""
+    def logs(*counts: int, **config: Any) -> int:
+        numbers = [{str(number): 1.0 for number in range(count)} for count in counts]
+        rewards = [named(lambda *_, n=n: RewardResult(1.0, n), name=f"r{i}") for i, n in enumerate(numbers)]
+        return len(scored(rewards, "4", config=make_config(task=config))[0][0].values)
 
-
-def test_with_the_reward_of_an_environment_there_is_room_for_one_number_less() -> None:
-    metrics = {str(number): 1.0 for number in range(63)}
-    rewards = [named(lambda *_: RewardResult(1.0, metrics), name="style")]
-    (verdict,), _ = scored(rewards, "4")
-    assert len(verdict.values) == 64
-    said = r"the rewards \(style\) may log at most 63 numbers of an answer, beside the reward `env` .*, got 64"
-    with pytest.raises(RewardError, match=said):
-        scored(rewards, "4", config=make_config(task={"env": "my_games:Game"}))
+    assert logs(40, 22) == 64 and logs(62, env="my_games:Game") == 63
+    with pytest.raises(RewardError, match="65"):
+        logs(40, 23)
+    with pytest.raises(RewardError, match=r"r0, r1.*\b64\b"):
+        logs(40, 22, env="my_games:Game")
 
 
 def test_a_name_that_is_too_long_behind_that_of_its_reward_is_refused() -> None:
@@ -194,7 +151,7 @@ def test_a_name_that_is_too_long_behind_that_of_its_reward_is_refused() -> None:
             (verdict,), _ = scored(rewards, "4")
             assert max(map(len, verdict.values)) == 200
         else:
-            with pytest.raises(RewardError, match=r"the reward style must give .* at most 200 .*, got 201: style/xxx"):
+            with pytest.raises(RewardError, match="201: style/xxx"):
                 scored(rewards, "4")
 
 
@@ -207,14 +164,14 @@ def test_a_reward_that_hangs_or_raises_fails_its_group_with_its_name(is_async: b
         return 1.0
 
     slow = hang if is_async else lambda question, response: float(hung.wait(60))
-    with pytest.raises(RewardError, match=r"slow: the reward function took longer than task\.rewards\[1\]\.timeout_s"):
+    with pytest.raises(RewardError, match=r"^slow: .*task\.rewards\[1\]\.timeout_s"):
         scored([named(is_right), named(slow, name="slow", timeout_s=0.1, limit="task.rewards[1].timeout_s")], "4")
     hung.set()
 
     async def fail(question: Question, response: str) -> float:
         return 1 / 0
 
-    with pytest.raises(RewardError, match=r"bad: ZeroDivisionError: .*test_scoring\.py"):
+    with pytest.raises(RewardError, match=r"^bad: ZeroDivisionError: .*test_scoring\.py"):
         scored([named(fail if is_async else lambda question, response: 1 / 0, name="bad")], "4")
 
 
@@ -244,22 +201,10 @@ def test_no_more_calls_run_at_once_than_the_reward_allows() -> None:
     assert most == 3
 
 
-@pytest.mark.parametrize("wrong", [{}, {"function": is_right, "open": is_right}, {
-    "function": is_right, "of": "group", "is_function_of_input": True
-}])
-def test_an_entry_that_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="a Reward"):
-        Reward(**wrong)
-
-
 def test_answers_of_a_group_are_scored_by_all_rewards_at_the_same_time() -> None:
-    def wait(question: Question, response: str) -> float:
-        time.sleep(0.2)
-        return 1.0
-
-    began_s = time.monotonic()
-    scored([named(wait, name=str(number)) for number in range(5)], *"abcd")
-    assert time.monotonic() - began_s < 3.0  # one after the other would take 4 s
+    together = threading.Barrier(20, timeout=20)
+    waits = [named(lambda *_: float(together.wait() >= 0), name=str(number), timeout_s=30.0) for number in range(5)]
+    assert [each.reward for each in scored(waits, *"abcd")[0]] == [5] * 4
 
 
 def opened(config: Config) -> tuple[NamedReward, ...]:
@@ -268,7 +213,7 @@ def opened(config: Config) -> tuple[NamedReward, ...]:
 
 def test_a_reward_of_weight_zero_may_count_by_its_other_numbers() -> None:
     reward = {"reward": "math_verify", "weight": 0}
-    with pytest.raises(ConfigError, match=r"task\.rewards must be rewards of which one has a weight other than 0"):
+    with pytest.raises(ConfigError, match=r"^task\.rewards"):
         make_config(task={"rewards": [reward]})
     config = make_config(task={"rewards": [reward | {"weights": {"format": 0.5}}]})
     (opened,) = open_rewards(config, None)  # type: ignore[arg-type]
@@ -276,15 +221,10 @@ def test_a_reward_of_weight_zero_may_count_by_its_other_numbers() -> None:
 
 
 def test_the_configuration_names_weighs_and_limits_each_reward() -> None:
-    first, second = opened(of(
-        {"reward": "gsm8k", "timeout_s": 2.0}, {"name": "own", "weight": 0.5, "concurrency": 3}
-    ))  # fmt: skip
-    assert (first.name, first.weight, first.timeout_s, first.limit) == (
-        "gsm8k", 1.0, 2.0, "task.rewards[0].timeout_s"
-    )  # fmt: skip
-    assert (second.name, second.weight, second.timeout_s, second.limit, second.concurrency) == (
-        "own", 0.5, 30.0, "timeouts.reward_s", 3
-    )  # fmt: skip
+    first, second = opened(of({"reward": "gsm8k", "timeout_s": 2.0}, {"name": "own", "weight": 0.5, "concurrency": 3}))
+    assert (first.name, first.weight, first.timeout_s, first.limit) == ("gsm8k", 1, 2, "task.rewards[0].timeout_s")
+    assert (second.name, second.weight, second.timeout_s, second.limit) == ("own", 0.5, 30, "timeouts.reward_s")
+    assert second.concurrency == 3
     assert second.reward.function is is_right and first.logs_score and second.logs_score
 
 
@@ -307,19 +247,19 @@ def test_a_reward_gets_the_settings_that_its_entry_declares() -> None:
     rewards = opened(of({"reward": f"{__name__}:SHORT", "params": {"limit": 2}}, {"reward": f"{__name__}:is_right"}))
     verdicts, _ = scored(list(rewards), "4", "four")
     assert [each.reward for each in verdicts] == [2, 0]
-    with pytest.raises(ConfigError, match=r"unknown key task\.rewards\[0\]\.params\.limits; .*SHORT takes limit"):
+    with pytest.raises(ConfigError, match=r"task\.rewards\[0\]\.params\.limits"):
         opened(of({"reward": f"{__name__}:SHORT", "params": {"limits": 2}}))
-    with pytest.raises(ConfigError, match=r"task\.rewards\.params\.limit must be a whole number, got 'x'"):
+    with pytest.raises(ConfigError, match=r"^task\.rewards\.params\.limit .*'x'"):
         opened(of({"reward": f"{__name__}:SHORT", "params": {"limit": "x"}}))
 
 
 def test_a_reward_of_a_group_has_no_greedy_baseline() -> None:
     remax = of({"reward": f"{__name__}:RANK"}, algorithm={"advantage": "remax"})
-    with pytest.raises(ConfigError, match=r"task\.rewards\[0\]\.reward must be one of an answer .* with algorithm"):
+    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.reward .*algorithm\.advantage remax"):
         opened(remax)
     assert opened(of({"reward": f"{__name__}:RANK"}))[0].reward is RANK
 
 
 def test_a_reward_with_other_arguments_than_its_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must be a `def is_short\(question, response\)`, got is_short\(question: "):
+    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.reward .*is_short"):
         opened(of({"reward": f"{__name__}:is_short"}))

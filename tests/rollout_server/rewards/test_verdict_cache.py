@@ -81,7 +81,7 @@ def test_neither_errors_nor_missing_verdicts_are_kept(tmp_path: Path) -> None:
 def test_a_cache_that_can_not_be_used_costs_a_warning(tmp_path: Path) -> None:
     config = with_folder(tmp_path)
     (config.run_dir / "rewards.sqlite").write_text("no database" * 100)
-    with pytest.warns(UserWarning, match=r"rewards\.sqlite can't be used: file is not a database\. No verdict is kept"):
+    with pytest.warns(UserWarning, match=r"rewards\.sqlite"):
         reward = named(Reward(function=is_right, is_function_of_input=True))
         verdicts, _ = scored([reward], "4", config=config, groups=2)
     assert verdicts[0].reward == 1
@@ -124,7 +124,7 @@ def test_the_arguments_of_a_partial_are_part_of_the_identity() -> None:
 
 @pytest.mark.parametrize("value", [object(), lambda: 1, {1, 2}])
 def test_an_argument_of_a_partial_that_can_not_be_named_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"'m:R' declares is_function_of_input, so the arguments of its func"):
+    with pytest.raises(ConfigError, match=r"'m:R' .*is_function_of_input"):
         identity("m:R", kept(partial(within, limit=value)), None)
 
 
@@ -184,7 +184,7 @@ def test_a_reward_of_which_no_verdict_is_kept_may_have_any_argument(modules: Pat
 
 
 def test_a_module_that_can_not_be_imported_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the reward 'code' needs the module 'no_such' .*ModuleNotFoundError"):
+    with pytest.raises(ConfigError, match=r"'code' .*'no_such'"):
         identity("code", kept(within, "no_such"), None)
 
 

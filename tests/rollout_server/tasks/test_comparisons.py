@@ -21,9 +21,14 @@ def reply(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def read(tmp_path: Path, *rows: dict[str, Any], tokenizer: Any = TOKENIZER, **task: Any) -> ComparisonFile:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+def read(
+    tmp_path: Path, *rows: dict[str, Any], tokenizer: Any = TOKENIZER, suffix: str = "jsonl", **task: Any
+) -> ComparisonFile:
+    file = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)))
     config = make_config(task={"max_prompt_tokens": 64, **task}, rollout={"max_response_tokens": 8})
     return read_comparisons(config, str(file), "reward_training.path", tokenizer)
 
@@ -32,6 +37,7 @@ def texts(compared: ComparedAnswers) -> list[str]:
     return [TOKENIZER.decode([*each.prompt, *each.answer]) for each in compared.answers]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("row", [
     {"prompt": "Hi?", "chosen": "yes", "rejected": "no"},
     {"prompt": [USER], "chosen": [reply("yes")], "rejected": [reply("no")]},
@@ -39,12 +45,12 @@ def texts(compared: ComparedAnswers) -> list[str]:
     {"chosen": [USER, reply("yes")], "rejected": [USER, reply("no")]},
     {"prompt": "another", "chosen": [USER, reply("yes")], "rejected": [USER, reply("no")]},
     {"prompt": "Hi?", "answers": ["yes", "no"]},
-    {"prompt": [USER], "answers": [[reply("yes")], "no"], "ranks": [4, 7]},
+    {"prompt": [USER], "answers": [[reply("yes")], [reply("no")]], "ranks": [4, 7]},
 ])  # fmt: skip
 def test_pairs_in_trls_columns_and_rankings_are_read_as_the_policy_would_answer(
-    tmp_path: Path, row: dict[str, Any]
+    tmp_path: Path, row: dict[str, Any], suffix: str
 ) -> None:
-    (compared,) = read(tmp_path, row).comparisons
+    (compared,) = read(tmp_path, row, suffix=suffix).comparisons
     assert texts(compared) == ["Hi?<sep>yes<eos>", "Hi?<sep>no<eos>"]
     assert compared.pairs == [(0, 1, 0.0)] and compared.prompt == "Hi?<sep>"
 
@@ -75,7 +81,6 @@ def test_margins_ranks_and_ties(tmp_path: Path) -> None:
         [(0, 1, 0.5)], [(0, 1, 0.0)], [(0, 1, 0.0), (0, 2, 0.0), (1, 2, 0.0)], [(1, 0, 0.0), (1, 2, 0.0)],
     ]  # fmt: skip
     assert found.all_tied == 1
-    assert found.summary == "4 comparisons with 7 pairs; 1 left out, without a better answer"
 
 
 def test_what_a_run_would_not_allow_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -83,48 +88,31 @@ def test_what_a_run_would_not_allow_is_left_out_and_counted(tmp_path: Path) -> N
     long_answer, long_prompt = {**pair, "rejected": "y" * 8}, {**pair, "prompt": "a" * 64}
     found = read(tmp_path, pair, long_answer, long_prompt)
     assert (len(found.comparisons), found.too_long) == (1, 2)
-    assert "2 left out, longer than task.max_prompt_tokens or rollout.max_response_tokens" in found.summary
-    with pytest.raises(ConfigError, match=r"reward_training.path .* must have a comparison that can be used, got 0 "):
+    with pytest.raises(ConfigError, match=r"^reward_training\.path"):
         read(tmp_path, long_answer)
 
 
 def test_parquet_with_columns_that_rows_leave_empty(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "a", "chosen": "x", "rejected": "y", "answers": None},
-        {"prompt": "b", "chosen": None, "rejected": None, "answers": ["x", "y"]},
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    found = read_comparisons(make_config(), str(tmp_path / "rows.parquet"), "reward_training.path", TOKENIZER)
+    found = read(
+        tmp_path, {"prompt": "a", "chosen": "x", "rejected": "y", "answers": None},
+        {"prompt": "b", "chosen": None, "rejected": None, "answers": ["x", "y"]}, suffix="parquet",
+    )  # fmt: skip
     assert [texts(each) for each in found.comparisons] == [["a<sep>x<eos>", "a<sep>y<eos>"],
                                                            ["b<sep>x<eos>", "b<sep>y<eos>"]]
 
 
-@pytest.mark.parametrize("row", [
-    {"prompt": [USER], "chosen": [reply("yes")], "rejected": [reply("no")]},
-    {"chosen": [USER, reply("yes")], "rejected": [USER, reply("no")]},
-    {"prompt": [USER], "answers": [[reply("yes")], [reply("no")]], "ranks": [1, 2]},
+@pytest.mark.parametrize(("row", "named"), [
+    ({"chosen": "a"}, "chosen"), ({"prompt": "a", "chosen": "x", "rejected": 3}, "row 0: rejected"),
+    ({"chosen": "Human: a Assistant: x", "rejected": "y"}, "row 0: chosen"),
+    ({"chosen": [USER], "rejected": [USER]}, "row 0: chosen .*'user'"),
+    ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": "big"}, "row 0: margin .*'big'"),
+    ({"prompt": "a", "answers": ["x"]}, "row 0: answers"),
+    ({"prompt": "a", "answers": ["x", "y"], "ranks": [1]}, "row 0: ranks"),
+    ({"prompt": "a", "answers": ["x", "y"], "ranks": [1, 0.5]}, "row 0: ranks"),
 ])  # fmt: skip
-def test_parquet_with_chat_messages(tmp_path: Path, row: dict[str, Any]) -> None:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), tmp_path / "rows.parquet")
-    found = read_comparisons(make_config(), str(tmp_path / "rows.parquet"), "reward_training.path", TOKENIZER)
-    assert [texts(each) for each in found.comparisons] == [["Hi?<sep>yes<eos>", "Hi?<sep>no<eos>"]] * 2
-    assert [each.pairs for each in found.comparisons] == [[(0, 1, 0.0)]] * 2
-
-
-@pytest.mark.parametrize(("row", "message"), [
-    ({"chosen": "a"}, "needs the columns chosen and rejected, or prompt and answers; found: chosen"),
-    ({"prompt": "a", "chosen": "x", "rejected": 3}, "row 0: rejected must be text or"),
-    ({"chosen": "Human: a Assistant: x", "rejected": "y"}, "row 0: chosen is an answer only"),
-    ({"chosen": [USER], "rejected": [USER]}, "chosen must end with a message of the assistant, got one of 'user'"),
-    ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": "big"}, "margin must be a number, got 'big'"),
-    ({"prompt": "a", "answers": ["x"]}, "answers must be a list of two or more"),
-    ({"prompt": "a", "answers": ["x", "y"], "ranks": [1]}, "ranks must be a list of whole numbers, one for each of 2"),
-    ({"prompt": "a", "answers": ["x", "y"], "ranks": [1, 0.5]}, "ranks must be a list of whole numbers"),
-])  # fmt: skip
-def test_a_row_of_another_form_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_row_of_another_form_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl.*{named}"):
         read(tmp_path, row)
-    assert message in str(caught.value) and "rows.jsonl" in str(caught.value)
 
 
 def test_held_out_comparisons_have_other_prompts() -> None:
@@ -134,5 +122,5 @@ def test_held_out_comparisons_have_other_prompts() -> None:
     assert not {each.prompt for each in train} & {each.prompt for each in held_out}
     assert split_by_prompt(made, 0.1, seed=0) == (train, held_out) != split_by_prompt(made, 0.1, seed=1)
     assert split_by_prompt(made, 0.0, seed=0) == (made, [])
-    with pytest.raises(ConfigError, match=r"reward_training.held_out must be 0 or leave prompts .* Set reward"):
+    with pytest.raises(ConfigError, match=r"^reward_training\.held_out"):
         split_by_prompt(made[:2], 0.1, seed=0)

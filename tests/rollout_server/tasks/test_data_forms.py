@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,29 +22,16 @@ from tests.kit.data_files import opened, sums, written
 CHAT = [{"role": "user", "content": "What is 8 * 9?"}]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        pytest.param(  # verl
-            {
-                "data_source": "sums", "prompt": CHAT, "reward_model": {"ground_truth": "72"}, "ability": "math",
-                "extra_info": {"answer": "It is 72.", "index": 3},
-            },
-            ("72", "It is 72.", "sums", {"answer": "It is 72.", "index": 3}),
-            id="verl",
-        ),
-        pytest.param(
-            {"prompt": CHAT, "answer": "72", "level": 2}, ("72", "", "rows", {"level": 2}), id="trl",
-        ),
-        pytest.param({"prompt": "What is 8 * 9?"}, (None, "", "rows", {}), id="trl-without-reference"),
-        pytest.param(
-            {"question": "What is 8 * 9?", "answer": "72", "info": '{"level": 2}', "task": "sums", "example_id": 0},
-            ("72", "", "sums", {"level": 2, "example_id": 0}),
-            id="verifiers",
-        ),
-        pytest.param({"question": "What is 8 * 9?", "answer": "72"}, ("72", "", "rows", {}), id="question-and-answer"),
-    ],
-)
+@pytest.mark.parametrize(("row", "expected"), [
+    ({"data_source": "sums", "prompt": CHAT, "reward_model": {"ground_truth": "72"}, "ability": "math",
+      "extra_info": {"answer": "It is 72.", "index": 3}},
+     ("72", "It is 72.", "sums", {"answer": "It is 72.", "index": 3})),
+    ({"prompt": CHAT, "answer": "72", "level": 2}, ("72", "", "rows", {"level": 2})),
+    ({"prompt": "What is 8 * 9?"}, (None, "", "rows", {})),
+    ({"question": "What is 8 * 9?", "answer": "72", "info": '{"level": 2}', "task": "sums", "example_id": 0},
+     ("72", "", "sums", {"level": 2, "example_id": 0})),
+    ({"question": "What is 8 * 9?", "answer": "72"}, ("72", "", "rows", {})),
+], ids=["verl", "trl", "trl-without-reference", "verifiers", "question-and-answer"])  # fmt: skip
 def test_the_schemas_of_peers_are_known(tmp_path: Path, row: dict[str, Any], expected: tuple[Any, ...]) -> None:
     question = opened(written(tmp_path / "rows.jsonl", [row])).prompt(0).question
     assert question.messages == tuple(CHAT)
@@ -59,7 +47,7 @@ def test_columns_of_any_name_are_taken_and_the_rest_is_extra(tmp_path: Path) -> 
     assert question.messages == ({"role": "user", "content": "8 * 9?"},)
     assert (question.ground_truth, question.solution, question.source) == ("72", "8 * 9 = 72", "sums")
     assert question.extra == {"level": 2} and task.cautions == []
-    with pytest.raises(ConfigError, match=r"has no column answer, as task\.columns\.reference names it; found: prob"):
+    with pytest.raises(ConfigError, match=r"answer.*task\.columns\.reference"):
         opened(path, columns=ColumnsConfig(prompt="problem", reference="answer"))
 
 
@@ -73,9 +61,10 @@ def test_each_source_may_have_columns_of_its_own(tmp_path: Path) -> None:
     trained, held_out = [[(q.messages[0]["content"], q.ground_truth) for q in some] for some in questions]
     assert trained == held_out[::-1] == [("1 + 1?", "2"), ("2 + 2?", "4")]
     assert questions[0][0].extra == {"id": 7} and questions[0][1].extra == {}
-    guessed = [each for each in task.cautions if "has prompts from" in each]
-    assert len(guessed) == 2 and all("known.jsonl has prompts from question" in each for each in guessed)
-    assert [each.rpartition(" ")[2] for each in guessed] == ["task.path[0].columns.", "task.eval_path[1].columns."]
+    keys = ("task.path[0].columns", "task.eval_path[1].columns")
+    assert [[each for each in task.cautions if key in each and "known.jsonl" in each] for key in keys] == [
+        [each] for each in task.cautions if ".columns" in each
+    ]  # the columns that were guessed
     common = opened([{"path": known, "columns": {"prompt": "question"}}, other], columns=ColumnsConfig(**named))
     assert sorted(common.prompt(i).question.ground_truth for i in range(2)) == ["2", "4"]
 
@@ -83,13 +72,13 @@ def test_each_source_may_have_columns_of_its_own(tmp_path: Path) -> None:
 def test_columns_that_a_source_lacks_are_refused_with_the_setting_that_names_them(tmp_path: Path) -> None:
     known = written(tmp_path / "known.jsonl", [{"question": "1 + 1?", "answer": "2"}])
     other = written(tmp_path / "other.jsonl", [{"problem": "2 + 2?", "solution": "4"}])
-    with pytest.raises(ConfigError, match=r"a column prompt or question, or one that task\.path\[1\]\.columns\.prompt"):
-        opened([known, other])
-    with pytest.raises(ConfigError, match=r"other.* no column text, as task\.path\[1\]\.columns\.prompt names it"):
-        opened([known, {"path": other, "columns": {"prompt": "text"}}])
-    asked = r"known.* no column problem, as task\.columns\.prompt names it; .* own: {path: \.\.\., columns: {prompt:"
-    with pytest.raises(ConfigError, match=asked):
-        opened([known, other], columns=ColumnsConfig(prompt="problem"))
+    for paths, columns, named in (
+        ([known, other], {}, r"other.*task\.path\[1\]\.columns\.prompt"),
+        ([known, {"path": other, "columns": {"prompt": "text"}}], {}, r"other.* text.*path\[1\]\.columns\.prompt"),
+        ([known, other], {"prompt": "problem"}, r"known.* problem.*task\.columns\.prompt"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            opened(paths, columns=ColumnsConfig(**columns))
 
 
 def test_a_column_whose_own_name_has_dots_is_taken_whole(tmp_path: Path) -> None:
@@ -100,30 +89,28 @@ def test_a_column_whose_own_name_has_dots_is_taken_whole(tmp_path: Path) -> None
         assert (question.ground_truth, question.solution) == ("72", "It is 72.")
         named = opened(path, columns=ColumnsConfig(reference="gold.value")).prompt(0).question
         assert named.ground_truth == "73" and named.extra == {"reward_model.ground_truth": "72"}
-        with pytest.raises(ConfigError, match=r"has no column gold\.other, as .* found: prompt, reward_model\.ground_"):
+        with pytest.raises(ConfigError, match=r"gold\.other"):
             opened(path, columns=ColumnsConfig(reference="gold.other"))
 
 
-def test_a_column_of_images_is_told_unless_it_holds_text(tmp_path: Path) -> None:
+def test_columns_of_images_and_columns_that_were_guessed_are_told(tmp_path: Path) -> None:
     row = {"prompt": "What is this?", "answer": "a cat", "image": b"\x89PNG", "video": None, "audio": "a miaow"}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "seen.parquet")
-    told = [caution for caution in opened(str(tmp_path / "seen.parquet")).cautions if "no model sees" in caution]
-    assert told == [f"{tmp_path}/seen.parquet has the column image, which no model sees: they read only text."]
-
-
-def test_columns_that_were_guessed_are_told(tmp_path: Path) -> None:
-    task = opened(written(tmp_path / "rows.jsonl", sums("a", 2)))
-    assert any("has prompts from prompt, references from answer. Name other columns in" in c for c in task.cautions)
+    cautions = opened(str(tmp_path / "seen.parquet")).cautions
+    assert [[each for each in cautions if f"column {name}" in each] != [] for name in ("image", "video", "audio")] == [
+        True, False, False
+    ]
+    assert any("task.columns" in each for each in cautions)
 
 
 def test_a_system_prompt_comes_before_the_messages_and_counts_for_their_length(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", sums("a", 1))
     prompt = opened(path, system_prompt="Be brief.").prompt(0)
     assert prompt.text == "Be brief.\na0?<sep>" and prompt.question.messages[0]["role"] == "system"
-    with pytest.raises(ConfigError, match=r"all longer than task\.max_prompt_tokens = 8"):
+    with pytest.raises(ConfigError, match=r"task\.max_prompt_tokens"):
         opened(path, system_prompt="Be brief.", max_prompt_tokens=8)
     own = written(tmp_path / "own.jsonl", [{"prompt": [{"role": "system", "content": "Sum."}, *CHAT], "answer": "72"}])
-    with pytest.raises(ConfigError, match=r"task\.system_prompt must be empty where prompts have .* of their own"):
+    with pytest.raises(ConfigError, match=r"^task\.system_prompt"):
         opened(own, system_prompt="Be brief.")
 
 
@@ -163,7 +150,7 @@ def test_the_weights_of_files_say_how_often_their_rows_come_in_an_epoch(
 
 def test_weights_that_make_an_epoch_too_long_for_memory_are_refused(tmp_path: Path) -> None:
     data = (DataConfig(path=written(tmp_path / "a.jsonl", sums("a", 1)), weight=2.0**27),)
-    with pytest.raises(ConfigError, match=r"67108864 prompts, got 134217728: .* Lower the weights in task\.path"):
+    with pytest.raises(ConfigError, match=r"134217728.*task\.path"):
         opened(data)
 
 
@@ -201,7 +188,7 @@ def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
     some = opened(str(tmp_path / "some"), shuffle=False)
     assert [some.prompt(i).text for i in range(2)] == ["a4?<sep>", "a1?<sep>"]
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
-    with pytest.raises(ConfigError, match=r"splits has several splits: name one, .*/splits/train or .*/splits/test"):
+    with pytest.raises(ConfigError, match=r"/splits/train.*/splits/test"):
         opened(str(tmp_path / "splits"))
 
 
@@ -238,19 +225,12 @@ def test_several_held_out_files_have_names_and_equal_shares(tmp_path: Path) -> N
         ("a", "a0"), ("a", "a1"), ("a", "a2"), ("a", "a3"), ("hard", "b0"), ("hard", "b1")
     ]
     assert found[4][2] == f"row 0 of {paths[1]}"
-    with pytest.raises(ConfigError, match=r"task\.eval_path must be sources of different names"):
+    with pytest.raises(ConfigError, match=r"^task\.eval_path"):
         opened(train, eval_path=[paths[0], {"path": paths[1], "name": "a"}], eval_size=6)
 
 
 def test_repeated_prompts_and_held_out_prompts_that_are_trained_on_are_told(tmp_path: Path) -> None:
-    train = written(tmp_path / "train.jsonl", [*sums("a", 5), *sums("a", 2)])
-    held_out = written(tmp_path / "held-out.jsonl", [*sums("a", 1), *sums("b", 3)])
-    cautions = opened(train, eval_path=held_out, eval_size=4).cautions
-    assert "task.path: 2 of 7 prompts repeat an earlier one." in cautions
-    assert any("1 of 4 held-out prompts of held-out are trained on too" in each for each in cautions)
-
-
-def test_prompts_that_differ_in_case_and_white_space_count_as_the_same(tmp_path: Path) -> None:
+    """Prompts that differ in case and white space count as the same."""
     def rows(*prompts: Any) -> list[dict[str, Any]]:
         return [{"prompt": prompt, "answer": "1"} for prompt in prompts]
 
@@ -258,31 +238,24 @@ def test_prompts_that_differ_in_case_and_white_space_count_as_the_same(tmp_path:
     same = [{"role": "user", "content": "WHAT IS 2?"}]
     held_out = written(tmp_path / "one.jsonl", rows("Whatis 1?", same, "New?"))
     again = written(tmp_path / "again.jsonl", rows("new?"))
-    cautions = opened(train, eval_path=[held_out, again], eval_size=4).cautions
-    assert "task.path: 1 of 3 prompts repeat an earlier one." in cautions
-    assert "task.eval_path: 1 of 4 prompts repeat an earlier one." in cautions
-    assert [each[:60] for each in cautions if "trained on" in each] == [
-        "task.eval_path: 1 of 3 held-out prompts of one are trained o"
-    ]
+    told = [each for each in opened(train, eval_path=[held_out, again], eval_size=4).cautions if " of " in each]
+    assert sorted(re.findall(r"^(task\.\w+): (\d of \d)", "\n".join(told), re.MULTILINE)) == [
+        ("task.eval_path", "1 of 3"), ("task.eval_path", "1 of 4"), ("task.path", "1 of 3")
+    ]  # held-out ones of one.jsonl that are trained on, held-out ones twice, trained ones twice
     system = [{"role": "system", "content": "What is 2?"}, {"role": "user", "content": "Now."}]
     other = written(tmp_path / "other.jsonl", rows(system, "Now."))
-    assert not any("repeat" in each or "too" in each for each in opened(other, eval_path=train, eval_size=1).cautions)
+    assert not any(re.search(r"\d of \d", each) for each in opened(other, eval_path=train, eval_size=1).cautions)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ([], "task.path must be a file, a glob, a folder, a data set of the hub, or a list of these"),
-        ([{"weight": 2.0}], r"task\.path\[\]\.path is required"),
-        ([{"path": "a.jsonl", "weight": 0.0}], r"task\.path\[\]\.weight must be"),
-        ([{"path": "a.jsonl", "wieght": 1.0}], r"unknown key .*\.wieght; did you mean task\.path\[\]\.weight"),
-        ([{"path": "a.jsonl", "columns": {"promt": "x"}}], r"unknown key .*\.columns\.promt; did you mean .*\.prompt"),
-        ([{"path": "a.jsonl", "columns": {"prompt": 3}}], r"task\.path\[\]\.columns\.prompt must be text"),
-        (3, "task.path must be a file, a glob"),
-    ],
-)
-def test_a_wrong_list_of_files_is_refused(path: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(("path", "key"), [
+    ([], r"^task\.path "), ([{"weight": 2.0}], r"task\.path\[\]\.path"), (3, r"^task\.path "),
+    ([{"path": "a.jsonl", "weight": 0.0}], r"task\.path\[\]\.weight"),
+    ([{"path": "a.jsonl", "wieght": 1.0}], r"wieght.*task\.path\[\]\.weight"),
+    ([{"path": "a.jsonl", "columns": {"promt": "x"}}], r"columns\.promt.*\.prompt"),
+    ([{"path": "a.jsonl", "columns": {"prompt": 3}}], r"task\.path\[\]\.columns\.prompt"),
+])  # fmt: skip
+def test_a_wrong_list_of_files_is_refused(path: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
         TaskConfig(path=path)
 
 

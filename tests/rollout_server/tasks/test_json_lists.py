@@ -24,22 +24,15 @@ def test_every_number_of_each_kind_is_asked_for_and_held_out_kinds_are_not_train
     assert len(JsonLists(load_config(CONFIG), TOKENIZER).eval_questions()) == 24
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ('["oak", "elm", "fir"]', 1.0),
-        (' ["oak", "elm", "fir"]\n', 1.0),
-        ('["oak", "oak", "Oak "]', 0.1 + 0.3 + 0.3 + 0.3 / 3),
-        ('["oak", "elm"]', 0.1 + 0.3 + 0.3 * 2 / 3 + 0.3),
-        ('["red", "cow", "fir"]', 0.1 + 0.3 + 0.3 + 0.3 / 3),  # two are of the worked turns
-        (json.dumps([str(number) for number in range(9)]), 0.1 + 0.3 + 0 + 0.3),  # three times as many
-        ('["oak", "elm", "fir"', 0.0),  # cut off
-        ('[oak, elm, fir]', 0.1),
-        ('[]', 0.1), ("[1, 2, 3]", 0.1), ('{"a": ["oak"]}', 0.0),
-        ('Sure: ["oak", "elm", "fir"]', 0.0), ('["oak", "elm", "fir"] These are trees.', 0.0), ("", 0.0),
-        ("[" * 10_000, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "reward"), [
+    ('["oak", "elm", "fir"]', 1.0), (' ["oak", "elm", "fir"]\n', 1.0),
+    ('["oak", "oak", "Oak "]', 0.1 + 0.3 + 0.3 + 0.3 / 3), ('["oak", "elm"]', 0.1 + 0.3 + 0.3 * 2 / 3 + 0.3),
+    ('["red", "cow", "fir"]', 0.1 + 0.3 + 0.3 + 0.3 / 3),  # two are of the worked turns
+    (json.dumps([str(number) for number in range(9)]), 0.1 + 0.3 + 0 + 0.3),  # three times as many
+    ('["oak", "elm", "fir"', 0.0), ('[oak, elm, fir]', 0.1), ('[]', 0.1), ("[1, 2, 3]", 0.1), ('{"a": ["oak"]}', 0.0),
+    ('Sure: ["oak", "elm", "fir"]', 0.0), ('["oak", "elm", "fir"] These are trees.', 0.0), ("", 0.0),
+    ("[" * 10_000, 0.0),
+])  # fmt: skip
 def test_the_reward_grades_brackets_json_count_and_difference(response: str, reward: float) -> None:
     verdict = graded(question(3, "trees"), response)
     assert verdict.score == pytest.approx(reward)

@@ -47,11 +47,14 @@ def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) 
     return config, open_task(config, TOKENIZER)
 
 
-def test_rows_of_any_source_are_questions_for_an_agent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", [{"agent": "my_agent:solve"}, {"reward": "my_rewards:score"}])
+def test_an_agent_or_a_reward_of_the_users_takes_rows_of_any_source_and_any_truth(
+    tmp_path: Path, task: dict[str, str]
+) -> None:
     rows = [row_of(0, data_source="tickets", reward_model={"ground_truth": ["refund", "close"]})]
-    _, task = opened(written(tmp_path / "rows.jsonl", rows), agent="my_agent:solve")
-    prompt = task.prompt(0)
-    assert prompt.question.ground_truth == ["refund", "close"] and task.has_answer(prompt, "#### 5") is None
+    _, opened_task = opened(written(tmp_path / "rows.jsonl", rows), **task)
+    prompt = opened_task.prompt(0)
+    assert prompt.question.ground_truth == ["refund", "close"] and opened_task.has_answer(prompt, "#### 5") is None
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
@@ -85,45 +88,31 @@ def test_without_a_held_out_file_nothing_is_evaluated_and_a_warning_says_so(tmp_
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_a_missing_column_is_named_with_the_columns_found(tmp_path: Path, suffix: str) -> None:
     path = written(tmp_path / f"rows{suffix}", [{"problem": "?", "answer": "!"}])
-    with pytest.raises(ConfigError, match=r"has no prompts: needs a column prompt or quest.*; found: problem, answer"):
+    with pytest.raises(ConfigError, match=rf"{path}.*problem, answer"):
         opened(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt": 7}, "row 1: prompt must be text or a list of {role, content} messages, got 7"),
-        ({"prompt": []}, "row 1: prompt must be"),
-        ({"reward_model": {"style": "rule"}}, r"row 1: reward_model\.ground_truth is missing"),
-        (
-            {"reward_model": {"style": "rule", "ground_truth": None}},
-            r"row 1: reward_model\.ground_truth is null\. Give the answer that the reward compares with, or leave",
-        ),
-        (
-            {"reward_model": {"style": "rule", "ground_truth": ["2", "two"]}},
-            r"row 1: reward_model\.ground_truth must be text or a number for the rule gsm8k, got \['2', 'two'\]",
-        ),
-        ({"prompt": [{"role": "user", "content": " \n"}]}, "row 1: prompt must hold some text"),
-        ({"extra_info": '{"index": 1}'}, "row 1: extra_info must be a mapping, got text: '{\"index\": 1}'. Parse"),
-        ({"extra_info": [1, 2]}, r"row 1: extra_info must be a mapping, got list: '\[1, 2\]'"),
-        ({"data_source": "poems"}, "no reward rule belongs to data_source 'poems'"),
-    ],
-)
-def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"prompt": 7}, "row 1: prompt .*7"), ({"prompt": []}, "row 1: prompt "),
+    ({"prompt": [{"role": "user", "content": " \n"}]}, "row 1: prompt "),
+    ({"reward_model": {"style": "rule"}}, r"row 1: reward_model\.ground_truth "),
+    ({"reward_model": {"style": "rule", "ground_truth": None}}, r"row 1: reward_model\.ground_truth "),
+    ({"reward_model": {"style": "rule", "ground_truth": ["2", "two"]}}, r"row 1: reward_model\.ground_truth .*'two'"),
+    ({"extra_info": '{"index": 1}'}, "row 1: extra_info "), ({"extra_info": [1, 2]}, "row 1: extra_info "),
+    ({"data_source": "poems"}, "data_source 'poems'"),
+])  # fmt: skip
+def test_a_row_that_can_not_be_used_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         opened(written(tmp_path / "rows.jsonl", [row_of(0), row_of(1, **changes)]))
 
 
-@pytest.mark.parametrize(
-    ("gold", "source", "message"),
-    [
-        ("gsm8k", "poems", r"^row 1 of .*held_out\.jsonl: reward_model\.ground_truth must be one number for the rule "),
-        ("task", "gsm8k", r"^row 1 of .*held_out\.jsonl: reward_model\.ground_truth must be one number for the rule "),
-        ("task", "poems", r"data_source 'poems'\. Set eval\.gold_reward to one of"),
-    ],
-)
+@pytest.mark.parametrize(("gold", "source", "named"), [
+    ("gsm8k", "poems", r"^row 1 of .*held_out\.jsonl: reward_model\.ground_truth "),
+    ("task", "gsm8k", r"^row 1 of .*held_out\.jsonl: reward_model\.ground_truth "),
+    ("task", "poems", r"data_source 'poems'.*eval\.gold_reward"),
+])
 def test_held_out_answers_that_the_gold_reward_can_not_read_are_refused(
-    tmp_path: Path, gold: str, source: str, message: str
+    tmp_path: Path, gold: str, source: str, named: str
 ) -> None:
     worked = row_of(1, reward_model={"ground_truth": "1 + 1 = 2, so #### 2"}, data_source=source)
     train = written(tmp_path / "train.jsonl", [worked])
@@ -136,52 +125,34 @@ def test_held_out_answers_that_the_gold_reward_can_not_read_are_refused(
     opened = open_task(config_of(gold), TOKENIZER)  # a command that gives no gold reward does not refuse them
     for taken in ("", "tests.extensions.reward:answer_length"):
         open_gold_reward(config_of(taken), opened)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         open_gold_reward(config_of(gold), opened)
 
 
-def rows_of_programs(*asserts: str) -> list[dict[str, Any]]:
-    return [row_of(i, reward_model={"ground_truth": json.dumps({"assert_case": ["assert f(1) == 2", each]})})
-            for i, each in enumerate(asserts)]  # fmt: skip
-
-
-SOUND, CHEATABLE = "assert f(2) == 3", "assert f(2) == g(3)"
-
-
 def test_tests_of_programs_that_can_be_cheated_are_a_caution_with_their_rows(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", rows_of_programs(SOUND, CHEATABLE))
+    rows = [row_of(i, reward_model={"ground_truth": json.dumps({"assert_case": ["assert f(1) == 2", each]})})
+            for i, each in enumerate(("assert f(2) == 3", "assert f(2) == g(3)"))]  # fmt: skip
+    path = written(tmp_path / "rows.jsonl", rows)
     _, task = opened(path, reward="code")
     assert task.num_prompts == 2
     (caution,) = task.cautions
-    assert "1 of 2 questions" in caution and "row 1, assert_case[1]" in caution
-    _, task = opened(written(tmp_path / "sound.jsonl", rows_of_programs(SOUND)), reward="code")
+    assert "row 1, assert_case[1]" in caution
+    _, task = opened(written(tmp_path / "sound.jsonl", rows[:1]), reward="code")
     assert task.cautions == []
 
 
-def test_a_reward_of_the_users_may_get_a_list_as_ground_truth(tmp_path: Path) -> None:
-    rows = [row_of(0, reward_model={"style": "rule", "ground_truth": ["1", "one"]})]
-    _, task = opened(written(tmp_path / "rows.jsonl", rows), reward="my_rewards:score")
-    assert task.prompt(0).question.ground_truth == ["1", "one"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", "{broken\n", "line 1: not JSON"),
-        ("a.jsonl", "[1]\n", "line 1: must be a JSON object"),
-        ("a.jsonl", '{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d"}\n', "line 2: not JSON"),
-        ("a.jsonl", '{"prompt": ' + "[" * 100_000, "line 1: not JSON"),
-        ("a.jsonl", '{"prompt": "x", "answer": ' + "9" * 5000 + "}", "line 1: not JSON"),
-        ("a.jsonl", "", "must have a row that can be used, got 0 rows"),
-        ("a.parquet", "no parquet", "a.parquet"),
-        ("a.arrow", "no arrow", "a.arrow"),
-        ("a.csv", 'prompt,answer\n"cut', "a.csv"),
-        ("a.txt", "x", "a.txt"),
-    ],
-)
-def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(("name", "content", "named"), [
+    ("a.jsonl", "{broken\n", r"a\.jsonl, line 1"), ("a.jsonl", "[1]\n", r"a\.jsonl, line 1"),
+    ("a.jsonl", '{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d"}\n', r"a\.jsonl, line 2"),
+    ("a.jsonl", '{"prompt": ' + "[" * 100_000, r"a\.jsonl, line 1"),
+    ("a.jsonl", '{"prompt": "x", "answer": ' + "9" * 5000 + "}", r"a\.jsonl, line 1"), ("a.jsonl", "", r"a\.jsonl"),
+    ("a.parquet", "no parquet", r"a\.parquet"), ("a.arrow", "no arrow", r"a\.arrow"), ("a.txt", "x", r"a\.txt"),
+    ("a.csv", 'prompt,answer\n"cut', r"a\.csv"), ("nowhere.parquet", None, r"nowhere\.parquet"),
+])  # fmt: skip
+def test_an_unreadable_file_is_named_with_the_line(tmp_path: Path, name: str, content: str | None, named: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=named):
         opened(tmp_path / name)
 
 
@@ -201,19 +172,14 @@ def test_a_jsonl_line_ends_at_a_line_feed_only(tmp_path: Path) -> None:
 
 
 def test_a_jsonl_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
-    row, item = row_of(0), {"question": "Be brief.", "answer": "#### 1"}
     for content, read in (
-        (row, opened), (item, lambda path: prepare_gsm8k(path, tmp_path / "out.jsonl")),
+        (row_of(0), opened),
+        ({"question": "Be brief.", "answer": "#### 1"}, lambda path: prepare_gsm8k(path, tmp_path / "out.jsonl")),
     ):
         good = json.dumps(content).encode()
         (tmp_path / "rows.jsonl").write_bytes(good + b"\n" + good.replace(b"brief", b"br\xe8f") + b"\n")
-        with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: must be UTF-8"):
+        with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2"):
             read(tmp_path / "rows.jsonl")
-
-
-def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        opened(tmp_path / "nowhere.parquet")
 
 
 def test_long_prompts_are_skipped_and_counted_or_leave_nothing(tmp_path: Path) -> None:
@@ -221,7 +187,7 @@ def test_long_prompts_are_skipped_and_counted_or_leave_nothing(tmp_path: Path) -
     path = written(tmp_path / "rows.jsonl", [row_of(0), long, row_of(2)])
     _, task = opened(path, max_prompt_tokens=60)
     assert (task.num_prompts, task.skipped_long) == (2, 1)
-    with pytest.raises(ConfigError, match=r"3 rows, all longer than task\.max_prompt_tokens = 10"):
+    with pytest.raises(ConfigError, match=r"task\.max_prompt_tokens = 10"):
         opened(path, max_prompt_tokens=10)
 
 
@@ -258,25 +224,20 @@ def test_prepare_names_a_file_that_it_can_not_write(tmp_path: Path) -> None:
     file.touch()
     (tmp_path / "folder.parquet").mkdir()
     for target in (file / "out.parquet", file / "out.jsonl", tmp_path / "folder.parquet"):
-        with pytest.raises(ConfigError, match=f"{target} can't be written: .* Name another file"):
+        with pytest.raises(ConfigError, match=str(target)):
             prepare_gsm8k(source, target)
-    with pytest.raises(ConfigError, match="must be another one than the file to convert"):
+    with pytest.raises(ConfigError, match=r"in\.jsonl"):
         prepare_gsm8k(source, tmp_path / "new" / ".." / "in.jsonl")
     assert source.read_text() == '{"question": "?", "answer": "#### 42"}'
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"question": "?"}', "line 1: must be a JSON object with question and answer"),
-        ("nonsense", "line 1: must be"),
-        ('{"question": "?", "answer": 42}', "line 1: must be a JSON object with question and answer, both text"),
-        ('{"question": "?", "answer": "42"}', "has no `#### number` as its last line, .*, got '42'. Data of your own"),
-        ('{"question": "?", "answer": "#### Head"}', r"has no `#### number`.* with task\.columns\.prompt: question"),
-        ("", "is empty"),
-    ],
-)
-def test_prepare_names_the_line_it_can_not_use(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "in.jsonl").write_text(line)
-    with pytest.raises(ConfigError, match=message):
-        prepare_gsm8k(tmp_path / "in.jsonl", tmp_path / "out.parquet")
+@pytest.mark.parametrize("line", [
+    '{"question": "?"}', "nonsense", '{"question": "?", "answer": 42}', '{"question": "?", "answer": "42"}',
+    '{"question": "?", "answer": "#### Head"}',
+])
+def test_prepare_names_the_line_it_can_not_use_and_an_empty_file(tmp_path: Path, line: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"question": "?", "answer": "#### 42"}\n' + line)
+    (tmp_path / "empty.jsonl").touch()
+    for name, named in (("in.jsonl", "line 2"), ("empty.jsonl", "empty")):
+        with pytest.raises(ConfigError, match=rf"{name}.*{named}"):
+            prepare_gsm8k(tmp_path / name, tmp_path / "out.parquet")

@@ -84,5 +84,5 @@ def test_texts_of_a_run_without_a_tokenizer_are_refused(config: Config, tmp_path
     (tmp_path / "config.yaml").write_text(dump_config(changed(config, model={"path": str(gone)})))
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match=f"got {gone}, which does not exist; {tmp_path}/model, which holds none"):
+    with pytest.raises(ConfigError, match=f"{gone}.*{tmp_path}/model"):
         TrajectoryTexts(tmp_path)

@@ -1,4 +1,4 @@
-"""Maps, in the vLLM server, weights that the learner shares by rollout_server/engines/vllm/share_bucket.py."""
+"""Maps, in the vLLM server, weights that the learner shares by rollout_server/engines/vllm/admin.py."""
 
 from __future__ import annotations
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Part of a model's weights: tensors that lie one after the other in `data`, in the order of `names`."""
-
-    names: list[str]
-    dtypes: list[str]
-    """Torch names without the prefix, e.g. `float32`."""
-    shapes: list[list[int]]
-    data: Tensor  # [bytes] uint8
-    is_last: bool
+from async_rl.config import Config
+from async_rl.weights.publisher import WeightPublisher
+from async_rl.weights.server_admin import Bucket
 
 
 def iter_buckets(
@@ -82,3 +76,35 @@ def unpack(
 def bucket_num_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> int:
     """Return the number of bytes that tensors of these types and shapes take."""
     return sum(getattr(torch, d).itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True))
+
+
+class BucketPublisher(WeightPublisher):
+    """A WeightPublisher that sends weights bucket by bucket. A subclass defines how one bucket is sent."""
+
+    def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
+        super().__init__(config, engine_urls, rank, device)
+        self._buffers: list[Tensor | None] = [None, None]
+
+    @abstractmethod
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+        """Start to send `bucket`; returns at once a function that waits until every server has received it."""
+
+    def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
+        """Gather the first bucket, and return it with those that follow, which are gathered when they are needed."""
+        buckets = iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers)
+        return itertools.chain(list(itertools.islice(buckets, 1)), buckets)
+
+    def send(self, staged: Iterator[Bucket], version: int) -> int:
+        """Send all weights in buckets, gathering one while the one before is sent; returns the number of bytes."""
+        num_bytes = 0
+        wait_sent: Callable[[], Any] | None = None
+        for bucket in staged:
+            if wait_sent:
+                wait_sent()
+            wait_sent = self.start_sending(bucket, version)
+            num_bytes += bucket.data.numel()
+        if wait_sent:
+            wait_sent()
+        if self.device.type == "cuda":  # training needs the memory; on a CPU allocating it again would be slow
+            self._buffers = [None, None]
+        return num_bytes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,10 @@ from torch import Tensor
 from async_rl.config import Config
 from async_rl.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.telemetry.timeline import Span
-from async_rl.weights.changed_weights import ChangedWeights
 from async_rl.weights.freed_memory import LEFT_BY_GATHERING, LEFT_BY_STEP, FreedMemory
-from async_rl.weights.push_report import PushReport, Tolerance
+from async_rl.weights.members import start_together, wait_for_silent
+from async_rl.weights.parcels import ChangedWeights
 from async_rl.weights.server_admin import ServerAdmin
-from async_rl.weights.silent_servers import wait_for_silent
-from async_rl.weights.start_together import start_together
-from async_rl.weights.verification import check_loaded, check_logprobs
 
 LOST_WITHIN_S = 10.0
 """A server that died in a push stops answering within this time after the push has failed."""
@@ -360,3 +358,79 @@ def serving_dtype(config: Config, device_type: str) -> torch.dtype:
     if name == "auto":
         name = "float32" if device_type == "cpu" else "bfloat16"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """The result of one weight push: its times, bytes and lost servers on rank 0; other ranks get zeros."""
+
+    seconds: float = 0.0
+    """Time from the first gather to the moment at which every server generates again."""
+    pause_s: float = 0.0
+    """Time for which the servers were paused."""
+    num_bytes: int = 0
+    spans: tuple[Span, ...] = ()
+    """The pause as a span of state `sync` for each server's pool."""
+    lost: tuple[str, ...] = ()
+    """Servers that died and were removed. If there are any, the push has failed: repeat it on every rank."""
+    cause: str = ""
+    """The error with which the push failed, if servers were lost or `repeats` is set."""
+    repeats: bool = False
+    """Repeat the push on every rank. A server could not use a sparse push and gets whole weights now, or it did not
+    answer before the push and answers again, or the push broke although every server answers."""
+    num_repeats: int = 0
+    """How often the push was repeated before it succeeded, with the same servers."""
+    changed_share: float = 1.0
+    """The share of the values that a sparse push found changed; 1: whole weights or adapters were pushed."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the push must be repeated, on every rank."""
+        return bool(self.lost) or self.repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The allowed absolute difference between logprobs of server and learner at equal weights: its mean and largest."""
+
+    mean: float
+    largest: float
+
+
+def check_logprobs(name: str, served: Sequence[float], learners: Sequence[float], tolerance: Tolerance) -> None:
+    """Check that the logprobs of a text that the server `name` computed agree with the learner's.
+
+    Raises:
+        WeightSyncError: they differ by more than `tolerance`.
+    """
+    if len(served) != len(learners):
+        raise WeightSyncError(
+            f"weight verification: {name} returned {len(served)} logprobs, the learner {len(learners)} for the same "
+            "tokens: they must be as many"
+        )
+    differences = [abs(a - b) for a, b in zip(served, learners, strict=True)]
+    mean, largest = sum(differences) / len(differences), max(differences)
+    if not (mean <= tolerance.mean and largest <= tolerance.largest):
+        raise WeightSyncError(
+            f"weight verification: after the push {name} gives logprobs that differ from the learner's by "
+            f"{mean:.2e} in the mean (allowed {tolerance.mean:.0e}) and up to {largest:.2e} (allowed "
+            f"{tolerance.largest:.0e}): it does not serve the learner's weights, or rounds far more than "
+            "other models in bfloat16. Check that model.path holds the same model on its host and the learner's; if it "
+            "does, set another weight_sync.transport, or weight_sync.verify: false."
+        )
+
+
+def check_loaded(unloaded: Mapping[str, Sequence[str]]) -> None:
+    """Check that no server has `unloaded` weights, {name of a server: names of weights}: all were NaN before the push.
+
+    Raises:
+        WeightSyncError: one has.
+    """
+    for name, weights in unloaded.items():
+        if weights:
+            raise WeightSyncError(
+                f"weight verification: the push did not reach {len(weights)} weights of {name}, which would stay "
+                f"as they were for the whole run: {', '.join(weights[:3])}. Its server does not load this model's "
+                "weights under the names of its folder. Set another rollout.engine; if you know that training "
+                "never changes these weights, set weight_sync.verify: false"
+            )

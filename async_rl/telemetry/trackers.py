@@ -1,7 +1,4 @@
-"""Sends metrics to Weights & Biases in such a way that wandb can neither delay nor end a run.
-
-wandb is imported only when it is on.
-"""
+"""Sends metrics to wandb, trackio and TensorBoard, whose failures can not end a run."""
 
 from __future__ import annotations
 
@@ -13,20 +10,53 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from async_rl.config import Config
+from async_rl.seams.extras import lacking
+from async_rl.storage.checkpoints import resumed_training_state
 from async_rl.storage.hub import cached_folder
 from async_rl.telemetry.examples import COLUMNS, Example, ExampleTable
 from async_rl.telemetry.figures import Figures
-from async_rl.telemetry.tracker import Tracker
+
+
+class Tracker:
+    """Passes metrics to the run object of a tracking library.
+
+    After the first failure, which `note` reports, nothing more is passed on.
+    """
+
+    library: ClassVar[str]
+
+    def __init__(self, run: Any, note: Callable[[str], None]) -> None:
+        self._run = run
+        self._note = note
+        self._failed = False
+
+    def begin_lineage(self) -> None:
+        """Note that a resume has made its first step, or has come to the end of the run, and is not undone any more."""
+
+    def close(self) -> None:
+        """End the run at the tracking library."""
+        self._attempt(self._run.finish)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:  # nothing that a tracking library raises may end the run
+            self._failed = True
+            self._note(f"{self.library}: off from here on, the run goes on: {type(error).__name__}: {error}")
+
 
 REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 20.0
@@ -182,3 +212,114 @@ def is_reachable(url: str, timeout_s: float = REACH_TIMEOUT_S) -> bool:
 
 def _base_url() -> str:
     return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+
+
+FLUSH_EVERY_S = 10
+
+
+def open_tensorboard_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> TensorboardRun | None:
+    """Return the writer that `logging.tensorboard` asks for, or None if it is off or not installed.
+
+    If the user asked for it and it is not installed, `note` gets the reason.
+    """
+    if not config.logging.tensorboard:
+        return None
+    if text := lacking("tensorboard"):
+        note(f"tensorboard: off, it {text}")
+        return None
+    saved = resumed_training_state(config)
+    run = TensorboardRun(partial(_open_writer, run_dir / "tensorboard", saved.version + 1 if saved else 0), note)
+    if saved is None:
+        run.begin_lineage()
+    return run
+
+
+def _open_writer(folder: Path, first_step: int) -> Any:
+    """Return a SummaryWriter to a new file in `folder`, which has TensorBoard hide what the files before it hold from
+    `first_step` on, the first of a resume; 0: of a new run.
+    """
+    from tensorboardX import SummaryWriter
+
+    suffix = f".{len(list(folder.glob('events.*')))}"  # a name has the second of its start, in which another may be
+    purge_step = first_step or None
+    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_EVERY_S, filename_suffix=suffix)
+
+
+class TensorboardRun(Tracker):
+    """Passes the metrics of a run to a SummaryWriter. A resumed run adds a file to the same folder.
+
+    Args:
+        open_writer: returns the SummaryWriter. It is called by `begin_lineage`, because a resume that is undone must
+            not hide the steps that the run then has again. Records before that, as of an evaluation, wait for it.
+    """
+
+    library = "tensorboard"
+
+    def __init__(self, open_writer: Callable[[], Any], note: Callable[[str], None]) -> None:
+        super().__init__(None, note)
+        self._open_writer = open_writer
+        self._early: list[Mapping[str, float]] = []
+
+    def begin_lineage(self) -> None:
+        if self._run is None:
+            self._attempt(self._begin)
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Write a record, whose key `step` is the step; values that are not finite are left out."""
+        self._attempt(lambda: self._write(record))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._attempt(self._run.close)
+
+    def _begin(self) -> None:
+        self._run = self._open_writer()
+        while self._early:
+            self._write(self._early.pop(0))
+
+    def _write(self, record: Mapping[str, float]) -> None:
+        if self._run is None:
+            self._early.append(record)
+            return
+        for key, value in record.items():
+            if key != "step" and math.isfinite(value):
+                self._run.add_scalar(key, value, int(record["step"]))
+
+
+def open_trackio_run(config: Config, run_dir: Path, note: Callable[[str], None]) -> TrackioRun | None:
+    """Return the trackio run that `logging.trackio` asks for, or None if it is off, not installed or does not start.
+
+    If the user asked for it and it is off, `note` gets the reason.
+    """
+    if not config.logging.trackio:
+        return None
+    # trackio tells runs apart by their names alone, and run.name is unique in its run.dir alone. With the name in this
+    # file, a resumed run continues the same trackio run, and no other does.
+    name_file = run_dir / "trackio_name"
+    if not name_file.is_file():
+        name_file.write_text(f"{config.run.name}-{secrets.token_hex(4)}")
+    try:
+        import trackio
+
+        run = trackio.init(
+            project=config.logging.project, name=name_file.read_text(), config=dataclasses.asdict(config),
+            resume="allow",
+        )  # fmt: skip
+    except ImportError:
+        note("trackio: off, it is not installed. Run: pip install trackio")
+        return None
+    except Exception as error:  # nothing that trackio raises may end the run
+        note(f"trackio: off, it did not start: {type(error).__name__}: {error}")
+        return None
+    return TrackioRun(run, note)
+
+
+class TrackioRun(Tracker):
+    """Passes the metrics of a run to trackio."""
+
+    library = "trackio"
+
+    def log(self, record: Mapping[str, float]) -> None:
+        """Pass on a record, whose key `step` is the step; values that are not finite are left out."""
+        values = {key: value for key, value in record.items() if key != "step" and math.isfinite(value)}
+        self._attempt(lambda: self._run.log(values, step=int(record["step"])))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
@@ -85,3 +87,70 @@ class ServerMembership:
         if url := self._urls.pop(name, ""):
             error = WeightSyncError(f"{name} died before it had the learner's current weights")
             self._joining.pop(url).set_exception(error)
+
+
+PROBES = 2
+"""A server that misses so many probes in a row is taken for dead; a busy one may miss a single one."""
+PAUSE_S = 0.2
+Probes = Mapping[str, Callable[[], bool]]
+
+
+def find_silent(probes: Probes) -> tuple[str, ...]:
+    """Return the names of the servers whose probe says PROBES times in a row that they do not answer."""
+    silent = dict(probes)
+    with ThreadPoolExecutor(max(1, len(probes))) as threads:
+        for _ in range(PROBES):
+            answers = list(threads.map(lambda probe: probe(), silent.values()))
+            silent = {name: silent[name] for name, is_alive in zip(silent, answers, strict=True) if not is_alive}
+    return tuple(silent)
+
+
+def wait_for_silent(probes: Probes, limit_s: float) -> tuple[str, ...]:
+    """Wait until a server does not answer, and return the names of all that do not; () after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not (silent := find_silent(probes)) and time.monotonic() < deadline:
+        time.sleep(PAUSE_S)
+    return silent
+
+
+def wait_for_all(probes: Probes, limit_s: float) -> tuple[str, ...]:
+    """Wait until all servers answer, and return (); after `limit_s` the names of those that still do not."""
+    deadline = time.monotonic() + limit_s
+    while (silent := find_silent(probes)) and time.monotonic() < deadline:
+        time.sleep(PAUSE_S)
+    return silent
+
+
+def start_together(calls: Mapping[str, Callable[[], Any]], limit: Limit, what: str) -> Callable[[], dict[str, Any]]:
+    """Start all calls, each in its own thread; return a function that waits for their results by name.
+
+    The threads are daemons: a collective that can no longer complete must not keep the process from ending.
+
+    Raises (the returned function does):
+        WeightSyncError: a call failed; the message names it. The other calls may still be running.
+        WaitTimeoutError: a call waited too long itself, or calls are still running after `limit`; the message names
+            them.
+    """
+    futures: dict[str, Future[Any]] = {name: Future() for name in calls}
+    deadline = time.monotonic() + limit.seconds
+
+    def work(name: str) -> None:
+        try:
+            futures[name].set_result(calls[name]())
+        except BaseException as error:
+            futures[name].set_exception(error)
+
+    def wait_for_results() -> dict[str, Any]:
+        done, running = wait(futures.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        for name, future in futures.items():
+            if future in done and (error := future.exception()):
+                kind = WaitTimeoutError if isinstance(error, WaitTimeoutError) else WeightSyncError
+                raise kind(f"{what}: {name} failed: {error}") from error
+        if running:
+            names = tuple(sorted(name for name, future in futures.items() if future in running))
+            raise WaitTimeoutError(f"{what}: the learner waited {limit} for {', '.join(names)}", names)
+        return {name: future.result() for name, future in futures.items()}
+
+    for name in calls:
+        threading.Thread(target=work, args=(name,), name=f"{what}: {name}", daemon=True).start()
+    return wait_for_results

@@ -6,7 +6,7 @@ import pytest
 
 from buffer.client import LearnerClient
 from buffer.server import BufferServer
-from tests.kit.buffer.clients import TIMEOUTS
+from tests.kit.buffer.clients import learner_at
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
 
@@ -19,9 +19,5 @@ def buffer() -> Iterator[BufferServer]:
 
 @pytest.fixture
 def learner(buffer: BufferServer) -> Iterator[LearnerClient]:
-    client = LearnerClient(buffer.address, TIMEOUTS)
-    client.served(0)
-    yield client
-    client.close()
-
-
+    with learner_at(buffer) as client:
+        yield client

@@ -14,7 +14,7 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.operations import fair_shares
 from buffer.server import BufferServer
-from tests.kit.buffer.clients import QUICK, TIMEOUTS, run_pipeline, with_worker
+from tests.kit.buffer.clients import QUICK, TIMEOUTS, learner_at, run_pipeline, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group
@@ -97,11 +97,8 @@ def test_slots_are_shared_by_what_workers_can_start_by_then_and_not_when_they_as
             await worker.close()
         return [len(granted), *map(len, again)]
 
-    with serving(buffer_config(prompts_per_step=4, workers=2)) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving(buffer_config(prompts_per_step=4, workers=2)) as server, learner_at(server) as learner:
         assert asyncio.run(two_batches(server.address, learner)) == [3, 2, 2]
-        learner.close()
 
 
 def test_shares_go_to_the_workers_with_the_fewest_running() -> None:

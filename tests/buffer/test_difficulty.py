@@ -19,7 +19,7 @@ from buffer.prompt_order import PromptOrder
 from buffer.store import Store
 from buffer.store_state import StoreState
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
-from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from tests.kit.buffer.clients import learner_at, with_worker
 from tests.kit.buffer.journal import journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import buffer_config, changed
@@ -149,13 +149,10 @@ def group_of(slot: Slot, reward: float) -> Group:
 
 def run_and_crash(config: Config, groups: int) -> tuple[Any, dict[str, float], list[int], dict[str, Any]]:
     """Return (the server, its counters, the prompts played, its part of a checkpoint)."""
-    with serving_until_a_crash(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving_until_a_crash(config) as server, learner_at(server) as learner:
         indices = with_worker(server.address, lambda client: answer_epochs(client, learner, groups))
         saved = learner.buffer_checkpoint(groups // 4)
         counters = server.counters()
-        learner.close()
     return server, counters, indices, saved
 
 

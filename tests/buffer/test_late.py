@@ -13,7 +13,7 @@ from buffer.client import LearnerClient, WorkerClient
 from buffer.flat_groups import FLAT_BATCHES
 from buffer.store import Store
 from tests.kit.buffer.arrivals import make_arrival, plain_rules
-from tests.kit.buffer.clients import QUICK, TIMEOUTS, put_all, with_worker
+from tests.kit.buffer.clients import QUICK, learner_at, put_all, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group, make_row
@@ -21,9 +21,7 @@ from tests.kit.groups import make_group, make_row
 
 def test_a_worker_is_told_of_dropped_groups_until_it_acknowledges_them() -> None:
     config = buffer_config(prompts_per_step=2, staleness={"max": 1, "late": "drop"})
-    with serving(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving(config) as server, learner_at(server) as learner:
 
         async def run(worker: WorkerClient) -> None:
             slots = await worker.admit(4)
@@ -49,7 +47,6 @@ def test_a_worker_is_told_of_dropped_groups_until_it_acknowledges_them() -> None
         assert counters["buffer/unaccounted"] == 0
         assert counters["buffer/trained/response_tokens"] == 3.5
         assert counters["buffer/dropped_late/duration_s"] >= 0 and "buffer/dropped_late/reward" not in counters
-        learner.close()
 
 
 def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +54,7 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
     config = buffer_config(
         prompts_per_step=2, staleness={"max": 1, "mode": "exact"}, weight_sync={"on_update": "drain"}
     )
-    with serving(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving(config) as server, learner_at(server) as learner:
 
         async def run(worker: WorkerClient) -> None:
             slots = await worker.admit(9)
@@ -80,7 +75,6 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
 
         with_worker(server.address, run)
         assert [group.group_id for group in learner.take(1).groups] == [2, 4]
-        learner.close()
 
 
 def test_a_solved_task_ends_a_push_that_waits_in_exact_mode() -> None:
@@ -89,9 +83,7 @@ def test_a_solved_task_ends_a_push_that_waits_in_exact_mode() -> None:
         prompts_per_step=2, staleness={"max": 1, "mode": "exact"}, weight_sync={"on_update": "drain"},
         algorithm=AlgorithmConfig(),
     )
-    with serving(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving(config) as server, learner_at(server) as learner:
 
         async def first_batch(worker: WorkerClient) -> None:
             for slot in (await worker.admit(9))[:2]:
@@ -105,16 +97,13 @@ def test_a_solved_task_ends_a_push_that_waits_in_exact_mode() -> None:
             with_worker(server.address, put_all)
         with pytest.raises(NothingToLearnError, match=r"^16 groups"):
             learner.await_push(1)
-        learner.close()
 
 
 def test_a_push_that_shuts_admission_is_not_ended_by_a_solved_task() -> None:
     config = buffer_config(
         1, prompts_per_step=2, weight_sync={"on_update": "drain"}, algorithm=AlgorithmConfig(),
     )
-    with serving(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving(config) as server, learner_at(server) as learner:
 
         async def run(worker: WorkerClient) -> None:
             slots = await worker.admit(4)
@@ -133,14 +122,11 @@ def test_a_push_that_shuts_admission_is_not_ended_by_a_solved_task() -> None:
             await waiting
 
         with_worker(server.address, run)
-        learner.close()
 
 
 def test_a_solved_task_ends_the_run() -> None:
     config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig(), eval=EvalConfig(size=0, right_above=0.5))
-    with serving(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving(config) as server, learner_at(server) as learner:
 
         async def counts(worker: WorkerClient) -> tuple[int, int]:
             await put_all(worker)
@@ -153,7 +139,6 @@ def test_a_solved_task_ends_the_run() -> None:
         counters = server.counters()
         assert counters["buffer/dropped_zero_variance"] == 16 and counters["buffer/requeued"] == 0
         assert counters["buffer/dropped_zero_variance/reward"] == 0.5
-        learner.close()
 
 
 def test_a_used_group_holds_no_slot_and_is_retired_at_its_bound() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from async_rl.config import RolloutConfig
 from async_rl.messages.codec import encode_group
-from buffer.client import LearnerClient, WorkerClient
-from tests.kit.buffer.clients import TIMEOUTS, with_worker
+from buffer.client import WorkerClient
+from tests.kit.buffer.clients import learner_at, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group, make_row
@@ -35,9 +35,7 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
     rollout = RolloutConfig(group_size=4, max_response_tokens=TOKENS)
     config = buffer_config(max_staleness=3, prompts_per_step=32, rollout=rollout)
     rows = tuple(make_row(TOKENS, logprobs=np.full(TOKENS, -1.0 - i, np.float32)) for i in range(4))
-    with serving(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving(config) as server, learner_at(server):
 
         async def flood(worker: WorkerClient) -> tuple[int, int, int]:
             """Asks for slots all the time, for `seconds` after the buffer is full, and delivers each group twice."""
@@ -63,4 +61,3 @@ def test_with_the_learner_stopped_memory_stays_within_the_stated_capacity(
         capacity_bytes = config.slots * group_bytes
         assert after - before <= 2 * capacity_bytes + 2**24, "more than its groups and the sockets' room"
         assert after - full_bytes <= 2**22, "grows when full"
-        learner.close()

@@ -14,7 +14,7 @@ from async_rl.types import Slot
 from buffer.client import LearnerClient, WorkerClient
 from buffer.protocol.wire import pack_request
 from buffer.server import BufferServer
-from tests.kit.buffer.clients import FIRST, TIMEOUTS, ask, put_frames, with_worker
+from tests.kit.buffer.clients import FIRST, TIMEOUTS, ask, learner_at, put_frames, with_worker
 from tests.kit.buffer.serving import serving
 from tests.kit.configs import buffer_config
 from tests.kit.groups import make_group, make_row
@@ -97,10 +97,7 @@ def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(
 
 
 def test_a_group_is_delivered_by_the_worker_it_was_granted_to() -> None:
-    with serving(buffer_config(workers=2)) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
-        learner.close()
+    with serving(buffer_config(workers=2)) as server, learner_at(server):
 
         async def both(worker: WorkerClient) -> list[Slot]:
             other = WorkerClient(server.address, "rollout/1", TIMEOUTS)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, WireError
 from async_rl.storage.checkpoints import checkpoint_folder
@@ -24,8 +22,8 @@ from async_rl.view.journal_reader import JournalReader
 from buffer.client import LearnerClient, WorkerClient
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.protocol.wire import pack_request
-from tests.kit.buffer.clients import TIMEOUTS, ask, with_worker
-from tests.kit.buffer.journal import journalled, select
+from tests.kit.buffer.clients import TIMEOUTS, ask, learner_at, with_worker
+from tests.kit.buffer.journal import exported, journalled, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
 from tests.kit.groups import make_group, make_row
@@ -37,9 +35,7 @@ def run_past_its_checkpoint(config: Config) -> Config:
 
     Returns the config of a run that resumes from it.
     """
-    with serving_until_a_crash(config) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(0)
+    with serving_until_a_crash(config) as server, learner_at(server) as learner:
 
         async def finish(worker: WorkerClient) -> None:
             await worker.admit(4)
@@ -64,7 +60,6 @@ def run_past_its_checkpoint(config: Config) -> Config:
         learner.take(1)  # groups 2 and 3
         learner.trained(2)
         with_worker(server.address, finish_last)
-        learner.close()
     make_checkpoint(config.run_dir, 1, buffer=plain)
     return changed(config, run={"resume": config.run_dir})
 
@@ -80,26 +75,20 @@ def test_a_resumed_buffer_keeps_arrived_groups_but_not_those_of_lost_versions(tm
             assert sum(dropped) == 2, "group 4 has a token of version 2, group 5 never arrived"
             past.append(dropped)
     assert past == [[1, 1], [1, 1]], "the outcome of group 4 is known after every resume"
-    with open_run_dir(again) as resumed, serving(resumed) as server:
-        learner = LearnerClient(server.address, TIMEOUTS)
-        learner.served(1)
+    with open_run_dir(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
         assert [group.group_id for group in learner.take(1).groups] == [2, 3]
         learner.trained(2)
         slots = ask(server.address, [pack_request("admit", 7, worker="rollout/0", max_groups=2, wait_s=1.0)])
         assert [slot[1] for slot in slots["result"]["slots"]] == [4, 5], "their prompts are granted again"
-        learner.close()
 
 
 def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> None:
     config = journalled(tmp_path, prompts_per_step=2)
     again = run_past_its_checkpoint(config)
     for number in (1, 2):
-        with open_run_dir(again) as resumed, serving(resumed) as server:
-            learner = LearnerClient(server.address, TIMEOUTS)
-            learner.served(1)
+        with open_run_dir(again) as resumed, serving(resumed) as server, learner_at(server, 1) as learner:
             assert [group.group_id for group in learner.take(1).groups] == [2, 3]
             learner.trained(2)
-            learner.close()
             write_config(resumed)  # the first step of the resume has been logged
         past_files = sorted(file.name for file in config.run_dir.glob("*.lineage_*.sqlite"))
         past = [f"trajectories.lineage_{i}.sqlite" for i in range(number)]
@@ -109,11 +98,10 @@ def test_the_journal_of_a_resumed_run_holds_every_group_once(tmp_path: Path) -> 
     ]
     ids = [group_id for (group_id,) in select(config, "SELECT group_id FROM groups ORDER BY group_id")]
     assert ids == list(range(len(ids))), "every group ever admitted"
-    target = tmp_path / "out.parquet"
-    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
-    steps = {(row["group_id"], row["row"]): row["trained_steps"] for row in pq.read_table(target).to_pylist()}
+    rows = exported(config)
+    steps = {(row["group_id"], row["row"]): row["trained_steps"] for row in rows}
     assert steps == {(group_id, i): [1 + group_id // 2] for group_id in range(4) for i in range(2)}
-    assert all(row["tokens"] for row in pq.read_table(target).to_pylist())
+    assert all(row["tokens"] for row in rows)
 
 
 @pytest.mark.parametrize("left", ["logs", "trajectories.lineage_0.sqlite-payloads", "checkpoints/step_9.lineage_1"])
@@ -140,9 +128,7 @@ def test_groups_from_before_a_resume_with_other_sizes_are_exported(tmp_path: Pat
     with open_run_dir(dataclasses.replace(again, rollout=rollout)) as resumed, serving(resumed) as server:
         assert server.counters()["buffer/depth"] == 0, "groups 2 and 3 are not of the new sizes"
         write_config(resumed)  # the first step of the resume has been logged
-    target = tmp_path / "out.parquet"
-    assert main(["export-trajectories", str(resumed.run_dir), str(target)]) == 0
-    rows = [row for row in pq.read_table(target).to_pylist() if row["state"] == "trained"]
+    rows = [row for row in exported(resumed) if row["state"] == "trained"]
     assert len(rows) == 4 and all(len(row["tokens"]) == row["response_tokens"] > 1 for row in rows)
 
 
@@ -166,9 +152,7 @@ def test_arrived_groups_that_a_resume_drops_are_shown_and_exported(
         assert group and listed and listed["drop_reason"] == reason
         assert [len(row.tokens) for row in group.rows] == of_group
         assert [row["response_tokens"] for row in listed["rows"]] == of_group
-    target = tmp_path / "out.parquet"
-    assert main(["export-trajectories", str(again.run_dir), str(target)]) == 0
-    dropped = [row for row in pq.read_table(target).to_pylist() if row["drop_reason"] == reason]
+    dropped = [row for row in exported(again) if row["drop_reason"] == reason]
     assert {(row["group_id"], row["row"]): len(row["tokens"]) for row in dropped} == {
         (group_id, row): length for group_id, of_group in lengths.items() for row, length in enumerate(of_group)
     }

@@ -21,7 +21,6 @@ from learner.packing.plan import Layout
 from learner.updater import Updater
 from tests.kit.configs import learner_config
 from tests.kit.learner.batches import make_batch
-from tests.kit.learner.rank_process import Case, measure_roles
 from tests.kit.learner.updates import reference_logprobs
 from tests.kit.models import save_bare_model
 
@@ -101,19 +100,6 @@ def test_rows_without_a_mask_are_separated_by_their_positions(
     (micro,) = check_logprobs(updater, tiny_model_path, make_batch(groups=6))
     assert micro.inputs.positions is not None and micro.inputs.tokens.shape[0] == 1
     assert (micro.inputs.positions == 0).sum() == 6 * 4
-
-
-def test_all_four_roles_on_two_ranks_give_the_metrics_and_pushed_weights_of_one(
-    tiny_model_path: Path, one_rank: None, two_ranks: list[dict[str, Any]]
-) -> None:
-    whole = measure_roles(tiny_model_path, Case("token_mean", 4096))
-    assert whole["metrics"][1]["kl/reference"] > 0 == whole["metrics"][0]["kl/reference"]
-    assert whole["metrics"][0]["reward/mean"] != whole["metrics"][0]["reward/rule_mean"]
-    for rank in two_ranks:
-        for split, expected in zip(rank["roles"]["metrics"], whole["metrics"], strict=True):
-            assert split == pytest.approx(expected, rel=1e-4, abs=1e-5)
-        for name, tensor in whole["weights"].items():
-            torch.testing.assert_close(rank["roles"]["weights"][name], tensor, atol=1e-4, rtol=0)
 
 
 def test_checkpointed_blocks_are_computed_twice_and_give_the_same_gradient(

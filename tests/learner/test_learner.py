@@ -260,10 +260,6 @@ def test_three_steps_with_the_real_buffer_keep_the_bound_and_its_account(
     assert "buffer/depth" in {metric.key for metric in reports[0].metrics}
 
 
-def test_every_rank_gets_the_frames_of_rank_zero(two_ranks: list[dict[str, Any]]) -> None:
-    assert [rank["frames"] for rank in two_ranks] == [["header", "", "frame two"]] * 2
-
-
 def test_gloo_stays_on_loopback_when_the_ranks_meet_there(
     open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

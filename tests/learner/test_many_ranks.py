@@ -27,6 +27,8 @@ def test_two_ranks_with_four_micro_batches_give_the_gradient_and_metrics_of_one(
         else:
             assert budget == 24 or num_micro_batches == [4, 4]
     check_equal(tiny_model_path, results)
+    for rank in two_ranks:
+        check_equal_roles(tiny_model_path, rank["roles"])
 
 
 def test_a_save_that_fails_on_the_rank_that_writes_leaves_the_others_in_step(two_ranks: list[dict[str, Any]]) -> None:
@@ -82,6 +84,8 @@ def check_equal(model: Path, results: dict[Case, dict[str, Any]]) -> None:
 def check_equal_roles(model: Path, roles: dict[str, Any]) -> None:
     """Metrics of two updates of policy, critic, reference and reward model, and the weights after them."""
     whole = measure_roles(model, Case("token_mean", 4096))
+    assert whole["metrics"][1]["kl/reference"] > 0 == whole["metrics"][0]["kl/reference"]
+    assert whole["metrics"][0]["reward/mean"] != whole["metrics"][0]["reward/rule_mean"]
     for split, expected in zip(roles["metrics"], whole["metrics"], strict=True):
         assert split == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for name, tensor in whole["weights"].items():

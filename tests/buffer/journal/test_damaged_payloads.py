@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from async_rl.cli import main
 from buffer.journal.journal import FILE_NAME, payload_folder
 from tests.kit.buffer.clients import run_pipeline
-from tests.kit.buffer.journal import journalled, select
+from tests.kit.buffer.journal import exported, journalled, select
 from tests.kit.buffer.serving import serving
 
 Damage = Callable[[Path, int, int], None]
@@ -36,13 +34,11 @@ def test_a_damaged_payload_costs_an_export_the_tokens_of_its_group_alone(
     with serving(config) as server:
         run_pipeline(server, config, steps=3, workers=1)
     group_id, number, start, size = select(config, "SELECT * FROM payloads ORDER BY file, start")[-1]
-    command = ["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]
-    assert main(command) == 0
-    assert "without tokens" not in capsys.readouterr().out
-    whole = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    whole = exported(config)
+    assert f"group {group_id}: " not in capsys.readouterr().out
     damage(payload_folder(config.run_dir / FILE_NAME) / str(number), start, size)
-    assert main(command) == 0
+    rest = exported(config)
     assert f"group {group_id}: " in capsys.readouterr().out
     arrays = ("tokens", "logprobs", "versions", "mask", "prompt_tokens")
     without = [row | dict.fromkeys(arrays) if row["group_id"] == group_id else row for row in whole]
-    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == without
+    assert rest == without

@@ -9,7 +9,6 @@ import sqlite3
 from collections import Counter
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from async_rl.cli import main
@@ -25,7 +24,7 @@ from buffer.server import BufferServer
 from learner.models.tiny_model import character_tokenizer
 from rollout_server.tasks.base import open_task
 from tests.kit.buffer.clients import TIMEOUTS, ask, run_pipeline, with_worker
-from tests.kit.buffer.journal import journalled, same_port, select
+from tests.kit.buffer.journal import exported, journalled, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
 from tests.kit.documents import documented_queries
@@ -157,10 +156,8 @@ def test_rewards_are_told_by_name_in_the_journal_and_in_its_export(tmp_path: Pat
         run_pipeline(server, config, 2, workers=1, make=named)
     _, _, by_name, *_ = (select(config, query) for query in documented_queries())
     assert {(name, mean) for name, _, _, mean in by_name} == {("right", 0.5), ("judge/sure", 0.5)}
-    target = tmp_path / "out.parquet"
-    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
-    exported = [json.loads(row["rewards"]) for row in pq.read_table(target).to_pylist()]
-    assert exported[:2] == [{"right": 0.0, "judge/sure": 0.5}, {"right": 1.0, "judge/sure": 0.5}]
+    rewards = [json.loads(row["rewards"]) for row in exported(config)]
+    assert rewards[:2] == [{"right": 0.0, "judge/sure": 0.5}, {"right": 1.0, "judge/sure": 0.5}]
 
 
 def test_a_group_of_fewer_answers_and_why_is_in_the_journal(tmp_path: Path) -> None:
@@ -175,9 +172,7 @@ def test_a_group_of_fewer_answers_and_why_is_in_the_journal(tmp_path: Path) -> N
 def test_trajectories_are_exported_with_tokens_where_the_journal_has_them(tmp_path: Path) -> None:
     config = journalled(tmp_path, keep_steps=3)
     batches = trained(config)
-    target = tmp_path / "out.parquet"
-    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
-    rows = pq.read_table(target).to_pylist()
+    rows = exported(config)
     assert len(rows) == select(config, "SELECT COUNT(*) FROM rows")[0][0]
     by_id = {(record["group_id"], record["row"]): record for record in rows}
     for batch in batches:
@@ -218,17 +213,14 @@ def test_an_export_has_texts_and_ground_truth_if_asked(tmp_path: Path) -> None:
     with serving(config) as server:
         run_pipeline(server, config, steps=12, workers=1, make=answered)
     (config.run_dir / "config.yaml").write_text(dump_config(config))
-    command = ["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]
-    assert main([*command, "--text"]) == 0
-    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    rows = exported(config, "--text")
     assert {record["tokens"] is None for record in rows} == {True, False}
     for record in rows:
         is_kept = record["tokens"] is not None
         assert record["prompt_text"] == (tokenizer.decode(record["prompt_tokens"]) if is_kept else None)
         assert record["response_text"] == (tokenizer.decode(record["tokens"]) if is_kept else None)
         assert record["ground_truth"] == prompts[record["prompt_index"]].question.ground_truth
-    assert main(command) == 0
-    assert "response_text" not in pq.read_table(tmp_path / "out.parquet").column_names
+    assert "response_text" not in exported(config)[0]
 
 
 def test_a_run_without_a_journal_says_so_when_asked_for_one(

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.types import Batch, Group, Slot
 from async_rl.view.journal_reader import JournalReader
 from buffer.journal.journal import FILE_NAME, Journal
 from buffer.server import BufferServer
 from tests.kit.buffer.clients import run_pipeline
-from tests.kit.buffer.journal import journalled, record_arrival, same_port, select
+from tests.kit.buffer.journal import exported, journalled, record_arrival, same_port, select
 from tests.kit.buffer.serving import serving, serving_until_a_crash
 from tests.kit.configs import changed
 from tests.kit.documents import documented_queries
@@ -86,10 +84,16 @@ def tables_of(config: Config, only: str = "1") -> dict[str, list[tuple[Any, ...]
 TRAINED = "group_id IN (SELECT group_id FROM uses)"
 
 
-def test_the_tables_hold_every_episode_and_turn_that_was_trained(tmp_path: Path) -> None:
-    config = with_episodes(tmp_path)
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[Batch]]:
+    """A run of 12 steps that has ended, and its batches."""
+    config = with_episodes(tmp_path_factory.mktemp("played"))
     with serving(config) as server:
-        batches = play(server, config, steps=12)
+        return config, play(server, config, steps=12)
+
+
+def test_the_tables_hold_every_episode_and_turn_that_was_trained(played: tuple[Config, list[Batch]]) -> None:
+    config, batches = played
     groups = sorted((group for batch in batches for group in batch.groups), key=lambda group: group.group_id)
     assert len(groups) == 12 * 4
     assert tables_of(config, TRAINED) == expected_tables(groups)
@@ -145,13 +149,9 @@ def test_a_resume_takes_over_the_episodes_from_before_its_checkpoint(tmp_path: P
     journal.close()
 
 
-def test_episodes_are_exported_with_their_turns(tmp_path: Path) -> None:
-    config = with_episodes(tmp_path)
-    with serving(config) as server:
-        batches = play(server, config, steps=5)
-    target = tmp_path / "out.parquet"
-    assert main(["export-trajectories", str(config.run_dir), str(target)]) == 0
-    rows = {(record["group_id"], record["row"]): record for record in pq.read_table(target).to_pylist()}
+def test_episodes_are_exported_with_their_turns(played: tuple[Config, list[Batch]]) -> None:
+    config, batches = played
+    rows = {(record["group_id"], record["row"]): record for record in exported(config)}
     assert len(rows) == select(config, "SELECT COUNT(*) FROM rows")[0][0]
     for batch in batches:
         for group in batch.groups:
@@ -176,9 +176,7 @@ def test_turns_are_exported_after_the_tokens_are_gone(tmp_path: Path) -> None:
     config = changed(config, buffer={"journal_keep_steps": 0})
     with serving(config) as server:
         (batch,) = play(server, config, steps=1)
-    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0
-    exported = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    rows = {(record["group_id"], record["row"]): record for record in exported}
+    rows = {(record["group_id"], record["row"]): record for record in exported(config)}
     for group in batch.groups:
         for i, row in enumerate(group.rows):
             assert rows[group.group_id, i]["tokens"] is None
@@ -189,21 +187,18 @@ def test_answers_to_questions_are_exported_without_turns(tmp_path: Path) -> None
     config = journalled(tmp_path)
     with serving(config) as server:
         run_pipeline(server, config, steps=2, workers=1)
-    assert main(["export-trajectories", str(config.run_dir), str(tmp_path / "out.parquet")]) == 0
     names = (
         "turns", "tool_calls", "generate_s", "tool_s", "duration_s", "end", "metrics", "error", "turn_ends",
         "turn_rewards",
     )  # fmt: skip
-    for record in pq.read_table(tmp_path / "out.parquet").to_pylist():
+    for record in exported(config):
         assert record["episode"] == record["row"] and (record["response_tokens"], record["context_tokens"]) == (2, 0)
         assert [record[name] for name in names] == [None] * len(names)
     assert select(config, "SELECT * FROM episodes") == select(config, "SELECT * FROM turns") == []
 
 
-def test_the_page_reads_the_tokens_of_episodes(tmp_path: Path) -> None:
-    config = with_episodes(tmp_path)
-    with serving(config) as server:
-        batches = play(server, config, steps=2)
+def test_the_page_reads_the_tokens_of_episodes(played: tuple[Config, list[Batch]]) -> None:
+    config, batches = played
     reader = JournalReader(config.run_dir / FILE_NAME)
     for group in batches[-1].groups:
         found = reader.payload(group.group_id)
@@ -212,10 +207,10 @@ def test_the_page_reads_the_tokens_of_episodes(tmp_path: Path) -> None:
         assert reader.prompts([group.group_id]) == {group.group_id: group.prompt_tokens.tolist()}
 
 
-def test_the_documented_queries_about_episodes_give_the_documented_results(tmp_path: Path) -> None:
-    config = with_episodes(tmp_path)
-    with serving(config) as server:
-        batches = play(server, config, steps=6)
+def test_the_documented_queries_about_episodes_give_the_documented_results(
+    played: tuple[Config, list[Batch]]
+) -> None:
+    config, batches = played
     *_, by_step, by_turns, by_error = (select(config, query) for query in documented_queries())
     assert len(by_step) == len(batches)
     for batch, found in zip(batches, by_step, strict=True):

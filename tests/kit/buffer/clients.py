@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,15 @@ def with_worker(
             await client.close()
 
     return asyncio.run(run())
+
+
+@contextmanager
+def learner_at(server: BufferServer, version: int = 0, timeouts: TimeoutsConfig = TIMEOUTS) -> Iterator[LearnerClient]:
+    """A learner that serves a version."""
+    client = LearnerClient(server.address, timeouts)
+    client.served(version)
+    yield client
+    client.close()
 
 
 async def put_all(worker: WorkerClient) -> None:

@@ -7,6 +7,9 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
+from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.messages.codec import check_group, encode_group
 from async_rl.messages.limits import Limits
@@ -28,6 +31,13 @@ def journalled(folder: Path, keep_steps: int = 20, **sections: Any) -> Config:
 def select(config: Config, query: str) -> list[tuple[Any, ...]]:
     with contextlib.closing(sqlite3.connect(config.run_dir / FILE_NAME)) as database:
         return database.execute(query).fetchall()
+
+
+def exported(config: Config, *options: str) -> list[dict[str, Any]]:
+    """What `async-rl export-trajectories` writes of a run, a record for each row."""
+    target = config.run_dir / "out.parquet"
+    assert main(["export-trajectories", str(config.run_dir), str(target), *options]) == 0
+    return pq.read_table(target).to_pylist()
 
 
 def same_port(config: Config, server: BufferServer) -> Config:

@@ -67,18 +67,6 @@ def test_prompts_are_trained_on_exactly_once_across_a_resume(before: int, lost: 
     assert counters["buffer/trained"] == 3 * (before + after)
 
 
-def test_group_ids_continue_after_a_resume() -> None:
-    store = Store(RULES)
-    store.served(0)
-    store.admit("w", 99, 0.0)
-    resumed = Store(RULES, resumed_state(checkpoint(store)))
-    resumed.served(0)
-    slots = resumed.admit("w", 99, 0.0)
-    assert [slot.group_id for slot in slots] == list(range(9, 18))
-    assert [slot.prompt_index for slot in slots] == list(range(9))
-    assert resumed.state.counters()["buffer/dropped_failed"] == 9
-
-
 def test_a_worker_of_a_resumed_run_aborts_no_group_of_the_earlier_run() -> None:
     store = Store(plain_rules(1, 2, late="drop"))
     store.served(0)

@@ -32,12 +32,6 @@ def rules(max_staleness: int, size: int, fresh: int | None = None, **changes: ob
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def test_capacity_is_the_slots_less_those_held() -> None:
-    assert admission_capacity(40, 48) == 8
-    assert admission_capacity(48, 48) == 0
-    assert admission_capacity(48, 36) == 0  # after a resume with a smaller depth
-
-
 @pytest.mark.parametrize(
     ("bound", "depth", "fresh", "slots"),
     [

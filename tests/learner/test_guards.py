@@ -168,15 +168,25 @@ def kl_moved(path: Path, updater: Updater, batch: Batch) -> list[float]:
     return terms
 
 
-def test_the_number_of_bad_steps_in_a_row_that_ends_the_run_is_a_setting(
-    tiny_model_path: Path, one_rank: None
+@pytest.mark.parametrize("most", [1, 3])
+def test_steps_without_finite_numbers_are_skipped_and_so_many_in_a_row_end_the_run(
+    tiny_model_path: Path, one_rank: None, most: int
 ) -> None:
-    bad = make_batch()
+    good, bad = make_batch(), make_batch()
     bad.groups[0].rows[0].logprobs[:] = float("nan")
     bad.groups[0].rows[0].mask[:] = True
-    config = learner_config(tiny_model_path, learner=dataclasses.replace(LEARNER, max_skipped_steps=1))
-    with pytest.raises(AsyncRLError, match=r"^policy: 1 "):
-        Updater(config, CPU).update(bad)
+    config = learner_config(tiny_model_path, learner=dataclasses.replace(LEARNER, max_skipped_steps=most))
+    updater = Updater(config, CPU)
+    before = weights_of(updater)
+    for _ in range(most - 1):
+        metrics = values_of(updater.update(bad))
+        assert metrics["policy/skipped_steps"] == 1 and "policy/loss" not in metrics
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(updater).items())
+    assert values_of(updater.update(good))["policy/skipped_steps"] == 0
+    for _ in range(most - 1):
+        updater.update(bad)
+    with pytest.raises(AsyncRLError, match=rf"^policy: {most} "):
+        updater.update(bad)
     skipping = open_updater(tiny_model_path, skip_batch_kl=1e-9)  # NaN is over no limit: it is counted as what it is
     metrics = values_of(skipping.update(bad))
     assert (metrics["policy/skipped_steps"], metrics["policy/skipped_batches"]) == (1, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from async_rl.config import (
     RunConfig,
     StalenessConfig,
 )
-from async_rl.errors import AsyncRLError
 from async_rl.types import Batch
 from learner.models.token_scores import LOGITS_BYTES
 from learner.updater import Updater
@@ -195,25 +193,6 @@ def test_the_value_clip_holds_to_the_values_of_step_start_over_all_epochs(
     # both epochs cost 0.25, as at V = 0, when V may not leave 0; else the second epoch costs less
     assert losses[0] >= 0.25 - 1e-5
     assert losses[1] < 0.25 - 1e-3
-
-
-def test_steps_without_finite_numbers_are_skipped_and_the_third_ends_the_run(
-    tiny_model_path: Path, one_rank: None
-) -> None:
-    updater = Updater(learner_config(tiny_model_path), CPU)
-    before = weights_of(updater)
-    good, bad = make_batch(), copy.deepcopy(make_batch())
-    bad.groups[0].rows[0].logprobs[:] = float("nan")
-    bad.groups[0].rows[0].mask[:] = True
-    for _ in range(2):
-        metrics = values_of(updater.update(bad))
-        assert metrics["policy/skipped_steps"] == 1 and "policy/loss" not in metrics
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(updater).items())
-    assert values_of(updater.update(good))["policy/skipped_steps"] == 0
-    updater.update(bad)
-    updater.update(bad)
-    with pytest.raises(AsyncRLError, match=r"^policy: 3 "):
-        updater.update(bad)
 
 
 def test_the_learning_rate_warms_up_linearly(tiny_model_path: Path, one_rank: None) -> None:

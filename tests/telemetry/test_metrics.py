@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from async_rl.telemetry.metrics import Metric, MetricsLogger, format_step, read_metrics, reduce_metrics
-from async_rl.telemetry.plot_learning_curve import plot_learning_curve, smooth
+from async_rl.telemetry.plot_learning_curve import smooth
 from tests.kit.configs import make_config
 
 CONFIG = make_config(run={"steps": 20}, logging={"wandb": "disabled"})
@@ -102,20 +102,3 @@ def test_smoothing_starts_without_bias_and_follows_a_constant() -> None:
     # span 3: weights 1/2 on the newest, 1/4 on the one before, normalised by 3/4
     assert smooth([0.0, 3.0], [1.0, 1.0], span=3) == pytest.approx([0.0, 2.0])
     assert smooth([0.0, 3.0], [4.0, 1.0], span=3) == pytest.approx([0.0, 1.0])  # the long step counts more
-
-
-def test_a_learning_curve_is_drawn_from_the_file_alone(tmp_path: Path) -> None:
-    assert write_and_draw(tmp_path, []) is None
-    few = [{"step": 0, "eval/accuracy": 0.2}, {"step": 1, "reward/mean": 0.3}]
-    many = [
-        {"step": i, "reward/mean": i / 30, "staleness/mean": None, "staleness/max": 1.0} for i in range(1, 31)
-    ]
-    for records in (few, many):
-        path = write_and_draw(tmp_path, records)
-        assert path is not None
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def write_and_draw(run_dir: Path, records: list[dict[str, float | None]]) -> Path | None:
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return plot_learning_curve(run_dir)

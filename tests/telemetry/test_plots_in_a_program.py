@@ -23,15 +23,24 @@ def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matplotlib, "use", pytest.fail)
 
 
-def test_the_plots_of_a_run_leave_the_backend_of_the_program(tmp_path: Path) -> None:
-    spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
-    timeline = plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
+FEW = [{"step": 0, "eval/accuracy": 0.2}, {"step": 1, "reward/mean": 0.3}]
+MANY = [{"step": i, "reward/mean": i / 30, "staleness/mean": None, "staleness/max": 1.0} for i in range(1, 31)]
+
+
+@pytest.mark.parametrize(("records", "is_drawn"), [(FEW, True), (MANY, True), ([], False)])
+def test_a_learning_curve_is_drawn_from_the_file_alone(
+    records: list[dict[str, float | None]], is_drawn: bool, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "a$b^$c"  # no mathematics
     run_dir.mkdir()
-    records = [{"step": step, "reward/mean": step / 30} for step in range(1, 31)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for plot in (timeline, plot_learning_curve(run_dir)):
-        assert plot is not None and plot.read_bytes().startswith(b"\x89PNG")
+    plot = plot_learning_curve(run_dir)
+    assert plot.read_bytes().startswith(b"\x89PNG") if plot and is_drawn else plot is None and not is_drawn
+
+
+def test_a_timeline_leaves_the_backend_of_the_program(tmp_path: Path) -> None:
+    spans = [Span("learner/0", "busy", i, i + 0.5) for i in range(4)]
+    assert plot_timeline(spans, {"learner/0": 0.5}, [1.0, 2.0, 3.0, 4.0], tmp_path / "timeline.png")
 
 
 def test_the_plots_of_sweeps_leave_it_too(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ class ReasoningGymScorer:
         if self._scores_here(question, answer):
             score: float | str | None = self._score_here(question, answer)
         else:
-            score = self._score_apart(question, answer)
-            if isinstance(score, str) and isinstance(why := self._score_apart(question, question.ground_truth), str):
+            score = self.score_apart(question, answer)
+            if isinstance(score, str) and isinstance(why := self.score_apart(question, question.ground_truth), str):
                 right = f"{question.ground_truth!r:.100}"
                 raise RewardError(f"the scorer of {question.source} can't read the right answer {right}: {why}")
         metrics = {"late": float(score is None)} if self.runs_answers else {}
@@ -143,7 +143,7 @@ class ReasoningGymScorer:
             self._dataset.score_answer(answer=question.ground_truth, entry=entry)
             return repr(error)
 
-    def _score_apart(self, question: Question, answer: Any) -> float | str | None:
+    def score_apart(self, question: Question, answer: Any) -> float | str | None:
         """Return the score that a process of its own gives an answer, or why it gives none; None: the answer is late.
 
         Nothing but a number from 0 to 1 is read of what comes from it: an answer that runs code there can forge that.

@@ -256,21 +256,21 @@ def test_a_reward_model_with_another_vocabulary_can_not_read_calls_of_tools(tmp_
     tokenizer.save_pretrained(tmp_path / "rm")
     task = TaskConfig(name="reasoning_gym/chain_sum", tools=["my_tools:search"])
     config = learner_config(tmp_path / "policy", task=task, reward_model=RewardModelConfig(path=str(tmp_path / "rm")))
-    with pytest.raises(ConfigError, match=r"must have the policy's vocabulary with task.tools"):
+    with pytest.raises(ConfigError, match=r"^reward_model\.path .*task\.tools"):
         RewardModel(config, CPU, torch.float32, Ranks(init_device_mesh("cpu", (1,))))
 
 
 def test_a_model_with_several_labels_and_an_answer_beyond_its_positions_are_refused(
     tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    with pytest.raises(ConfigError, match="must have one output, the reward, got 3 labels"):
+    with pytest.raises(ConfigError, match=r"^reward_model\.path .*got 3"):
         open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "three", num_labels=3))
     short = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "short", max_position_embeddings=8))
-    with pytest.raises(AsyncRLError, match=r"has \d+ tokens, the model 8 positions"):
+    with pytest.raises(AsyncRLError, match=r"\d+ tokens.* 8 positions"):
         short.score(make_batch())
     shape = SHAPE | {"vocab_size": VOCAB, "max_position_embeddings": 10, "pad_token_id": 1}
     RobertaForSequenceClassification(RobertaConfig(**shape)).save_pretrained(tmp_path / "encoder")
-    with pytest.raises(AsyncRLError, match=r"has 9 tokens, the model 8 positions"):
+    with pytest.raises(AsyncRLError, match=r"9 tokens.* 8 positions"):
         open_reward_model(tiny_model_path, tmp_path / "encoder").score(
             batch_of(make_group(0, [3] * 4, [make_row([5] * 5, [-1.0] * 5, 0.0)]))
         )
@@ -300,10 +300,13 @@ def test_an_update_trains_on_the_models_rewards_and_reports_both(
 
 
 def test_a_reward_that_is_no_number_ends_the_run_and_names_the_reward_model(
-    tiny_model_path: Path, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model_path: Path, tmp_path: Path, one_rank: None
 ) -> None:
-    reward_model = open_reward_model(tiny_model_path, save_bare_reward_model(tmp_path / "rm"))
-    monkeypatch.setattr(reward_model, "_score_rows", lambda rows: torch.tensor([0.5, float("nan")]))
+    folder = save_bare_reward_model(tmp_path / "rm")
+    lm = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    torch.nn.init.constant_(lm.score.weight, 3e38)  # a number, but no reward is one
+    lm.save_pretrained(folder)
+    reward_model = open_reward_model(tiny_model_path, folder)
     batch = batch_of(make_group(0, [3, 4], [make_turns_row("rR", [1.0], 1.0), make_turns_row("rR", [1.0], 1.0)]))
-    with pytest.raises(AsyncRLError, match=r"^reward_model\.path: 1 of its 2 rewards are NaN or infinite\. Check the "):
+    with pytest.raises(AsyncRLError, match=r"^reward_model\.path: \d of its 2 "):
         reward_model.score(batch)

@@ -49,13 +49,13 @@ def test_a_score_is_a_share_of_the_scale_and_its_cost_is_counted() -> None:
 
 def test_places_of_the_prompt_are_filled_in_one_pass() -> None:
     question = Question(messages=({"role": "user", "content": "{answer}?"},), ground_truth={"n": "{question}"})
-    template = 'Q {question} R {reference} A {answer} {other} {"score": 1}'
+    template = r'Q {question} R {reference} A {answer} {other} {"score": 1} \frac{a}{b} { x }'
     _, _, fake = asked(
         "judge", lambda body: score(4), "{reference}", question=question, prompt=template, system="be strict, {answer}",
         structured=False, max_tokens=9, temperature=0.5, body={"seed": 3},
     )
     (body,) = fake.asked
-    assert fake.prompts == ['Q {answer}? R {"n": "{question}"} A {reference} {other} {"score": 1}']
+    assert fake.prompts == [r'Q {answer}? R {"n": "{question}"} A {reference} {other} {"score": 1} \frac{a}{b} { x }']
     assert body["messages"][0] == {"role": "system", "content": "be strict, {answer}"} and "response_format" not in body
     assert (body["max_tokens"], body["temperature"], body["seed"]) == (9, 0.5, 3)
 
@@ -109,7 +109,7 @@ def test_a_comparison_without_verdict_is_left_out() -> None:
         return "I can't say" if "hard" in body["messages"][-1]["content"] else longest(body)
 
     found, counts, _ = asked("judge_pairwise", judge, "x", "xx", "hard")
-    assert rewards(found) == [0, 1, None] and "no verdict: \"I can't say\"" in found[2].reason
+    assert rewards(found) == [0, 1, None] and "I can't say" in found[2].reason
     assert counts["scoring/judge_pairwise/unreadable"] == 4 and counts["scoring/judge_pairwise/no_verdict"] == 1
     alone, _, _ = asked("judge_pairwise", judge, "x")
     assert rewards(alone) == [None]
@@ -146,22 +146,19 @@ def test_a_group_without_a_readable_ranking_has_no_verdict() -> None:
     assert rewards(asked("judge_listwise", shortest_first, "a")[0]) == [None]
 
 
-@pytest.mark.parametrize(
-    ("reward", "params", "judge", "message"),
-    [
-        ("judge", {}, {"urls": ()}, "another reward without judge.path and judge.urls"),
-        ("judge", {"prompt": "good?"}, {}, r"params.prompt must be a text with \{answer\}, got 'good\?'"),
-        ("judge_pairwise", {"prompt": "{answer_a}"}, {}, r"a text with \{answer_a\} and \{answer_b\}"),
-        ("judge_listwise", {"prompt": "x"}, {}, r"a text with \{answers\}"),
-        ("judge", {"low": 3.0, "high": 3.0}, {}, "high must be more than low = 3"),
-        ("judge", {"opponents": 2}, {}, "unknown key task.rewards"),
-        ("judge", {}, {"patience_s": 4000.0}, r"timeouts.work_s must be more than 4120 s"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "params", "judge", "key"), [
+    ("judge", {}, {"urls": ()}, r"task\.rewards\[0\] .*judge\.path"),
+    ("judge", {"prompt": "good?"}, {}, r"task\.rewards\[0\]\.params\.prompt .*\{answer\}"),
+    ("judge_pairwise", {"prompt": "{answer_a}"}, {}, r"task\.rewards\[0\]\.params\.prompt .*\{answer_b\}"),
+    ("judge_listwise", {"prompt": "x"}, {}, r"task\.rewards\[0\]\.params\.prompt .*\{answers\}"),
+    ("judge", {"low": 3.0, "high": 3.0}, {}, r"task\.rewards\.params\.high"),
+    ("judge", {"opponents": 2}, {}, r".*task\.rewards\[0\]\.params\.opponents"),
+    ("judge", {}, {"patience_s": 4000.0}, r"timeouts\.work_s .*4120"),
+])  # fmt: skip
 def test_a_judge_that_can_not_work_is_refused(
-    reward: str, params: dict[str, Any], judge: dict[str, Any], message: str
+    reward: str, params: dict[str, Any], judge: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^{key}"):
         open_rewards(judged_by("http://h/v1", reward, params, **judge), None)  # type: ignore[arg-type]
 
 
@@ -189,7 +186,7 @@ def test_the_comparisons_of_an_evaluation_have_the_time_that_they_need() -> None
     assert limits(size=0, samples=16) == limits(size=2, samples=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
     assert limits(size=8, samples=16) == limits(size=99, samples=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
     assert limits(size=2, samples=16) == (600 + 5 * 7 + (2 * 240 + 6 * 12) * 0.1, 8)
-    with pytest.raises(ConfigError, match=r"timeouts\.work_s must be more than 78944 s.* or eval\.samples where pairs"):
+    with pytest.raises(ConfigError, match=r"^timeouts\.work_s .*78944"):
         limits(size=8, samples=256)
 
 
@@ -201,14 +198,13 @@ def test_a_gold_judge_that_compares_has_places_for_the_answers_of_an_evaluation(
     )  # fmt: skip
     (named,) = open_gold_reward(config, None)  # type: ignore[arg-type]
     assert (named.timeout_s, named.concurrency) == (600 + 5 * 2, 5)  # 12 requests each, and 64 places
-    assert named.limit == "its own time limit"
 
 
 def test_a_time_limit_that_would_cut_an_outage_short_is_refused() -> None:
     config = make_config(
         task={"rewards": ({"reward": "judge", "timeout_s": 30.0},)}, judge={"urls": ("http://h/v1",)}
     )
-    with pytest.raises(ConfigError, match=r"task.rewards\[0\].timeout_s must be at least 720 s, got 30"):
+    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.timeout_s .*720"):
         open_rewards(config, None)  # type: ignore[arg-type]
 
 
@@ -218,7 +214,7 @@ def test_a_judge_that_compares_needs_several_answers_in_an_evaluation(reward: st
     task: Any = SimpleNamespace(eval_prompts=lambda: ["one", "two"])
     nothing: Any = SimpleNamespace(eval_prompts=list)
     alone = changed(config, eval={"size": 2, "samples": 1})
-    with pytest.raises(ConfigError, match=r"the 2 held-out prompts .*Set eval\.samples: 2 or more, or eval\.size: 0\."):
+    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.reward .*eval\.samples"):
         open_rewards(alone, task)
     for taken in (changed(config, eval={"size": 2, "samples": 2}), changed(config, eval={"size": 0})):
         open_rewards(taken, task)

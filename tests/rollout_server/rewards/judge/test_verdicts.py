@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.rewards.judge.verdicts import fill, read_choice, read_ranking, read_score
+from rollout_server.rewards.judge.verdicts import read_choice, read_ranking, read_score
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,3 @@ def test_a_comparison_is_read(reply: str, share: float | None) -> None:
 )  # fmt: skip
 def test_a_ranking_names_each_answer_once(reply: str, ranking: list[int] | None) -> None:
     assert read_ranking(reply, 3) == ranking
-
-
-def test_known_places_of_a_prompt_are_filled_in_one_pass_and_other_braces_stay() -> None:
-    template = r'{answer} {question} {other} {"score": 3} \frac{a}{b} { x }'
-    filled = fill(template, {"question": "{answer}?", "answer": "{question}"})
-    assert filled == r'{question} {answer}? {other} {"score": 3} \frac{a}{b} { x }'

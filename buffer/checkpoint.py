@@ -17,7 +17,7 @@ from buffer.stored_group import StoredGroup
 
 
 def buffer_checkpoint(state: StoreState) -> dict[str, Any]:
-    """Return {"scalars": those of `state`, "live": groups, "streaks": those of prompts}, as plain values.
+    """Return {"scalars", "live", "streaks"}: the scalars, live groups and prompt streaks of `state`, as plain values.
 
     The groups are those that are in no trained batch yet, each as [group id, prompt index, start version, number of its
     batch in exact mode or -1]. A streak is there as [position of the question, streak].
@@ -38,7 +38,7 @@ def restore_checkpoint(
     A group with a token of a version after the checkpoint is dropped as `future_version`, because the weights of that
     version are gone. A group that never arrived is dropped as `failed`, in exact mode every group if a batch would
     stay incomplete. Groups over the capacity, which may have changed, are dropped as `late`. `past` has, by id, the
-    groups that arrived before the earlier run ended, even after the checkpoint; the streaks of prompts are those of the
+    groups that arrived before the earlier run ended, even after the checkpoint. The streaks of prompts come from the
     checkpoint.
 
     Returns the ids of the groups that arrived with tokens of known versions. These alone keep their payloads, and those

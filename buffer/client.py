@@ -155,8 +155,8 @@ class WorkerClient:
         self._worker = worker
         self._wire_s = timeouts.wire_s
         self.flat_groups = (0, 0)
-        """The numbers of groups in a row, of all workers, at the last `put`: of those in which every answer had one and
-        the same reward, and of those that had one reward each."""
+        """Two counts of groups in a row, of all workers, at the last `put`. The first counts groups whose answers all
+        had the same reward, for example only zeros; the second counts groups with one reward each, whichever it was."""
         self._ids = _request_ids()
         self._pending: dict[int, asyncio.Future[BufferReply]] = {}
         self._open_admit: int | None = None

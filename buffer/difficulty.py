@@ -1,6 +1,6 @@
 """Skips prompts that are always or never solved (task.difficulty), by a record of each prompt.
 
-The record is a streak: the number of the prompt's last groups in a row in which all answers had one reward. It is
+The record is a streak: how many of the prompt's last groups in a row had the same reward for all answers. It is
 positive if that reward counts as right (eval.right_above), negative if not, and 0 after a group with different rewards.
 When the prompt's turn in an epoch comes, it is taken with
 
@@ -47,7 +47,7 @@ def chance(streak: int, solved: float, unsolved: float) -> float:
 
 
 class PromptRecords:
-    """The streak of each prompt of which a group has arrived, and the numbers of skipped prompts.
+    """The streak of each prompt that has had a group, and the numbers of skipped prompts.
 
     It is part of the buffer's state: `restore` makes it again from the results of `scalars` and `streaks`.
 

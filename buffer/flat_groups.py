@@ -1,4 +1,4 @@
-"""Counts the groups in a row in which every answer had the same reward, and says when nothing is left to learn."""
+"""Counts flat groups in a row, whose answers all had the same reward, and says when nothing is left to learn."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ FLAT_BATCHES = 8
 """The fewest batches' worth of flat groups in a row that end a run."""
 MANY_GROUPS = 4096
 """So many flat groups in a row, and at least FLAT_BATCHES batches' worth, end a run even if an epoch has more prompts;
-at different rewards no fewer do. It is so large because any one group with a difference in reward keeps the run alive:
-of a task in which one prompt of 200 has such a difference, exp(-20) of the gaps between two such groups are that long.
+groups of different rewards need as many. The number is large because one group with a difference in reward shows that
+there is something to learn. Example: if one prompt of 200 gives such a group, a gap this long between two of them has a
+probability of exp(-20).
 """
 
 
 def most_of_one_reward(prompts_per_step: int, epoch: int) -> int:
     """Return the number of flat groups in a row, all of one reward, that ends a run.
 
-    Of a task of which few prompts are within reach, most groups have one and the same reward, and a few batches' worth
-    of them in a row come by chance. So every prompt of an epoch has its turn first.
+    If the policy can solve few prompts of a task, most groups have the same reward, and a few batches' worth of them in
+    a row come by chance. So every prompt of an epoch has its turn first.
 
     Args:
         epoch: the number of prompts in an epoch; 0 if it is not known.

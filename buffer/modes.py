@@ -178,7 +178,7 @@ class Mask(_ByDeadline):
 
 
 class Exact(Mode):
-    """Each group is admitted for a batch, of which every token is exactly staleness.max versions old."""
+    """Each group is admitted for one batch, and every token of that batch is exactly staleness.max versions old."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
@@ -238,5 +238,5 @@ def _drops_over_capacity(deadlines: Sequence[int], version: int, rules: Rules) -
 
 
 def _oldest_first(row: StoredGroup) -> tuple[int, int]:
-    """Return the key by which groups are sorted: oldest start version (earliest deadline) first, ties by id."""
+    """Return the sort key of a group: oldest start version (earliest deadline) first, ties by id."""
     return row.start_version, row.group_id

@@ -1,7 +1,7 @@
 """Simulates the utilisation of learner and rollout pool for values of `staleness.max`, event by event.
 
 Groups take lognormal times, which are longer the more groups are in flight. The learner takes `train_s` for a batch,
-then `sync_s` for a push, in which sampling pauses for `pause_s`. Only durations are simulated: buffer.store does
+then `sync_s` for a push. During the push sampling pauses for `pause_s`. Only durations are simulated: buffer.store does
 admission, hand-out, release, late groups and, with `drain`, the wait before a push. With `late: drop` a group is
 therefore aborted at the hand-out after which it can only miss its deadline.
 """
@@ -78,18 +78,18 @@ class Workload:
 @dataclass(frozen=True)
 class Result:
     utilisation: float
-    """The share of time in which the learner trains."""
+    """The learner's training time as a share of the whole time."""
     mean_staleness: float
-    """The mean over trained groups of the batch's version minus that of the oldest trained token: its start version, or
-    with staleness.late=mask the oldest version that is not masked."""
+    """The mean over trained groups of the batch's version minus the version of the oldest trained token. The oldest
+    token has the group's start version, or with staleness.late=mask the oldest version that is not masked."""
     max_staleness: int
     rollout: float
-    """The share of time in which at least one group is in flight and no push pauses it."""
+    """The share of time with at least one group in flight and no push that pauses it."""
     in_flight: float
     """The mean over time of groups in flight over `concurrency`; the metric occupancy/rollout counts requests."""
     step_s: float
     dropped: float
-    """The number of late groups over that of late and trained groups."""
+    """Late groups as a share of late and trained groups."""
 
 
 def simulate(

@@ -35,7 +35,7 @@ Proof, by induction over events. At the start nothing is live.
       d = v it says live(v) = 0. No deadline is later than v + M, because s <= p <= v.
   Finishing a group does not change live(d), and dropping one lowers it. Neither does training or serving a version.
   Admission at served version p: the deadline of the new group is p + M, so only live(d) with d >= p + M grows. The
-      batches p..v-1 yield the versions p+1..v, none of which is served yet, so their fresh groups, at least (v - p) F,
+      batches p..v-1 yield the versions p+1..v. None of these is served yet, so their fresh groups, at least (v - p) F,
       hold slots. After it slots_held <= S <= (M + 1) F. Hence live(d) <= slots_held - (v - p) F
       <= (M + 1) F - (v - p) F = (p + M - v + 1) F <= (d - v + 1) F.
   Resuming from a checkpoint of version w: the batches from w on are discarded. Of the groups that were live at the
@@ -50,10 +50,11 @@ live groups leave max(0, live(d) - F) <= (d - v) F by (*). And there are B live 
 of the S slots at most (v - p) B are held by trained groups, and the learner waits with v - p < E, so S >= E B leaves at
 least B. The configuration refuses S < E B. The refusal is necessary for E = 1 (the first batch has no used groups to
 fill up with) and for F = B. For E > 1 with replay it may go further than necessary, because the number of used groups
-depends on which of them expire. Running groups wait for nothing but their engine.
+depends on how many expire. Running groups wait for nothing but their engine.
 
 Depth: the mean staleness is about S / F - 1. In each step F groups start and F are trained, so by Little's law a group
-holds its slot for S / F steps in the mean, the last of which is the training on its batch. At S = F generation and
+holds its slot for S / F steps in the mean. The last of these steps is the training on its batch. At S = F generation
+and
 training take turns. The largest staleness is M all the same: with S < (M + 1) F the look-ahead has room to spare, so
 the learner waits only for groups that have run for nearly M versions, and short ones are trained meanwhile.
 
@@ -146,7 +147,7 @@ def fresh_to_take(
 def fresh_at_least(number: int, num_finished: int, reusable: int, rules: Rules) -> int | None:
     """Return the smallest number of fresh groups, at least `number`, that a batch may have; None if too few finished.
 
-    The other groups of the batch are used ones, of which there are `reusable`.
+    The other groups of the batch are used ones, out of `reusable` groups.
     """
     fresh = max(number, rules.fresh_per_step, rules.prompts_per_step - reusable)
     return fresh if fresh <= min(num_finished, rules.prompts_per_step) else None

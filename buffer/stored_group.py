@@ -22,7 +22,7 @@ class Arrival(NamedTuple):
     response_tokens: float
     """The mean number of trained tokens of an episode."""
     reward: float
-    """The mean reward of an episode; of equal rewards exactly that of each."""
+    """The mean reward of the episodes. If all rewards are equal, it is exactly that number."""
     equal_rewards: bool
     """Whether all episodes have the same reward."""
     duration_s: float

@@ -32,7 +32,8 @@ _TABLE_OF = {
     **dict.fromkeys(TABLES["episodes"], "episodes"),
     **dict.fromkeys(TABLES["rows"], "rows"),
 }
-"""The table that each column comes from. A column of several tables is that of the row, or else of the episode."""
+"""The table that each column comes from. If several tables have a column, the row's counts first, then the
+episode's."""
 _TOKEN_ARRAYS = kinds_of(Row, PerToken)
 _PROMPT_ARRAYS = kinds_of(GroupFacts, PerPromptToken)
 _ARROW_TYPES = {"INTEGER": pa.int64(), "REAL": pa.float64(), "TEXT": pa.string()}
@@ -48,9 +49,9 @@ SCHEMA = pa.schema(
         },
     }
 )
-"""The columns of the file. `staleness` is that of the last use. `left_out` has the errors of those episodes of the
-group that have no row. Columns of an episode and of turns are null for an answer to a question, those of tokens if the
-journal has removed the group's payload, or if it is damaged."""
+"""The columns of the file. `staleness` is the staleness at the last use. `left_out` has the errors of the episodes
+that have no row. Columns of an episode and of turns are null for an answer to a question. Columns of tokens are null if
+the journal has removed the group's payload, or if it is damaged."""
 TEXT_SCHEMA = pa.schema({"prompt_text": pa.string(), "response_text": pa.string(), "ground_truth": pa.string()})
 """The columns that `add_texts` fills."""
 
@@ -68,7 +69,7 @@ FROM turns WHERE group_id = ? ORDER BY row, turn
 
 
 class Exported(NamedTuple):
-    """The result of an export: how many rows were written, and of which groups the tokens can't be read."""
+    """The result of an export: how many rows were written, and the groups whose tokens can't be read."""
 
     num_rows: int
     damages: list[str]
@@ -165,7 +166,7 @@ def _add_tokens(rows: list[dict[str, Any]], folder: Path, place: Place) -> str:
 
 
 def _add_arrays(rows: list[dict[str, Any]], payload: bytes) -> None:
-    """Add the arrays of tokens (tokens, logprobs, versions, mask, and those of the prompt) of an encoded group."""
+    """Add the token arrays of an encoded group: tokens, logprobs, versions, mask, and the prompt's tokens."""
     group = decode_group(payload, Limits.of_stored(payload, rows[-1]["episode"] + 1))
     of_group = {name: getattr(group, name) for name in _PROMPT_ARRAYS}
     for record, row in zip(rows, group.rows, strict=True):

@@ -326,7 +326,7 @@ class ArrivedRows:
             self._add("turns", group, _turns(group))
 
     def insert(self, database: sqlite3.Connection) -> None:
-        """Insert all rows. Those of a group that the tables have already are left out."""
+        """Insert all rows, without the rows of groups that the tables have already."""
         for table, rows in self._rows.items():
             if rows:
                 database.executemany(_INSERT[table], rows)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 FILE_BYTES = 64 * 2**20
-"""Size at which a new file is begun. Pruning frees disk space by whole files."""
+"""A file of this size is followed by a new one. Pruning frees disk space by whole files."""
 
 
 class Place(NamedTuple):

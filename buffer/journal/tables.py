@@ -8,7 +8,7 @@
     uses       one line for each batch that a group was trained in
     payloads   the place of each encoded group in the files of PAYLOADS_NAME; trained and dropped groups are kept for
                Config.journal_kept_steps versions
-    streaks    one line for each prompt of which a group arrived, with task.difficulty: its position in the task, and
+    streaks    with task.difficulty, one line for each prompt that has had a group: its position in the task, and
                the number of its last groups in a row that were all right (> 0) or all not right (< 0)
     state      the scalars of buffer/store_state.py (versions, next ids, counts), as JSON
 

@@ -108,7 +108,7 @@ def check_keys(folder: str) -> None:
 def client_keys_to_send(config: Config) -> dict[str, bytes]:
     """Return {file name: content} of the client's keys that the run has made (`own_keys`), for its other hosts.
 
-    {} if the run is on one host or has no such keys: those of network.keys, the user gives to every host.
+    {} if the run is on one host, or if it has made no keys: keys of network.keys are copied to the hosts by the user.
     """
     folder = config.run_dir / "keys"
     if config.placement.num_nodes == 1 or config.network.keys != str(folder):

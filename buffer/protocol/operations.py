@@ -56,7 +56,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Outgoing:
-    """One reply to one client, which answers those of its requests that have these `ids`."""
+    """One reply to one client, which answers its requests with these `ids`."""
 
     identity: bytes
     ids: list[int]
@@ -302,7 +302,8 @@ class Operations:
 
 
 def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, int]) -> dict[str, int]:
-    """Return {worker: number of slots}: each slot goes to the worker with the fewest groups, up to what it `asked`.
+    """Return {worker: number of slots}: each slot goes to the worker with the fewest groups, up to the number that it
+    `asked` for.
 
     `capacity` groups may start now. `running` has the number of groups that each worker runs already. Of workers with
     equally many, the first one asked gets the slot.
@@ -321,7 +322,7 @@ def fair_shares(capacity: int, asked: Mapping[str, int], running: Mapping[str, i
 
 
 class LearnerWaits:
-    """Adds up the time in which the learner waits for one thing, before each batch.
+    """Adds up how long the learner waits for one thing, before each batch.
 
     All times are by the buffer's clock.
     """

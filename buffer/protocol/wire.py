@@ -4,14 +4,14 @@
     reply     {schema, ids, error, result}       take: the frames of a batch, or none while the learner has to wait
 
 A request is repeated with the same id until its reply arrives; the buffer carries it out only once. Requests of
-one client that have the same answer may be answered together, as those of `put` often are.
+one client with the same answer may be answered together, as requests `put` often are.
 
     admit       A worker asks for slots. The answer comes as soon as there are some, and is empty after wait_s. For each
                 group that it ends meanwhile it may get one more.
     prompts     A worker tells, before it asks for slots, how many prompts each source of the task has, and how many of
                 them an epoch has: {sources: [[size, per epoch], ...]}. The answer comes at once.
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
-                comes at once. That to a group is {stored: whether it was new, flat_groups: [how many groups in a row,
+                comes at once. For a group it is {stored: whether it was new, flat_groups: [how many groups in a row,
                 of all workers, had one and the same reward for every answer, how many had one reward each]}.
     aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
@@ -19,7 +19,8 @@ one client that have the same answer may be answered together, as those of `put`
     take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after
                 wait_s, or {end: why}: there will be no further batch, so the learner saves and ends.
     may_push    The learner asks before it pushes `version`. The answer is {ready: true} as soon as it may, and
-                {state: what it waits for} after wait_s. It has to wait only in exact mode or with on_update: drain. In
+                {state: the cause of the wait} after wait_s. It has to wait only in exact mode or with on_update:
+                drain. In
                 exact mode the answer may be {end: why}: the groups that it waits for would all be dropped.
     trained, served, checkpoint   The learner reports a version, or asks for the buffer's part of a checkpoint. The
                 answer comes at once. With `served` it may move the number of slots, and says why: the move is in the

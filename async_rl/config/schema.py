@@ -108,7 +108,7 @@ def _hint(value: Any, sort: str, schema: dict[str, Any], kind: type, prefix: str
         near = get_close_matches(str(value), schema["enum"], n=1, cutoff=0.5)
         return f". Did you mean {near[0]}?" if near else ""
     if sort == "finite_number":
-        may = [_dotted([name], prefix) for name, leaf in _leaves(kind).items() if "mayBeInfinite" in str(leaf)]
+        may = [_dotted([name], prefix) for name, leaf in leaf_schemas(kind).items() if "mayBeInfinite" in str(leaf)]
         return f". Only {', '.join(may)} may be .inf: give a number." if may else ". Give a number."
     return f". {schema['description']}" if "description" in schema else ""
 
@@ -120,7 +120,7 @@ def _unknown_key(path: Sequence[str | int], value: Any, kind: type, prefix: str)
     name, section = str(path[-1]), _dotted(path[:-1], prefix)
     names = list(_find(kind, path[:-1])["properties"])
     leaves: dict[str, list[str]] = {}
-    for leaf in _leaves(kind):
+    for leaf in leaf_schemas(kind):
         leaves.setdefault(leaf.rpartition(".")[2], []).append(_dotted([leaf], prefix))
     key = _dotted([name], section)
     if elsewhere := OTHER_NAMES.get(key) or OTHER_NAMES.get(name):
@@ -158,12 +158,12 @@ def _find(kind: type, path: Iterable[str | int]) -> dict[str, Any]:
     return node
 
 
-def _leaves(kind: type, path: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+def leaf_schemas(kind: type, path: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
     """Return {dotted key: JSON schema} of every key at or below `path` that holds a value rather than a section."""
     node = _find(kind, path)
     if "properties" not in node:
         return {".".join(path): node}
-    return {key: leaf for name in node["properties"] for key, leaf in _leaves(kind, (*path, name)).items()}
+    return {key: leaf for name in node["properties"] for key, leaf in leaf_schemas(kind, (*path, name)).items()}
 
 
 _HERE = {

@@ -50,5 +50,5 @@ def test_a_depth_is_simulated_whose_slots_are_those_of_a_larger_one() -> None:
     assert configured(4, 3, (2, 0.75), max=4, depth=2.75)
     workload = workload_of(4, 3, (2, 0.75))
     assert simulate(workload, 4, 60, depth=2.75) == simulate(workload, 4, 60, depth=3)
-    with pytest.raises(ConfigError, match=r"staleness\.depth must be at least 2\.75 with .*got 2\.5"):
+    with pytest.raises(ConfigError, match=r"^staleness\.depth"):
         simulate(workload, 4, 60, depth=2.5)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from async_rl.config import TaskConfig
 from async_rl.config.loading import dump_config, load_config
-from async_rl.errors import ConfigError
 
 BASE = ["model.path=x", "task.path=x.jsonl", "rollout.engine=hf"]
 SEVERAL = "task.rewards=[{reward: gsm8k}, {name: short, reward: 'my:SHORT', weight: -0.5, params: {limit: 3}}, {}]"
@@ -34,26 +31,3 @@ def test_an_environment_gives_the_rewards_to_which_named_ones_are_added() -> Non
     assert TaskConfig(env="my:Env").named_rewards == ()
     config = load_config(None, ["model.path=x", "task.env=my:Env", "task.rewards=[{reward: 'my:f'}]"])
     assert [each.name for each in config.task.named_rewards] == ["f"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["task.rewards=[{reward: gsm8k, wieght: 1}]"], r"unknown key task\.rewards\[0\]\.wieght .*did you mean"),
-        (["task.rewards=[{reward: gsm8k, weight: high}]"], r"task\.rewards\[0\]\.weight must be a number"),
-        (["task.rewards=[{reward: gsm8k}, {reward: gsm8k}]"], "names of their own"),
-        (["task.rewards=[{name: mean}]"], "names of their own, none of mean, std, rule_mean, env"),
-        (["task.rewards=[{name: a b}]"], r"name must be at most 64 letters, digits, _, - and \., got 'a b'"),
-        (["task.rewards=[{weight: 0}]"], "one has a weight other than 0"),
-        (["task.rewards=[{timeout_s: -1}]"], r"timeout_s must be"),
-        (["task.rewards=3"], "must be a list"),
-        (["task.rewards=[{reward: gsm8k}]", "task.reward=gsm8k"], r"task\.reward must be empty with task\.rewards"),
-        (["task.path=", "task.env=my:Env", "task.rewards=[{}]"], "named, where there are no questions"),
-        (["task.path=", "task.env=my:Env", "task.reward=gsm8k"], r"Set task\.rewards to add to them"),
-        (["task.sandbox.kind=docker"], r"task\.sandbox\.kind must be"),
-        (["task.sandbox.url=host:8080"], r"task\.sandbox\.url must be"),
-    ],
-)  # fmt: skip
-def test_rewards_that_can_not_be_told_apart_or_summed_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, [*BASE, *overrides])

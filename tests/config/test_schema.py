@@ -39,21 +39,18 @@ def test_every_shipped_config_names_the_schema_and_fits_it(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "value"),
     [
-        ({"stalenes": {"max": 2}}, "'stalenes' was unexpected"),
-        ({"staleness": {"maximum": 2}}, "'maximum' was unexpected"),
-        ({"staleness": {"max": -1}}, "-1 is less than the minimum of 0"),
-        ({"staleness": {"max": "two"}}, "'two' is not of type 'integer'"),
-        ({"algorithm": {"preset": "grop"}}, "'grop' is not one of ['grpo', "),
-        ({"algorithm": {"loss": "ppo"}}, "'ppo' is not valid under any of the given schemas"),
+        ({"stalenes": {"max": 2}}, "stalenes"), ({"staleness": {"maximum": 2}}, "maximum"),
+        ({"staleness": {"max": -1}}, -1), ({"staleness": {"max": "two"}}, "two"),
+        ({"algorithm": {"preset": "grop"}}, "grop"), ({"algorithm": {"loss": "ppo"}}, "ppo"),
     ],
 )
-def test_the_schema_refuses_what_loading_refuses(change: dict[str, Any], message: str) -> None:
+def test_the_schema_refuses_what_loading_refuses(change: dict[str, Any], value: object) -> None:
     settings = {"model": {"path": "x"}, "task": {"name": "reasoning_gym/y"}}
     assert errors_of(settings) == []
     assert errors_of(settings | {"algorithm": {"loss": "my_losses:mine"}}) == []
-    assert message in " ".join(errors_of(settings | change))
+    assert repr(value) in " ".join(errors_of(settings | change))
 
 
 def test_every_setting_has_a_description() -> None:

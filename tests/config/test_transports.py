@@ -1,90 +1,66 @@
-"""A weight transport that the placement leaves no GPUs for is refused, and messages name only transports that fit."""
+"""Which weight transports a configuration takes follows from who may share a GPU, and from the form of the weights."""
 
 from __future__ import annotations
 
 import pytest
 
-from async_rl.config import Config
+from async_rl.config.check import SettingsError
 from async_rl.config.loading import load_config
-from async_rl.errors import ConfigError
 from async_rl.seams import TransportEntry
 
-HERE = "tests.config.test_transports"
 OWN_GPUS = TransportEntry(open="no_module:publisher", delivers="folder", devices=("cuda",), needs_own_gpus=True)
+BASE = ("model.path=m", "task.name=reasoning_gym/x")
+OWN = f"{__name__}:OWN_GPUS"
+TRANSPORTS = ("nccl", "gloo", "cuda_ipc", "disk", OWN)
 PAIRS = "placement={colocated: true, learner: {gpus_per_node: 2}, rollout: {servers: 2}}"
 PAIRS_OF_TWO_ENGINES = (
     "placement={colocated: true, learner: {gpus_per_node: 2}, rollout: {servers: 2, engines: [sglang, vllm]}}"
 )
 PAIRS_ON_TWO_HOSTS = "placement={colocated: true, learner: {nodes: 2, gpus_per_node: 2}, rollout: {servers: 4}}"
 MORE_SERVERS_THAN_RANKS = "placement={colocated: true, learner: {gpus_per_node: 2}, rollout: {servers: 4}}"
-
-
-def load(*overrides: str) -> Config:
-    return load_config(None, ["model.path=m", "task.name=reasoning_gym/x", *overrides])
+SPARSE = ["weight_sync.delta=true", "model.dtype=bfloat16"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "allowed"),
+    ("overrides", "taken"),
     [
-        ([PAIRS], "auto, cuda_ipc or disk"),
-        (["placement.colocated=true"], "auto, cuda_ipc or disk"),
-        ([PAIRS, "rollout.engine=hf"], "auto or disk"),
-        ([PAIRS_OF_TWO_ENGINES], "auto, cuda_ipc or disk"),
-        ([PAIRS_ON_TWO_HOSTS], "auto or disk"),
+        ([], [*TRANSPORTS]),
+        ([PAIRS], ["gloo", "cuda_ipc", "disk"]),
+        (["placement.colocated=true"], ["gloo", "cuda_ipc", "disk"]),
+        ([PAIRS, "rollout.engine=hf"], ["gloo", "disk"]),
+        ([PAIRS_OF_TWO_ENGINES], ["gloo", "cuda_ipc", "disk"]),
+        ([PAIRS_ON_TWO_HOSTS], ["gloo", "disk"]),
+        ([MORE_SERVERS_THAN_RANKS], ["gloo", "disk"]),
+        (["placement.learner.gpus_per_node=2"], ["nccl", "gloo", "disk", OWN]),
+        (["placement.learner.gpus_per_node=2", "placement.rollout.servers=2"], ["nccl", "gloo", "disk", OWN]),
+        (["placement.rollout.nodes=1"], ["nccl", "gloo", "disk", OWN]),
+        (["placement.rollout.tp=2"], ["nccl", "gloo", "disk", OWN]),
+        (["network={host: 10.0.0.1, insecure: true}"], ["nccl", "gloo", "disk", OWN]),
+        # the GPU of a server at a URL is not known
+        (["placement.colocated=true", "rollout.server_url=http://127.0.0.1:30000"], [*TRANSPORTS]),
     ],
 )
-@pytest.mark.parametrize("transport", ["nccl", f"{HERE}:OWN_GPUS"])
-def test_a_transport_that_shares_no_gpu_is_refused_where_ranks_and_servers_do(
-    overrides: list[str], allowed: str, transport: str
+def test_a_transport_is_taken_exactly_where_the_placement_leaves_room_for_it(
+    overrides: list[str], taken: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(f"weight_sync.transport={transport}", *overrides)
-    assert str(caught.value) == (
-        f"weight_sync.transport must be {allowed} with placement.colocated, got '{transport}' (command line). It needs "
-        "a GPU for each learner rank and each server that no other uses. Or set placement.colocated: false."
-    )
+    assert refused(*overrides) == {each: "weight_sync.transport" for each in TRANSPORTS if each not in taken}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["placement.learner.gpus_per_node=2", "placement.rollout.servers=2"],
-        ["placement.colocated=true", "rollout.server_url=http://127.0.0.1:30000"],
-    ],
-)
-@pytest.mark.parametrize("transport", ["nccl", f"{HERE}:OWN_GPUS"])
-def test_a_transport_that_shares_no_gpu_is_taken_where_none_may_be_shared(
-    overrides: list[str], transport: str
-) -> None:
-    """The GPU of a server at a URL is not known."""
-    assert load(f"weight_sync.transport={transport}", *overrides).weight_sync.transport == transport
+@pytest.mark.parametrize("placement", ["placement.learner.gpus_per_node=1", PAIRS])
+def test_weights_in_a_form_that_a_transport_does_not_carry_are_refused(placement: str) -> None:
+    not_here = {"nccl": "weight_sync.transport", OWN: "weight_sync.transport"} if placement == PAIRS else {}
+    staged = refused("staleness.max=1", placement, "weight_sync.staging=host")
+    assert staged == {**dict.fromkeys(("cuda_ipc", "disk", OWN), "weight_sync.staging"), **not_here}
+    sparse = refused("staleness.max=1", placement, *SPARSE)
+    assert sparse == {"cuda_ipc": "weight_sync.delta", OWN: sparse.get(OWN), **not_here}
 
 
-@pytest.mark.parametrize(
-    ("placement", "allowed"),
-    [("placement.learner.gpus_per_node=2", "auto, nccl or disk"), (MORE_SERVERS_THAN_RANKS, "auto or disk")],
-)
-def test_mapped_memory_is_refused_with_the_transports_that_work_instead(placement: str, allowed: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load("weight_sync.transport=cuda_ipc", placement)
-    assert f"weight_sync.transport must be {allowed} but for servers of one GPU each on one host" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("placement", "staged", "compact"),
-    [
-        ("placement.learner.gpus_per_node=1", "Others: nccl.", "Others: nccl or disk."),
-        (
-            PAIRS, "The others do not work where learner ranks and servers share GPUs: set placement.colocated: false",
-            "Others: disk.",
-        ),
-    ],
-)
-def test_weights_that_a_transport_does_not_carry_name_others_that_work_there(
-    placement: str, staged: str, compact: str
-) -> None:
-    forms = (["weight_sync.staging=host"], staged), (["weight_sync.delta=true", "model.dtype=bfloat16"], compact)
-    for form, hint in forms:
-        with pytest.raises(ConfigError) as caught:
-            load("weight_sync.transport=cuda_ipc", "staleness.max=1", placement, *form)
-        assert "with weight_sync.transport cuda_ipc" in str(caught.value) and hint in str(caught.value)
+def refused(*overrides: str) -> dict[str, str]:
+    """The transports that are refused with these settings, and at which key."""
+    found = {}
+    for transport in TRANSPORTS:
+        try:
+            load_config(None, [*BASE, *overrides, f"weight_sync.transport={transport}"])
+        except SettingsError as error:
+            (found[transport],) = (problem.key for problem in error.problems)
+    return found

@@ -11,11 +11,11 @@ import pytest
 
 from async_rl.cli import main
 from async_rl.config import (
+    Config,
     LearnerPlacement,
     NetworkConfig,
     RolloutConfig,
     RolloutPlacement,
-    WeightSyncConfig,
 )
 from async_rl.config.loading import load_config
 from async_rl.doctor.cluster import examine_nodes
@@ -26,6 +26,7 @@ from async_rl.driver.signals import StopSignals
 from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from buffer.protocol.keys import new_keys
+from tests.kit.configs import changed
 from tests.kit.models import save_tiny_model
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
@@ -111,42 +112,27 @@ def test_ray_puts_a_learner_rank_and_a_server_on_each_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "gpus"),
+    ("asked", "gpus"),
     [
-        ({"rollout": RolloutPlacement(servers=2)}, 2),
-        ({"learner": LearnerPlacement(ranks=2)}, 1),
-        ({"rollout": RolloutPlacement(tp=2)}, 1),
-        ({"learner": LearnerPlacement(ranks=2), "rollout": RolloutPlacement(servers=2), "colocated": True}, 1),
+        (placed_on(rollout=RolloutPlacement(servers=2)), 2), (placed_on(LearnerPlacement(ranks=2)), 1),
+        (placed_on(rollout=RolloutPlacement(tp=2)), 1),
+        (placed_on(LearnerPlacement(ranks=2), RolloutPlacement(servers=2), colocated=True), 1),
+        (placed_on(LearnerPlacement(nodes=1), RolloutPlacement(nodes=1, servers=2)), 2),  # several hosts
     ],
 )
-def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(placement: Any, gpus: int) -> None:
+def test_gpus_that_are_too_few_and_cannot_be_shared_are_refused(asked: Config, gpus: int) -> None:
     """Three processes would get 0.66 of two GPUs each, and the third would never be placed."""
-    with pytest.raises(ConfigError, match=rf"what {gpus} GPU\(s\) have room for.*placement\.colocated: true"):
-        host_demands(placed_on(**placement), gpus)
-    assert host_demands(placed_on(**placement), 0)[0].gpus == 0
-
-
-@pytest.mark.parametrize(
-    ("gpus", "colocated", "fits"), [(0, False, True), (1, False, True), (2, False, False), (2, True, True)]
-)
-def test_memory_is_mapped_where_servers_share_gpus_with_ranks(gpus: int, colocated: bool, fits: bool) -> None:
-    asked = dataclasses.replace(placed_on(colocated=colocated), weight_sync=WeightSyncConfig(transport="cuda_ipc"))
-    reservation = Reservation(None, host_demands(asked, gpus), ["127.0.0.1"])
-    if fits:
-        assert resolve_placement(asked, reservation).weight_sync.transport == "cuda_ipc"
-        return
-    with pytest.raises(ConfigError, match=f"without a learner rank; these are on {gpus} GPUs, got 'cuda_ipc'"):
-        resolve_placement(asked, reservation)
+    with pytest.raises(ConfigError, match=r"^placement"):
+        host_demands(asked, gpus)
+    assert not any(demand.gpus for demand in host_demands(asked, 0))
+    shares = [gpus for demand in host_demands(asked, 8) for name, gpus in demand.gpus_of.items() if name != "buffer"]
+    assert set(shares) <= {0.5, 1.0, 2.0}
 
 
 def test_a_placement_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     small = [Host(name="10.0.0.1", cpus=64, gpus=8), Host(name="10.0.0.2", cpus=64, gpus=4)]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"16 GPUs wanted, 12 there"):
         assign(host_demands(TWO_NODES), small)
-    text = str(caught.value)
-    assert "16 GPUs wanted, 12 there" in text
-    assert "rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)" in text
-    assert "10.0.0.2 has 64 CPUs, 4 GPUs" in text
     with pytest.raises(ConfigError, match="2 hosts wanted, 1 there"):
         assign(host_demands(TWO_NODES), [Host(name="10.0.0.1", cpus=64, gpus=16)])
 
@@ -167,34 +153,55 @@ def test_a_resource_tells_kinds_of_hosts_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("learner", "rollout", "message"),
+    ("learner", "rollout", "key"),
     [
-        ({"nodes": 2, "gpus_per_node": 4, "ranks": 4}, {}, "nodes * gpus_per_node = 8"),
-        ({"nodes": 2, "ranks": 3}, {}, "a multiple of 2 nodes"),
-        ({}, {"nodes": 2, "servers": 3}, "a multiple of 2 nodes"),
-        ({"nodes": 2}, {"servers": 1}, "a multiple of the learner's 2 nodes"),
+        ({"nodes": 2, "gpus_per_node": 4, "ranks": 4}, {}, "placement.learner.ranks"),
+        ({"nodes": 2, "ranks": 3}, {}, "placement.learner.ranks"),
+        ({}, {"nodes": 2, "servers": 3}, "placement.rollout.servers"),
+        ({"nodes": 2}, {"servers": 1}, "placement.rollout.servers"),
     ],
 )
-def test_counts_that_do_not_divide_are_refused(
-    learner: dict[str, int], rollout: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_counts_that_do_not_divide_are_refused(learner: dict[str, int], rollout: dict[str, int], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)} "):
         placed_on(LearnerPlacement(**learner), RolloutPlacement(**rollout))
 
 
-@pytest.mark.parametrize(("gpus", "transport"), [(0, "gloo"), (1, "cuda_ipc"), (2, "nccl")])
-def test_the_transport_follows_from_who_shares_a_gpu(gpus: int, transport: str) -> None:
-    parts = host_demands(placed_on(), gpus)
-    assert resolve_placement(placed_on(), Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == transport
+ALONE = placed_on(LearnerPlacement(ranks=1), RolloutPlacement(servers=2), colocated=True)
+PAIRS_ON_TWO_HOSTS = placed_on(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
+AT_URL = changed(placed_on(LearnerPlacement(ranks=2)), rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
+REFUSED = "weight_sync.transport"
 
 
-def test_a_shared_gpu_uses_files_where_no_memory_can_be_mapped() -> None:
-    alone = placed_on(LearnerPlacement(ranks=1), RolloutPlacement(servers=2), colocated=True)
-    nodes = placed_on(LearnerPlacement(nodes=2, gpus_per_node=2), RolloutPlacement(servers=4), colocated=True)
-    hf = dataclasses.replace(placed_on(), rollout=RolloutConfig(engine="hf"))
-    for asked, gpus in ((alone, 2), (nodes, 4), (hf, 1)):
-        resolved = resolve_placement(asked, Reservation(None, host_demands(asked, gpus), ["127.0.0.1"] * 2))
-        assert resolved.weight_sync.transport == "disk"
+@pytest.mark.parametrize(
+    ("asked", "sync", "found"),  # [GPUs there] the transport, or the key at which it is refused
+    [
+        (placed_on(), {}, {0: "gloo", 1: "cuda_ipc", 2: "nccl"}),
+        (placed_on(), {"transport": "nccl"}, {0: REFUSED, 1: REFUSED, 2: "nccl"}),
+        (placed_on(), {"transport": "cuda_ipc"}, {0: "cuda_ipc", 1: "cuda_ipc", 2: REFUSED}),
+        (placed_on(colocated=True), {"transport": "cuda_ipc"}, {2: "cuda_ipc"}),
+        (placed_on(), {"staging": "device"}, {0: "gloo", 1: "weight_sync.staging", 2: "nccl"}),
+        (placed_on(), {"delta": True}, {1: "weight_sync.delta"}),
+        (TWO_PAIRS, {"staging": "device"}, {2: "weight_sync.staging"}),
+        (TWO_PAIRS, {"delta": True}, {2: "weight_sync.delta"}),
+        # a shared GPU uses files where no memory can be mapped
+        (ALONE, {}, {2: "disk"}), (ALONE, {"transport": "cuda_ipc"}, {2: REFUSED}),
+        (PAIRS_ON_TWO_HOSTS, {}, {4: "disk"}),
+        (changed(placed_on(), rollout=RolloutConfig(engine="hf")), {}, {1: "disk"}),
+        # the GPU of a server at a URL is not known
+        (AT_URL, {}, {2: "disk"}), (AT_URL, {"transport": "nccl"}, {2: "nccl"}),
+    ],
+)
+def test_the_transport_follows_from_who_shares_a_gpu(
+    asked: Config, sync: dict[str, Any], found: dict[int, str]
+) -> None:
+    asked = changed(asked, weight_sync=sync, model={"dtype": "bfloat16"}, staleness={"max": 1})
+    for gpus, transport in found.items():
+        reservation = Reservation(None, host_demands(asked, gpus), ["127.0.0.1"] * 2)
+        if "." not in transport:
+            assert resolve_placement(asked, reservation).weight_sync.transport == transport
+            continue
+        with pytest.raises(ConfigError, match=f"^{re.escape(transport)} "):
+            resolve_placement(asked, reservation)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "servers"), [(1, 2, 2), (1, 4, 2), (2, 4, 4), (2, 8, 4), (2, 4, 8)])
@@ -213,21 +220,8 @@ def test_servers_that_share_gpus_get_their_weights_from_the_rank_there(
     assert resolved.weight_sync.transport == ("cuda_ipc" if nodes == 1 else "disk")
 
 
-def test_staging_is_refused_where_auto_gives_a_transport_without_a_network() -> None:
-    staged = dataclasses.replace(placed_on(), weight_sync=WeightSyncConfig(staging="device"))
-    for gpus, transport in ((0, "gloo"), (2, "nccl")):
-        reservation = Reservation(None, host_demands(staged, gpus), ["127.0.0.1"])
-        assert resolve_placement(staged, reservation).weight_sync.transport == transport
-    with pytest.raises(ConfigError, match=r"must be none with weight_sync\.transport cuda_ipc, got 'device'"):
-        resolve_placement(staged, Reservation(None, host_demands(staged, 1), ["127.0.0.1"]))
-
-
-def test_a_server_at_a_url_gets_no_gpu_and_its_weights_through_files() -> None:
-    asked = placed_on(LearnerPlacement(ranks=2), RolloutPlacement(tp=4))
-    asked = dataclasses.replace(asked, rollout=RolloutConfig(server_url="http://127.0.0.1:30000"))
-    parts = host_demands(asked, 2)
-    assert parts[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}
-    assert resolve_placement(asked, Reservation(None, parts, ["127.0.0.1"])).weight_sync.transport == "disk"
+def test_a_server_at_a_url_gets_no_gpu() -> None:
+    assert host_demands(AT_URL, 2)[0].gpus_of == {"buffer": 0, "rollout/0": 0, "learner/0": 1, "learner/1": 1}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
@@ -243,12 +237,12 @@ def test_rollout_servers_ask_for_an_api_key_made_from_the_clients_key(tmp_path: 
 
 def test_the_interface_of_an_address_is_found_or_the_addresses_are_listed() -> None:
     assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.9; it has .*lo 127\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9.*lo 127\.0\.0\.1"):
         interface_of("203.0.113.9")
 
 
 def test_an_address_beyond_loopback_without_keys_is_refused() -> None:
-    with pytest.raises(ConfigError, match="async-rl keys new"):
+    with pytest.raises(ConfigError, match=r"^network\."):
         NetworkConfig(host="10.0.0.1")
 
 
@@ -293,46 +287,22 @@ def test_a_dry_run_checks_the_cluster_that_training_would_join(
 def test_a_cluster_of_another_version_of_ray_is_refused_with_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr("ray.init", failing(RuntimeError("Version mismatch: The cluster was started with Ray: 2.1.0")))
-    words = r"(?s)10\.0\.0\.1:6379 can't be joined: Version mismatch.*Ray: 2\.1\.0\nEvery host"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1:6379 .*Version mismatch.*Ray: 2\.1\.0"):
         explain(TWO_NODES, find_hosts(TWO_NODES))
     (check,) = examine_nodes(TWO_NODES)
     assert (check.what, check.state) == ("Ray", "broken")
     assert "Version mismatch" in check.found
 
 
-@pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-        ("gsm8k_single_gpu", ["this host: buffer, rollout/0, learner/0: 2 CPUs"]),
-        ("gsm8k_two_node", [
-            "host 1: buffer, learner/0..7: 8 CPUs, 8 GPUs (8 learner ranks x 1)",
-            "host 2: rollout/0..1: 2 CPUs, 8 GPUs (2 servers x 4)",
-            "not compared with any host: there is no Ray cluster here, and RAY_ADDRESS names none",
-        ]),
-    ],
-)
-def test_a_gsm8k_config_passes_its_dry_run_which_says_who_lands_where(
-    name: str, lines: list[str], stand_ins: list[str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("name", ["gsm8k_single_gpu", "gsm8k_two_node"])
+def test_a_gsm8k_config_passes_its_dry_run_without_a_cluster(
+    name: str, stand_ins: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: 0.0)
     monkeypatch.setattr("ray.init", failing(ConnectionError("Could not find any running Ray instance")))
     assert main(["train", str(ROOT / "configs" / f"{name}.yaml"), *stand_ins, "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    placement, _, memory = text.split("# placement\n")[1].partition("\n# memory\n")
-    assert memory and placement == "".join(f"# {line}\n" for line in lines)
-
-
-def test_the_gpu_sweeps_config_passes_its_dry_run_with_learner_and_server_on_one_gpu(
-    stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: 1.0)
-    model, folder = stand_ins[0], stand_ins[-1]
-    text = dry_run(load_config(ROOT / "configs" / "sweep_gpu.yaml", [model, folder]))
-    assert "this host: buffer, rollout/0, learner/0: 2 CPUs, 1 GPU (1 learner rank x 0.5 + 1 server x 0.5)" in text
+    placement = capsys.readouterr().out.partition("# placement\n")[2].partition("\n# memory\n")[0]
+    assert all(f"{process}/0" in placement for process in ("rollout", "learner"))
 
 
 def test_explicit_numbers_of_gpus_are_refused_on_a_host_without_gpus(
@@ -344,5 +314,5 @@ def test_explicit_numbers_of_gpus_are_refused_on_a_host_without_gpus(
         ROOT / "configs" / "gsm8k_single_gpu.yaml",
         [*stand_ins, "placement.colocated=false", "placement.learner.gpus_per_node=1"],
     )
-    with pytest.raises(ConfigError, match=r"2 GPUs wanted, 1 there\n.*1 learner rank x 1 \+ 1 server x 1"):
+    with pytest.raises(ConfigError, match="2 GPUs wanted, 1 there"):
         dry_run(asked)

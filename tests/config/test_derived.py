@@ -1,0 +1,62 @@
+"""What follows from several settings together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.config.loading import load_config
+
+FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
+
+
+def load(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "config.yaml").write_text(FILE)
+    return load_config(tmp_path / "config.yaml", overrides)
+
+
+def test_slots_follow_from_the_fresh_share_of_a_batch(tmp_path: Path) -> None:
+    config = load(tmp_path, "staleness.max=2", "buffer.max_uses=3", "buffer.fresh_fraction=0.35")
+    assert (config.fresh_per_step, config.slots) == (6, 18)  # ceil(0.35 * 16) of 16
+    assert load(tmp_path, "staleness.max=8", "staleness.depth=1.25").slots == 36
+    at_pushes = load(tmp_path, "staleness.max=8", "staleness.depth=2", "weight_sync.every_steps=3")
+    assert (at_pushes.slots, at_pushes.slot_limits.fewest) == (48, 48)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["checkpoint.every_steps=0"], 100), (["checkpoint.every_steps=200"], 400),
+        (["checkpoint.every_steps=50", "buffer.journal_keep_steps=0"], 100),
+        (["checkpoint.every_steps=50", "buffer.journal_keep_steps=300"], 300), (["buffer.journal_keep_steps=-1"], -1),
+    ],
+)
+def test_the_journal_keeps_tokens_until_the_checkpoint_after_next_whatever_is_set(
+    tmp_path: Path, overrides: list[str], kept: int
+) -> None:
+    assert load(tmp_path, *overrides).journal_kept_steps == kept
+
+
+def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path: Path) -> None:
+    assert load(tmp_path).drops_zero_variance
+    assert not load(tmp_path, "algorithm.filter_zero_variance=false").drops_zero_variance
+    for advantage in ("gae", "tests.config.test_refused:ADVANTAGE"):
+        assert not load(tmp_path, f"algorithm.advantage={advantage}").drops_zero_variance
+
+
+@pytest.mark.parametrize(("limit", "longest"), [(0, 528), (1000, 1000), (512, 512), (100, 100)])
+def test_an_episode_is_as_long_as_its_limit_says(
+    tmp_path: Path, limit: int, longest: int
+) -> None:
+    config = load(
+        tmp_path, "task.name=", "task.env=my_games:Game", "rollout.max_response_tokens=16",
+        f"rollout.max_episode_tokens={limit}",
+    )
+    assert config.longest_tokens == config.longest_response_tokens == longest
+
+
+def test_a_third_may_be_written_with_six_digits(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "buffer.max_uses=3", "buffer.fresh_fraction=0.333333", "staleness.max=3")
+    assert loaded.fresh_per_step == 6  # of 16

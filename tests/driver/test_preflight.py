@@ -30,6 +30,7 @@ from async_rl.pipeline import run
 from rollout_server.question import Question
 from rollout_server.tasks.base import Task
 from tests.kit.configs import changed, make_config
+from tests.kit.gpus import pretend_gpus
 from tests.kit.models import save_tiny_model
 
 
@@ -201,8 +202,7 @@ def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_a
 def test_missing_hardware_is_refused_unless_ray_may_use_another_host(
     base: Config, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, override: str, key: str
 ) -> None:
-    monkeypatch.setattr("async_rl.driver.placement.gpus_here", lambda: float(gpus))
-    monkeypatch.setattr("async_rl.driver.preflight.gpus_here", lambda: float(gpus))
+    pretend_gpus(monkeypatch, gpus)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     names = [f"model.path={model}", "task.name=reasoning_gym/chain_sum", f"run.dir={tmp_path / 'runs'}"]
     config = load_config(None, [*names, override])

@@ -21,7 +21,7 @@ from tests.kit.placements import TWO_NODES, placed_on
 @pytest.mark.parametrize(
     ("of_ray", "error", "said"),
     [
-        (Exception("The current node timed out during startup. This"), WaitTimeoutError, "the driver waited 30 s"),
+        (Exception("The current node timed out during startup. This"), WaitTimeoutError, "30 s"),
         (ValueError("another mistake"), ValueError, "another mistake"),
     ],
 )
@@ -39,24 +39,22 @@ def test_a_ray_that_does_not_start_in_time_ends_the_run_with_a_sentence(
 
 def test_a_process_that_is_connected_to_ray_already_is_asked_to_end_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"by ray\.init\(\)\. Call ray\.shutdown\(\) before"), open_ray(make_config()):
+    with pytest.raises(ConfigError, match=r"ray\.shutdown\(\)"), open_ray(make_config()):
         pytest.fail("Ray is that of the program")
 
 
 def test_an_address_without_a_port_is_refused_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself refuses it, before it starts or reaches anything."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1")
-    words = r"RAY_ADDRESS must be HOST:PORT, such as 10\.0\.0\.1:6379, got 10\.0\.0\.1 .*on this host alone: `unset"
-    with pytest.raises(ConfigError, match=words), open_ray(make_config()):
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS "), open_ray(make_config()):
         pytest.fail("Ray has taken the address")
 
 
 @pytest.mark.parametrize(
     ("address", "nodes", "said"),
     [
-        ("10.0.0.9:6379", 1, r"RAY_ADDRESS is 10\.0\.0\.9:6379, .*\(gone\): .* To run on this host alone: `unset "),
-        ("10.0.0.9:6379", 2, r"\(gone\): .* To run on the cluster that this host has joined: `unset RAY_ADDRESS`\. Or"),
-        ("", 2, r"^placement wants 2 hosts, but no Ray cluster is found \(gone\)\. Start one: on the first host"),
+        ("10.0.0.9:6379", 1, r"^RAY_ADDRESS is 10\.0\.0\.9:6379.*\(gone\)"),
+        ("10.0.0.9:6379", 2, r"^RAY_ADDRESS is 10\.0\.0\.9:6379.*\(gone\)"), ("", 2, r"^placement .*\(gone\)"),
     ],
 )
 def test_an_address_at_which_no_cluster_is_any_more_is_named(
@@ -75,8 +73,8 @@ def test_an_address_at_which_no_cluster_is_any_more_is_named(
 @pytest.mark.parametrize(
     ("of_ray", "mode", "said"),
     [
-        (ConnectionError("gone"), "", r"wants another token\. RAY_AUTH_MODE, here not set, .*two-nodes\.md\. To"),
-        (AuthenticationError("no token"), "token", r"who know its token \(no token.*\. RAY_AUTH_MODE, here token, and"),
+        (ConnectionError("gone"), "", r"RAY_AUTH_MODE"),
+        (AuthenticationError("no token"), "token", r"no token.*RAY_AUTH_MODE"),
     ],
 )
 def test_a_cluster_that_asks_for_another_token_is_told_of(
@@ -142,7 +140,6 @@ def test_gpus_that_are_hidden_in_any_way_are_hidden_from_ray(
 def test_a_host_that_ray_knows_by_no_ipv4_address_is_refused_where_the_run_needs_it(name: str) -> None:
     hosts = [Host(name=name, cpus=8, gpus=8) for name in (name, "10.0.0.2", "10.0.0.3")]
     assert [host.name for host in assign(host_demands(TWO_NODES), hosts)] == ["10.0.0.2", "10.0.0.3"]
-    words = rf"must be IPv4; Ray knows {name}\. .*`ray start --node-ip-address=<IPv4 address>`"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=rf"{name}.*--node-ip-address"):
         assign(host_demands(TWO_NODES), hosts[:2])
     assert len(assign(host_demands(placed_on()), hosts[:1])) == 1, "the processes of one host listen on loopback"

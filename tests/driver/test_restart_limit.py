@@ -13,7 +13,7 @@ def test_exact_mode_ends_with_a_rollout_server_and_outlives_an_evaluation_server
         placement={"eval": {"servers": 1}, "rollout": {"max_restarts": 1}}, eval={"every_steps": 1},
     ))  # fmt: skip
     limit.count("eval/0", ProcessDiedError("gone"))
-    with pytest.raises(ProcessDiedError, match=r"It died 2 times since the last step"):
+    with pytest.raises(ProcessDiedError, match="2 times"):
         limit.count("eval/0", ProcessDiedError("gone"))
     with pytest.raises(ProcessDiedError, match=r"^gone$"):
         limit.count("rollout/0", ProcessDiedError("gone"))

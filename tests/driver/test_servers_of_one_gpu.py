@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from async_rl import pipeline
 from async_rl.config import Config, LearnerPlacement, RolloutPlacement
 from async_rl.driver import actors
 from async_rl.driver.placement import Reservation, resolve_placement, servers_per_gpu
 from async_rl.driver.resources import HostDemand, host_demands
+from async_rl.pipeline import start_processes
 from tests.kit.placements import TWO_NODES, TWO_PAIRS, placed_on
 
 TWO_SERVERS = placed_on(rollout=RolloutPlacement(servers=2))
@@ -70,6 +70,6 @@ def test_servers_of_one_gpu_start_one_after_the_other(
         def note(self, text: str) -> None: ...
 
     log: Any = Log()
-    pipeline._start(TWO_SERVERS, processes, log, Reservation(None, bundles(TWO_SERVERS, gpus), ["h"]))
+    start_processes(TWO_SERVERS, processes, log, Reservation(None, bundles(TWO_SERVERS, gpus), ["h"]))
     servers = ["rollout/0", "rollout/1"]
     assert processes.gathered == [["buffer"], *([[s] for s in servers] if one_by_one else [servers]), ["learner/0"]]

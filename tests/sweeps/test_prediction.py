@@ -135,7 +135,7 @@ def test_a_bound_that_would_stop_the_learner_for_ever_is_refused() -> None:
         (dataclasses.replace(STEADY, max_uses=2, fresh_fraction=0.9), 1), (STEADY, 0),
     ):
         assert workload.slot_limits.smallest_depth == depth
-    with pytest.raises(ConfigError, match=r"staleness\.depth must be at least 1 with .*every_steps 2, got 0"):
+    with pytest.raises(ConfigError, match=r"^staleness\.depth .*every_steps 2, got 0"):
         simulate(every_other, 0, 10)
 
 
@@ -191,7 +191,7 @@ def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:
         (("eval.pin_version=true", "eval.every_steps=5"), r"eval\.pin_version"),
         (
             ("task.name=", "task.env=my_games:Game", "rollout.max_episode_tokens=2000"),
-            "episodes of several turns",
+            "turns",
         ),
     ],
 )

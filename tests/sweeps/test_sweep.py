@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +18,6 @@ from async_rl.sweeps.cell_process import CellPlace, CellProcesses
 from async_rl.sweeps.cells import (
     CORRECTIONS,
     MODES,
-    Axis,
     Cell,
     all_cells,
     bounds_of,
@@ -77,16 +75,9 @@ def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> 
     assert found["none", "0"].staleness.max == 0
 
 
-@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", "", "1/", "/8", "auto/8"])
-def test_bounds_that_are_not_understood_are_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--staleness must be values of .* e\.g\. 0,1,8,1\.25/8; got"):
-        bounds_of(text)
-
-
-@pytest.mark.parametrize("text", ["9/8", "1.3/8"])
-def test_a_depth_above_its_bound_or_between_quarters_is_refused(text: str) -> None:
-    expected = rf"must be a depth of 0\.\.\d in quarters before /\d, got '{text}'"
-    with pytest.raises(ConfigError, match=expected):
+@pytest.mark.parametrize("text", ["0,-1", "0,,1", "two", "1.5", "", "1/", "/8", "auto/8", "9/8", "1.3/8"])
+def test_bounds_and_depths_that_are_not_understood_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--staleness"):
         bounds_of(text)
 
 
@@ -101,29 +92,26 @@ def test_a_depth_below_a_bound_is_a_level_of_the_staleness_axis(tmp_path: Path) 
     assert len({cell.folder for cell in cells}) == 4
 
 
-def test_an_axis_that_is_not_understood_is_refused_with_an_example() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.lr=1e-4,3e-4; got 'learner.lr'"):
+def test_an_axis_that_is_not_understood_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--axis"):
         key_axis("learner.lr")
-    with pytest.raises(ConfigError, match="--mode must be one or more of bounded, exact, got 'loose'"):
+    with pytest.raises(ConfigError, match=r"^--mode .*'loose'"):
         named_axis("mode", "bounded,loose", {"bounded": (), "exact": ()})
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key"),
     [
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["--first-seed", "-1"], "run.seed must be greater than or equal to 0, got -1"),
-        (["--max-cells", "0"], "--max-cells must be 1 or more; without it all run, got 0"),
-        (["--name", "a/b"], "--name must be the name of a folder in run.dir, without / (set run.dir), got 'a/b'"),
-        (["--name", ".."], "--name must be the name of a folder in run.dir"),
-        (["--name", ""], "--name must be the name of a folder in run.dir"),
+        (["--seeds", "0"], "--seeds"), (["--first-seed", "-1"], "run.seed"), (["--max-cells", "0"], "--max-cells"),
+        (["--name", "a/b"], "--name"), (["--name", ".."], "--name"), (["--name", ""], "--name"),
+        (["run.resume=/runs/a"], "run.resume"),
     ],
 )
 def test_options_that_can_not_be_used_are_refused_before_anything_starts(
-    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, options: list[str], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", str(base_yaml(tmp_path)), f"run.dir={tmp_path / 'runs'}", *options]) == 2
-    assert message in capsys.readouterr().err
+    assert f"{key} must be " in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -157,37 +145,25 @@ def test_a_sweep_in_pieces_goes_on_where_it_stopped_and_grows_by_seeds(tmp_path:
 
 def test_a_sweep_of_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     run_sweep(make(tmp_path), Trainer())
-    with pytest.raises(ConfigError, match=r"differ in its axes alone, got rollout\.group_size 8 .* and 4 .*--name"):
+    with pytest.raises(ConfigError, match=r"rollout\.group_size 8 .* 4 .*--name"):
         run_sweep(make(tmp_path, overrides=("rollout.group_size=4",)), Trainer())
 
 
 def test_other_bounds_with_another_setting_in_the_same_folder_are_refused(tmp_path: Path) -> None:
     axes = (staleness_axis("2"), seed_axis(1, 0))
     run_sweep(make(tmp_path), Trainer())
-    with pytest.raises(ConfigError, match=r"differ in its axes alone, got learner\.lr .* and 0\.5 in .*staleness-2"):
+    with pytest.raises(ConfigError, match=r"learner\.lr .* 0\.5 .*staleness-2"):
         run_sweep(make(tmp_path, axes=axes, overrides=("learner.lr=0.5",)), Trainer())
     assert run_sweep(make(tmp_path, axes=axes), Trainer()).pending == []
 
 
-@pytest.mark.parametrize(
-    ("axis", "key", "before", "now"),
-    [
-        (key_axis("algorithm.preset=grpo,dr_grpo"), "algorithm.entropy_coef", "0.0", "0.5"),
-    ],
-)
-def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(
-    tmp_path: Path, axis: Axis, key: str, before: str, now: str
-) -> None:
-    axes = (staleness_axis("1"), seed_axis(2, 0), axis)
-    run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",), max_cells=2), Trainer())
+def test_a_changed_setting_that_an_axis_also_sets_is_refused_for_finished_cells(tmp_path: Path) -> None:
+    axes = (staleness_axis("1"), seed_axis(2, 0), key_axis("algorithm.preset=grpo,dr_grpo"))
+    key = "algorithm.entropy_coef"
+    run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}=0.0",), max_cells=2), Trainer())
     with pytest.raises(ConfigError, match=re.escape(key)):
-        run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={now}",)), Trainer())
-    assert run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}={before}",)), Trainer()).pending == []
-
-
-def test_a_sweep_of_a_run_to_continue_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.resume must be empty in a sweep, .*, got '/runs/a'"):
-        run_sweep(make(tmp_path, overrides=("run.resume=/runs/a",)), Trainer())
+        run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}=0.5",)), Trainer())
+    assert run_sweep(make(tmp_path, axes=axes, overrides=(f"{key}=0.0",)), Trainer()).pending == []
 
 
 def test_equal_time_for_every_cell_is_a_limit_in_seconds(tmp_path: Path) -> None:
@@ -207,9 +183,7 @@ def test_trackers_are_off_in_cells_unless_the_command_sets_them(tmp_path: Path) 
 def test_the_time_left_is_that_of_the_average_finished_cell(tmp_path: Path) -> None:
     cells = all_cells(make(tmp_path).axes, tmp_path)
     progress = Progress(cells, seconds={"staleness-0.seed-0": 120.0, "staleness-1.seed-0": 60.0})
-    assert progress.time_left() == "about 3 min left"
-    assert Progress(cells).time_left() == "time left unknown"
-    assert Progress(cells[:1], seconds={cells[0].name: 1.0}).time_left() == "none left"
+    assert " 3 min" in progress.time_left() and " min" not in Progress(cells).time_left()
 
 
 @pytest.mark.processes
@@ -224,43 +198,38 @@ def test_a_cell_that_can_not_start_says_why_and_leaves_a_log(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_ends_the_runs_of_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes, cells = CellProcesses(tmp_path / "logs"), all_cells(make(tmp_path).axes, tmp_path)[:2]
+    program, errors = tmp_path / "python", list[str]()
     # Short naps: a signal that comes just before a nap begins is seen only after it.
-    naps = "[time.sleep(0.05) for _ in range(1200)]"
-    code = f"import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(130)); print('on'); {naps}"
-    codes: list[int] = []
+    program.write_text("#!/bin/sh\ntrap 'exit 130' TERM\necho on\nfor i in $(seq 1200); do sleep 0.05; done\n")
+    program.chmod(0o755)
+
+    monkeypatch.setattr(sys, "executable", str(program))
 
     def run(cell: Cell) -> None:
-        with (tmp_path / cell.name).open("w") as log:
-            codes.append(processes._run([sys.executable, "-uc", code], log, CellPlace()))
+        errors.append(processes.train(["async-rl"], cell, CellPlace()))
 
     threads = [threading.Thread(target=run, args=[cell]) for cell in cells]
     for thread in threads:
         thread.start()
-    logs = [tmp_path / cell.name for cell in cells]
+    logs = [tmp_path / "logs" / f"{cell.name}.log" for cell in cells]
     wait_until(lambda: all(log.is_file() and log.read_text() for log in logs), 20, "both to start")
     processes.stop()
     for thread in threads:
         thread.join(20)
-    assert codes == [130, 130]
-    with (tmp_path / "log").open("w") as log:
-        assert processes._run(["true"], log, CellPlace()) == -signal.SIGTERM, "no other begins"
+    assert [error.partition(",")[0] for error in errors] == ["exit code 130"] * 2
+    logs[0].unlink()
+    assert processes.train(["async-rl"], cells[0], CellPlace()) and not logs[0].read_text(), "no other begins"
 
 
-def test_the_command_reports_what_is_finished_and_remembers_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_sweep_remembers_its_axes_and_the_machine_and_is_reported_and_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("async_rl.sweeps.cell_process.CellProcesses.train", Trainer())
-    monkeypatch.setattr("async_rl.sweeps.report.draw_all", lambda *_: {})
-    config = str(base_yaml(tmp_path))
-    options = ["--staleness", "0,1", "--seeds", "2", "--name", "s", f"run.dir={tmp_path}"]
-    assert main(["sweep", config, *options]) == 0
-    assert "effective steps per minute" in capsys.readouterr().out
-    plan = json.loads((tmp_path / "s" / "sweep.json").read_text())
-    assert plan["axes"] == {"staleness": ["0", "1"], "seed": ["0", "1"]}
-    assert plan["machine"]["processor"]
-    assert main(["report", str(tmp_path / "s")]) == 0
-    assert main(["plan", str(tmp_path / "s"), "--staleness", "0,1"]) == 0
+    sweep = make(tmp_path)
+    run_sweep(sweep, Trainer())
+    plan = json.loads((sweep.folder / "sweep.json").read_text())
+    assert plan["axes"] == {"staleness": ["0", "1"], "seed": ["0", "1"]} and plan["machine"]["processor"]
+    assert main(["report", str(sweep.folder)]) == main(["plan", str(sweep.folder), "--staleness", "0,1"]) == 0
     told = capsys.readouterr().out
-    assert "Measured: " in told and "For speed alone staleness.max = 1" in told
+    assert "effective steps per minute" in told and "staleness.max = 1" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,14 @@ def test_a_key_that_is_set_twice_is_refused(
 ) -> None:
     given = ["--staleness", "0,1", "--seeds", "1", f"run.dir={tmp_path / 'runs'}", *words, "--dry-run"]
     assert main(["sweep", str(base_yaml(tmp_path)), *given]) == 2
-    told = capsys.readouterr().err
-    assert "must set each key once" in told and key in told
+    assert re.search(rf"each key once.*\b{re.escape(key)}\b", capsys.readouterr().err)
 
 
 def test_a_sweep_below_a_file_names_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     words = ["--staleness", "0", "--seeds", "1", f"run.dir={tmp_path / 'file' / 'runs'}"]
     assert main(["sweep", str(base_yaml(tmp_path)), *words]) == 2
-    assert "run.dir, run.name: " in capsys.readouterr().err
+    assert "run.dir" in capsys.readouterr().err
 
 
 def test_lists_may_be_levels() -> None:

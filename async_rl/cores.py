@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from async_rl.config import Config
 
-_BEGAN_WITH = Path("/proc/self/environ")
+BEGAN_WITH = Path("/proc/self/environ")
 """The environment variables with which this process began, unlike os.environ, where Python code adds others."""
 SPINS = 2_000
 """How often a computing thread looks for work before it sleeps: some ten microseconds, the time between two operators.
@@ -45,6 +45,6 @@ def server_threads(config: Config) -> str:
 
 def _ray_chose_threads() -> bool:
     """Whether OMP_NUM_THREADS is not the user's: Ray sets it to 1 in an actor that has begun without it."""
-    if "RAY_RAYLET_PID" not in os.environ or not _BEGAN_WITH.exists():  # no process that Ray has started
+    if "RAY_RAYLET_PID" not in os.environ or not BEGAN_WITH.exists():  # no process that Ray has started
         return False
-    return not any(each.startswith(b"OMP_NUM_THREADS=") for each in _BEGAN_WITH.read_bytes().split(b"\0"))
+    return not any(each.startswith(b"OMP_NUM_THREADS=") for each in BEGAN_WITH.read_bytes().split(b"\0"))

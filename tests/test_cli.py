@@ -45,12 +45,8 @@ def test_the_program_ends_with_a_message_and_code_2_on_a_config_error(tmp_path: 
         [sys.executable, "-m", "async_rl.cli", "train", str(tmp_path / "none.yaml")],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 2
-    assert (
-        done.stderr
-        == f"async-rl: error: config file {tmp_path}/none.yaml can't be read: No such file or directory. "
-        "`async-rl init` writes one to begin with\n"
-    )
+    assert done.returncode == 2 and done.stderr.startswith("async-rl: error: ") and done.stderr.count("\n") == 1
+    assert f"{tmp_path}/none.yaml" in done.stderr
 
 
 def test_the_help_of_every_command_begins_with_a_sentence_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +58,6 @@ def test_the_help_of_every_command_begins_with_a_sentence_and_an_example(capsys:
 
     names = re.findall(r"^    ([a-z-]+) ", help_of(), re.MULTILINE)
     assert {"train", "sweep", "report", "plan", "sft", "eval", "export", "doctor", "config"} <= set(names)
-    assert "a YAML file, e.g. quickstart.yaml, which `async-rl init` writes" in " ".join(help_of("train").split())
-    assert "staleness.max=" not in help_of("sweep"), "its axes set that one"
     for name in names:
         assert "configs/" not in help_of(name), "a wheel has no such folder"
         begin = rf"[A-Z][^\n]+\.\n\nexample: async-rl {name} [^\n]+\n\nusage: async-rl {name} "
@@ -83,54 +77,39 @@ def test_a_wrong_command_line_ends_with_code_2(
 
 
 @pytest.mark.parametrize(
-    ("command", "hint"),
-    [("train", ", or --resume RUN_DIR\n"), ("sft", "`async-rl init` writes\n"), ("sweep", "`async-rl init` writes\n")],
+    ("words", "named"),
+    [
+        (["train", "run.steps=3"], "CONFIG"), (["sft", "run.steps=3"], "CONFIG"), (["sweep", "run.steps=3"], "CONFIG"),
+        (["train", "--resume", "auto"], "CONFIG"), (["eval"], "MODEL"),
+    ],
 )
-def test_overrides_without_a_config_say_that_it_is_missing(
-    command: str, hint: str, capsys: pytest.CaptureFixture[str]
+def test_an_argument_that_is_missing_is_named(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([command, "run.steps=3"])
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert f"{command} needs a CONFIG, e.g. quickstart.yaml, which `async-rl init` writes" in error
-    assert error.endswith(hint)
-
-
-def test_eval_without_words_asks_for_the_model_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["eval"])
-    assert capsys.readouterr().err.endswith("the following arguments are required: MODEL\n")
+        main(words)
+    assert caught.value.code == 2 and named in capsys.readouterr().err
 
 
 def test_export_of_a_missing_folder_names_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert "CHECKPOINT must be a run directory with a checkpoint, or one of its checkpoints, got" in error
-    assert "There is no such folder" in error
+    assert "CHECKPOINT must be a run directory with a checkpoint" in capsys.readouterr().err
 
 
 def test_config_and_overrides_may_stand_before_and_behind_options(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, *_: seen.append(config) or "")
-    assert main(["train", str(config_file), "run.steps=7", "--dry-run", "staleness.max=3"]) == 0
-    assert main(["train", "--dry-run", str(config_file), "run.steps=7", "staleness.max=3"]) == 0
-    assert main(["train", "run.steps=7", "--dry-run", "staleness.max=3", str(config_file)]) == 0
-    assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3)] * 3
-
-
-def test_a_path_with_an_equals_sign_is_a_config(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Config] = []
-    monkeypatch.setattr("async_rl.driver.dry_run.dry_run", lambda config, *_: seen.append(config) or "")
+    monkeypatch.setattr(pipeline, "run", lambda config, *_: seen.append(config) or {})
     folder = config_file.parent / "lr=1"
     folder.mkdir()
     shutil.copy(config_file, folder / "c=2.yaml")
-    assert main(["train", "run.steps=7", str(folder / "c=2.yaml"), "--dry-run"]) == 0
     monkeypatch.chdir(folder)
-    assert main(["train", "run.steps=7", "c=2.yaml", "--dry-run"]) == 0
-    assert [config.run.steps for config in seen] == [7, 7]
+    for file in (str(config_file), str(folder / "c=2.yaml"), "c=2.yaml"):  # a path with an equals sign is a config
+        assert main(["train", file, "run.steps=7", "staleness.max=3"]) == 0
+        assert main(["train", "run.steps=7", "staleness.max=3", file]) == 0
+        assert main(["train", "run.steps=7", file, "staleness.max=3"]) == 0
+    assert [(config.run.steps, config.staleness.max) for config in seen] == [(7, 3)] * 9
 
 
 def test_the_size_of_gpus_is_for_a_dry_run(
@@ -159,10 +138,7 @@ def test_resume_auto_starts_a_run_goes_on_with_it_and_sees_its_end(
     assert seen == ["", str(tmp_path / "job"), str(tmp_path / "job")], "its end is left to do"
     (tmp_path / "job" / "summary.json").write_text('{"steps": 7}')
     assert main(command) == 0 and len(seen) == 3
-    assert f"{tmp_path}/job has its 7 steps: nothing is left to train" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["train", "--resume", "auto"])
-    assert "train needs a CONFIG" in capsys.readouterr().err
+    assert f"{tmp_path}/job" in capsys.readouterr().out
 
 
 def test_a_leading_tilde_in_an_argument_is_the_home_directory(
@@ -225,7 +201,7 @@ def test_sft_that_is_ended_leaves_no_half_model_and_can_be_run_again(
     command.process.terminate()
     command.wait(30)
     assert main(["train", str(config_file), "--dry-run"]) == 2
-    assert "is not a folder. `async-rl sft` ended before it was whole: run it again" in capsys.readouterr().err
+    assert "async-rl sft" in capsys.readouterr().err
     assert main(["sft", str(config_file)]) == 0
     assert main(["train", str(config_file), "--dry-run"]) == 0
 
@@ -233,11 +209,9 @@ def test_sft_that_is_ended_leaves_no_half_model_and_can_be_run_again(
 def test_sft_learns_the_episodes_of_an_oracle(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     guess = "rollout_server.episodes.environments.guess"
     oracle, env = f"sft.oracle={guess}:oracle", f"task={{env: {guess}:Guess, size: 6}}"
-    assert main(["sft", str(config_file), oracle]) == 2
-    assert "sft.oracle must be empty without task.env" in capsys.readouterr().err
     assert main(["sft", str(config_file), env, oracle]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("6 episodes of the oracle, mean reward 0.") and "sft step 2/2" in said
+    assert said.startswith("6 episodes") and "sft step 2/2" in said
 
 
 def test_sft_does_not_overwrite_a_model_that_it_did_not_make(
@@ -246,7 +220,7 @@ def test_sft_does_not_overwrite_a_model_that_it_did_not_make(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_text("precious")
     assert main(["sft", str(config_file)]) == 2
-    assert "will not be overwritten" in capsys.readouterr().err
+    assert f"model.path {tmp_path}/model" in capsys.readouterr().err
     assert (tmp_path / "model" / "model.safetensors").read_text() == "precious"
 
 
@@ -258,7 +232,7 @@ def test_sft_does_not_overwrite_what_training_or_export_made_of_its_model(
     write_folder(load_file(weights).items(), tmp_path / "model", trained)  # as training and export do
     before = {file.name: file.read_bytes() for file in trained.iterdir()}
     assert main(["sft", str(config_file), f"model.path={trained}"]) == 2
-    assert f"model.path {trained} exists and was not written by `async-rl sft`" in capsys.readouterr().err
+    assert f"model.path {trained}" in capsys.readouterr().err
     assert {file.name: file.read_bytes() for file in trained.iterdir()} == before
 
 
@@ -267,14 +241,14 @@ def test_sft_to_a_folder_that_it_can_not_write_ends_with_a_sentence(
 ) -> None:
     (tmp_path / "file").touch()
     assert main(["sft", str(config_file), f"model.path={tmp_path}/file/model"]) == 2
-    assert f"{tmp_path}/file/model can't be written: Not a directory. Name a folder" in capsys.readouterr().err
+    assert f"{tmp_path}/file/model " in capsys.readouterr().err
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
     assert main(["sft", str(config_file)]) == 2
-    assert f"{tmp_path}/model.partial can't be written: No space left on device. Name" in capsys.readouterr().err
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_sft_from_a_truncated_base_names_the_file(
@@ -284,7 +258,7 @@ def test_sft_from_a_truncated_base_names_the_file(
     weights = tmp_path / "base" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["sft", str(config_file), f"sft.base={tmp_path}/base"]) == 2
-    assert f"{weights} is not a whole safetensors file" in capsys.readouterr().err
+    assert str(weights) in capsys.readouterr().err
 
 
 def test_sft_from_a_base_that_is_not_there_names_the_nearest(
@@ -292,12 +266,10 @@ def test_sft_from_a_base_that_is_not_there_names_the_nearest(
 ) -> None:
     assert main(["sft", str(config_file), "sft.base=tiny-lama"]) == 2
     error = capsys.readouterr().err
-    bases = "tiny-qwen2 or tiny-llama or tiny-qwen3 or tiny-qwen3-tools, a Hugging Face folder or OWNER/NAME of the hub"
-    assert f"sft.base must be {bases}, got 'tiny-lama'" in error
-    assert "there is no such folder. Did you mean tiny-llama?" in error
+    assert "sft.base must be " in error and "tiny-llama?" in error
     (tmp_path / "empty").mkdir()
     assert main(["sft", str(config_file), f"sft.base={tmp_path / 'empty'}"]) == 2
-    assert f"sft.base {tmp_path}/empty is no Hugging Face model: no config.json" in capsys.readouterr().err
+    assert f"sft.base {tmp_path}/empty" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
 

@@ -39,7 +39,7 @@ def test_a_server_gets_its_share_of_the_cores_though_ray_says_one_thread(
 ) -> None:
     """The number of threads is the user's only if the process has begun with it, or is not one of Ray's."""
     (tmp_path / "environ").write_bytes(began_with)
-    monkeypatch.setattr(cores, "_BEGAN_WITH", tmp_path / "environ")
+    monkeypatch.setattr(cores, "BEGAN_WITH", tmp_path / "environ")
     monkeypatch.setattr(os, "environ", now)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     config = make_config()

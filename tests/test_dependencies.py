@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import tomllib
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from tests.kit.documents import DOCUMENTS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("async_rl", "buffer", "learner", "rollout_server")
@@ -63,9 +59,3 @@ def test_every_import_is_of_a_package_that_is_declared() -> None:
         if not {canonicalize_name(name) for name in packages} & (declared() | set(OF_USERS)):
             undeclared[module] = file
     assert len(imported()) > 30 and undeclared == {}
-
-
-@pytest.mark.parametrize("package", OF_USERS)
-def test_what_users_bring_is_named_in_a_document(package: str) -> None:
-    named = re.sub(r"[\W_]+", "-", DOCUMENTS[OF_USERS[package]].lower())
-    assert package in named and package not in declared()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,7 @@ def test_sglang_sets_these_variables_and_keeps_what_is_set() -> None:
 
 def test_nccl_takes_the_interface_of_this_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(network, "interface_of", lambda host: "eth1")
+    address = SimpleNamespace(address="10.0.0.1")
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth1": [address]})
     network.use_interface("10.0.0.1")
     assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("=eth1", "eth1")

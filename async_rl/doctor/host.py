@@ -68,15 +68,15 @@ def examine(config: Config | None, *, is_driver: bool = True) -> Iterator[Check]
     """
     used = config.engine_entries if config else {}
     yield Check("python", "ok", f"{sys.version.split()[0]} in {sys.prefix}")
-    yield from (_package(name) for name in ("torch", "transformers", "ray"))
-    yield _sglang(used.values())
+    yield from (check_package(name) for name in ("torch", "transformers", "ray"))
+    yield check_sglang(used.values())
     for name, entry in (used or ENGINES).items():
         if entry.python and (used or Path(entry.server_python("")).exists()):
-            yield _own_environment(name, entry, config)
-    yield _gpu(used.values())
-    yield from (_memory(), _shared_memory(), _cores(), _sandbox())
+            yield check_environment(name, entry, config)
+    yield check_gpu(used.values())
+    yield from (check_memory(), _shared_memory(), _cores(), _sandbox())
     if config:
-        yield from _examine_config(config, is_driver)
+        yield from examine_config(config, is_driver)
         return
     parent = existing_parent(Path("runs"))
     mend = "free some, or set run.dir to another disk"
@@ -100,7 +100,7 @@ def print_table(checks: Iterable[Check]) -> bool:
     return all(check.state != "broken" for check in bad)
 
 
-def _package(name: str) -> Check:
+def check_package(name: str) -> Check:
     """Import a package and return the check that this works: an installed package may still not load."""
     try:
         importlib.import_module(name)
@@ -109,7 +109,7 @@ def _package(name: str) -> Check:
     return Check(name, "ok", metadata.version(name))
 
 
-def _sglang(engines: Collection[EngineEntry]) -> Check:
+def check_sglang(engines: Collection[EngineEntry]) -> Check:
     """Return the check that SGLang can be imported, if one of `engines` uses it or there is no config (no engines).
 
     The import is tried in a separate process, because it needs stubs of packages, which must not stay in this one.
@@ -129,7 +129,7 @@ def _sglang(engines: Collection[EngineEntry]) -> Check:
     return Check("sglang", needed, f"{version} {error}", instead) if error else Check("sglang", "ok", version)
 
 
-def _own_environment(name: str, entry: EngineEntry, config: Config | None) -> Check:
+def check_environment(name: str, entry: EngineEntry, config: Config | None) -> Check:
     """Return the check that an engine's package can be imported in the environment that its servers have of their own.
     """
     python, package = entry.server_python(config.rollout.python if config else ""), entry.packages[0]
@@ -153,7 +153,7 @@ def _run_python(command: list[str]) -> tuple[str, str]:
     return (done.stdout.strip().splitlines() or [""])[-1], ""
 
 
-def _gpu(engines: Collection[EngineEntry]) -> Check:
+def check_gpu(engines: Collection[EngineEntry]) -> Check:
     """Return the check that torch finds the host's GPUs, and that the tools to build SGLang's kernels exist."""
     try:
         import torch
@@ -202,7 +202,7 @@ def _missing_gpu_tools() -> list[str]:
     return missing if importlib.util.find_spec("torch_memory_saver") else [*missing, "torch_memory_saver"]
 
 
-def _memory() -> Check:
+def check_memory() -> Check:
     mend = "end other programs: even the quickstart wants about 4 GiB"
     return _enough("memory", psutil.virtual_memory().available, MIN_FREE_MEMORY_BYTES, "", "warn", mend)
 
@@ -228,7 +228,7 @@ def _cores() -> Check:
     return Check("cores", "ok" if cores > 1 else "warn", str(cores), mend)
 
 
-def _examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
+def examine_config(config: Config, is_driver: bool) -> Iterator[Check]:
     """Yield the checks of a configuration, those of its files only if all that it names on the hub is in the cache."""
     try:
         config = pinned(config)

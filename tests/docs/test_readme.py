@@ -212,13 +212,6 @@ def test_every_link_of_a_document_leads_somewhere() -> None:
         assert not anchor or anchor in anchors(linked.read_text()), (file, target)
 
 
-def test_every_file_in_a_command_of_the_documents_exists() -> None:
-    arguments = {part for text in DOCUMENTS.values() for command in commands(text) for part in command.split()}
-    files = {part for part in arguments if part.startswith(("constraints/", "requirements/", "configs/"))}
-    assert "configs/quickstart.yaml" in files
-    assert {name for name in files if not (ROOT / name).exists()} == set()
-
-
 def test_the_configuration_page_is_that_of_the_schema() -> None:
     assert PAGE.read_text() == page(), "python -m tests.kit.configuration_page"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from async_rl.config.loading import load_config
 from learner.models.reward_model import RewardModel
 from learner.ranks import Ranks
 from rollout_server.question import Question
-from rollout_server.rewards.base import REWARDS, open_rewards
-from rollout_server.rewards.code.checker import CodeSettings
-from rollout_server.rewards.contract import Reward
-from rollout_server.rewards.judge.rewards import ListSettings, PairSettings, ScoreSettings
+from rollout_server.rewards.base import open_rewards
 from rollout_server.rewards.scoring import Scoring, Verdict
 from tests.kit.configs import changed
 from tests.kit.documents import DOCUMENTS, blocks
@@ -35,9 +31,6 @@ from tests.kit.sandbox import needs_bubblewrap
 
 PAGE = DOCUMENTS["docs/rewards.md"]
 EXAMPLES = blocks(PAGE, "yaml")
-SETTINGS = DOCUMENTS["docs/configuration.md"]
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's my_rewards.py, from which a run is started."""
@@ -141,26 +134,5 @@ def test_programs_are_scored_as_the_page_says(folder: Path) -> None:
     }
 
 
-def test_every_setting_of_the_reward_code_is_on_the_page() -> None:
-    table = PAGE.partition("| setting | default |")[2].partition("\n\n")[0]
-    named = {word.strip() for row in table.splitlines() for word in row.split("|")[1:2] for word in word.split(",")}
-    assert {f"`{name}`" for name in CodeSettings.__dataclass_fields__} == {word for word in named if "`" in word}
-
-
-def test_every_field_of_a_reward_is_on_the_page() -> None:
-    table = PAGE.partition("| field of `Reward` |")[2].partition("\n\n")[0]
-    assert [name for name in Reward.__dataclass_fields__ if name != "function" and f"`{name}`" not in table] == []
-
-
-@pytest.mark.parametrize("settings", [ScoreSettings, PairSettings, ListSettings])
-def test_every_setting_of_a_judge_is_on_the_page(settings: Any) -> None:
-    assert [name for name in settings.__dataclass_fields__ if f"`{name}`" not in PAGE] == []
-
-
 def test_the_page_has_no_example_that_is_not_tested() -> None:
     assert len(EXAMPLES) == 7 and len(blocks(PAGE, "python")) == 2
-
-
-def test_the_setting_of_the_reward_names_all_that_are_built_in() -> None:
-    (row,) = re.findall(r"^\| `reward` \|.* The function that scores answers: (.*) or package", SETTINGS, re.MULTILINE)
-    assert row.split(", ") == list(REWARDS)

@@ -11,7 +11,7 @@ import pytest
 from async_rl.cli import main
 from async_rl.config import Config
 from async_rl.config.loading import dump_config, load_config
-from async_rl.doctor.host import Check, _examine_config
+from async_rl.doctor.host import Check, examine_config
 from async_rl.driver.dry_run import dry_run
 from async_rl.storage.hub import located, pinned
 from async_rl.view.token_texts import find_tokenizer
@@ -52,7 +52,7 @@ def test_a_dry_run_fetches_and_shows_the_commits(hub: HubServer) -> None:
 
 def test_the_doctor_downloads_nothing_and_checks_what_is_there(hub: HubServer) -> None:
     def found(config: Config) -> list[Check]:
-        return list(_examine_config(config, is_driver=True))
+        return list(examine_config(config, is_driver=True))
 
     (check,) = found(config_of())
     assert (check.what, check.state) == ("model.path", "warn") and "not in this host's cache" in check.found

@@ -23,5 +23,4 @@ def test_a_run_that_ends_without_a_step_has_a_non_zero_exit(
     monkeypatch.setattr(pipeline, "_run", lambda *_: summary)
     (tmp_path / "config.yaml").write_text("model: {path: m}\ntask: {name: reasoning_gym/chain_sum}\n")
     assert main(["train", str(tmp_path / "config.yaml")]) == code
-    error = f"async-rl: error: the run has learned nothing, it ended without a step: {ENDED}\n"
-    assert capsys.readouterr().err == (error if code else "")
+    assert (ENDED in capsys.readouterr().err) == bool(code)

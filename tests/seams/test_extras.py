@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from async_rl.cli import main
 from async_rl.errors import ConfigError
-from async_rl.seams.extras import EXTRAS, check_extra
+from async_rl.seams.extras import EXTRAS
 from rollout_server.tasks.base import open_task
 from tests.kit.configs import make_config
 from tests.kit.documents import ROOT
@@ -29,10 +29,6 @@ def test_the_extras_are_those_of_the_package_and_none_of_their_packages_is_requi
     assert "async-rl[all]" in offered["dev"]
 
 
-def test_what_is_installed_is_taken() -> None:
-    check_extra("reasoning-gym", "a task")
-
-
 @pytest.mark.parametrize(
     ("command", "user"), [(["view", "runs/none"], "async-rl view"), (["train", "none.yaml", "--view"], "--view")]
 )
@@ -41,13 +37,13 @@ def test_the_page_without_its_packages_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "bokeh", None)
     assert main(command) == 2
-    wanted = f"{user} needs bokeh, not installed here. Run: pip install 'async-rl[page]'"
-    assert capsys.readouterr().err == f"async-rl: error: {wanted}\n"
+    error = capsys.readouterr().err
+    assert user in error and "async-rl[page]" in error
 
 
 def test_a_reasoning_gym_task_without_the_package_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"task\.name 'reasoning_gym/\w+' needs reasoning_gym.*async-rl\[reasoning-g"):
+    with pytest.raises(ConfigError, match=r"^task\.name .*async-rl\[reasoning-gym"):
         open_task(make_config(tmp_path), None)

@@ -42,7 +42,7 @@ def test_a_module_with_the_name_of_a_package_of_ours_is_refused(folder: Path, fi
     (folder / "learner" / "weights.bin").touch()
     check_module_names()
     (folder / file).touch()
-    with pytest.raises(ConfigError, match="rename it"):
+    with pytest.raises(ConfigError, match=str(folder / file)):
         check_module_names()
 
 
@@ -54,7 +54,7 @@ def test_a_module_elsewhere_that_hides_a_package_of_ours_is_refused(
     monkeypatch.syspath_prepend(folder / "mine")
     for name in [name for name in sys.modules if name.partition(".")[0] == "rollout_server"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ConfigError, match=r"mine/rollout_server\.py .*: rename it"):
+    with pytest.raises(ConfigError, match=r"mine/rollout_server\.py"):
         check_module_names()
 
 
@@ -71,15 +71,14 @@ def test_commands_and_programs_refuse_it_before_anything_else(folder: Path, comm
         [sys.executable, *command], env=os.environ | {"PYTHONPATH": PROJECT}, capture_output=True, text=True,
         timeout=120,
     )  # fmt: skip
-    assert done.returncode != 0 and done.stderr.strip().endswith(f"{folder}/buffer.py has the name of a package of "
-                                                                 "async-rl: rename it")
+    assert done.returncode != 0 and f"{folder}/buffer.py" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("file", ["json.py", "json/__init__.py"])
 def test_a_module_that_another_hides_is_refused(folder: Path, file: str) -> None:
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("def is_mine(): ...")
-    with pytest.raises(ConfigError, match=r"^task\.reward: .*json.* is hidden by .*: rename it"):
+    with pytest.raises(ConfigError, match=r"^task\.reward: .*json"):
         import_object("json:is_mine", "task.reward")
 
 

@@ -45,11 +45,11 @@ def test_a_reward_model_is_made_and_may_be_made_again(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(config_file), "--dry-run"]) == 2
-    assert f"reward_model.path {tmp_path}/rm is not a folder. If the reward_training section" in capsys.readouterr().err
+    assert f"reward_model.path {tmp_path}/rm " in capsys.readouterr().err
     assert main(["reward-model", str(config_file)]) == 0
     said = capsys.readouterr().out
-    assert "pairs.jsonl: 20 comparisons with 20 pairs\n" in said and f"reward model saved in {tmp_path}/rm\n" in said
-    assert re.search(r"reward-model step 3  reward_model/loss \S+ .* reward_model/held_out_calibration_error ", said)
+    assert "20 comparisons" in said and f"{tmp_path}/rm" in said
+    assert re.search(r"step 3  reward_model/loss \S+ .* reward_model/held_out_calibration_error ", said)
     assert main(["train", str(config_file), "--dry-run"]) == 0
     assert main(["reward-model", str(config_file), "reward_training.zero_at=none"]) == 0
 
@@ -112,12 +112,9 @@ def test_the_command_trains_on_the_rows_that_a_run_scores(
 
 
 def test_what_is_missing_is_named(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for key, message in {
-        "reward_model.path": "reward_model.path must be the folder for the result",
-        "reward_training.path": "reward_training.path must be a file of comparisons",
-    }.items():
+    for key in ("reward_model.path", "reward_training.path"):
         assert main(["reward-model", str(config_file), f"{key}="]) == 2
-        assert message in capsys.readouterr().err
+        assert f"{key} must be " in capsys.readouterr().err
     for key in ("path", "eval_path"):
         assert main(["reward-model", str(config_file), f"reward_training.{key}={tmp_path}/none.jsonl"]) == 2
         assert f"reward_training.{key} {tmp_path}/none.jsonl" in capsys.readouterr().err
@@ -125,7 +122,7 @@ def test_what_is_missing_is_named(config_file: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "task.jsonl").write_text(json.dumps(row))
     task = f"task={{path: {tmp_path}/task.jsonl, reward: 'tests.extensions.reward:answer_length'}}"
     assert main(["reward-model", str(config_file), task]) == 2
-    assert "reward_training.zero_at must be comparisons or none with a task without" in capsys.readouterr().err
+    assert "reward_training.zero_at must be " in capsys.readouterr().err
     assert not (tmp_path / "rm").exists()
 
 
@@ -133,6 +130,4 @@ def test_another_model_is_not_overwritten(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reward-model", str(config_file), f"reward_model.path={tmp_path}/policy"]) == 2
-    error = capsys.readouterr().err
-    assert f"reward_model.path {tmp_path}/policy exists and was not written by `async-rl reward-model`" in error
-    assert "reward_training.base to the model to start from" in error
+    assert f"reward_model.path {tmp_path}/policy " in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spelling.py").write_text("mine")
     assert main(["init"]) == 2
-    assert f"there is {tmp_path}/spelling.py already" in capsys.readouterr().err
+    assert f"{tmp_path}/spelling.py" in capsys.readouterr().err
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("spelling.py", "mine")]
 
 

@@ -83,12 +83,12 @@ def test_a_run_that_ended_says_why_it_ended_early_and_nothing_of_its_processes(r
     (run_dir / "summary.json").write_text(json.dumps({"ended": "the task is solved"}))
     assert run.state.text == "the task is solved"
     set_status(run_dir, note="ended: staleness.max must be 0")
-    assert run.state.text == "The run ended: staleness.max must be 0"
+    assert "staleness.max must be 0" in run.state.text
 
 
 def test_a_run_that_is_paused_says_why(tmp_path: Path) -> None:
     run = refreshed(make_run(tmp_path / "run", note="paused by the watcher since step 8: the KL is 12"))
-    assert (run.state.name, run.state.text) == ("paused", "The run is paused by the watcher since step 8: the KL is 12")
+    assert run.state.name == "paused" and "step 8: the KL is 12" in run.state.text
     assert run.state.processes and run.time_left_s is None
 
 

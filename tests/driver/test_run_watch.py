@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,8 +90,34 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
-def resumed(first: Run, folder: str | Path, **more: Any) -> Run:
-    return Run(first.run_dir.parent, str(folder), **more)
+def troubled(folder: Path, action: str, **more: Any) -> Run:
+    """A run whose rewards have fallen at step BAD."""
+    run = Run(folder, action=action, **more)
+    run.steps(BAD)
+    return run
+
+
+@contextmanager
+def next_life(first: Run, version: int | None = None, steps: int = 100) -> Iterator[Run]:
+    """The run resumed in its directory, from its newest checkpoint or from that of `version`."""
+    first.log.close()
+    if version is not None:
+        first.checkpoint(version)
+    resume = str(first.run_dir if version is None else checkpoint_folder(first.run_dir, version))
+    with open_run_dir(changed(first.config, run={"resume": resume, "steps": steps})) as config:
+        again = Run(first.run_dir.parent, config.run.resume, steps, action=config.watch.action)
+        again.watch.begin()
+        yield again
+        again.log.close()
+
+
+def end(run: Run, reason: str, is_stop: bool = False) -> None:
+    run.log.add("learner/0", TrainingEnded(version=5, reason=reason, is_stop=is_stop))
+
+
+def answer(run: Run, text: str) -> None:
+    (run.run_dir / "watch_answer").write_text(text)
+    run.watch.look()
 
 
 def test_a_watcher_that_warns_reports_everywhere_and_does_nothing(
@@ -101,8 +129,7 @@ def test_a_watcher_that_warns_reports_everywhere_and_does_nothing(
         run.step(version)
     run.watchdog.write_status("running")
     assert not run.learner.made and run.kinds() == [] and list(list_checkpoints(run.run_dir)) == [13]
-    said = capsys.readouterr().out
-    assert said.count("ALARM at step 7") == 1 and "since step 7, is over" in said
+    assert capsys.readouterr().out.count("ALARM at step 7") == 1
     # on while two of the newest five steps are bad; the first four are no window
     assert [line.get("alarm/reward") for line in logged(run.run_dir)] == [None] * 4 + [0.0] * 2 + [1.0] * 5 + [0.0] * 2
     sentence = run.log.summary({})["alarms"]
@@ -128,13 +155,12 @@ def test_a_rollback_is_to_the_newest_checkpoint_at_the_best_reward_which_was_kep
 
 
 def test_after_its_last_rollback_the_next_trouble_ends_the_run(tmp_path: Path, exported: list[Path]) -> None:
-    run = Run(tmp_path, action="rollback", max_rollbacks=2, rollbacks=2)
-    run.steps(BAD)
+    run = troubled(tmp_path, "rollback", max_rollbacks=2, rollbacks=2)
     assert run.kinds() == ["stop"] and run.learner.made == ["stop"]
     summary = run.log.summary({})
     run.watch.complete(summary)
     assert exported == [checkpoint_folder(run.run_dir, 5)] and summary["model_version"] == 5
-    assert "with the model of version 5" in summary["ended"]
+    assert "version 5" in summary["ended"]
 
 
 def test_a_stop_before_the_first_checkpoint_ends_with_the_model_of_the_last_step(
@@ -157,12 +183,11 @@ def test_a_rollback_without_a_checkpoint_lets_the_run_go_on(tmp_path: Path) -> N
 def test_an_alarm_from_before_a_resume_is_not_acted_on_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = Run(tmp_path, action="stop")
-    first.steps(BAD)
+    first = troubled(tmp_path, "stop")
     first.log.close()
     assert first.learner.made == ["stop"]
     capsys.readouterr()
-    again = resumed(first, checkpoint_folder(first.run_dir, BAD), action="stop")
+    again = Run(tmp_path, str(checkpoint_folder(first.run_dir, BAD)), action="stop")
     again.step(8, is_bad=True)
     assert not again.learner.made and "ALARM" not in capsys.readouterr().out
     for version in range(9, 17):
@@ -171,15 +196,13 @@ def test_an_alarm_from_before_a_resume_is_not_acted_on_again(
 
 
 def test_a_paused_run_waits_for_an_answer_and_goes_on_without_the_accepted_rules(tmp_path: Path) -> None:
-    run = Run(tmp_path, action="pause")
-    run.steps(BAD)
+    run = troubled(tmp_path, "pause")
     assert run.learner.made == ["pause"]
-    assert run.watchdog.note.startswith("paused by the watcher since step 7")
+    assert "step 7" in run.watchdog.note
     run.step(8, is_bad=True)
     run.watch.look()
     assert run.kinds() == ["pause"] and run.learner.made == ["pause"]
-    (run.run_dir / "watch_answer").write_text("go-on")
-    run.watch.look()
+    answer(run, "go-on")
     assert run.learner.made == ["pause", "go_on"] and run.watchdog.note == "running"
     for version in range(9, 18):
         run.step(version, is_bad=version > 14)
@@ -187,14 +210,12 @@ def test_a_paused_run_waits_for_an_answer_and_goes_on_without_the_accepted_rules
 
 
 def test_trouble_of_another_rule_in_a_pause_is_acted_on_after_the_answer(tmp_path: Path) -> None:
-    run = Run(tmp_path, action="pause")
-    run.steps(BAD)
+    run = troubled(tmp_path, "pause")
     for version, gold in enumerate(GOLD, BAD):
         run.evaluate(version, gold)
         run.watch.act()
     assert run.kinds() == ["pause"]
-    (run.run_dir / "watch_answer").write_text("go-on")
-    run.watch.look()
+    answer(run, "go-on")
     run.step(8, is_bad=True)
     assert [event.rules for event in read_events(run.run_dir)] == [("reward",), ("reward",), ("gold",)]
     assert run.kinds() == ["pause", "go-on", "pause"]
@@ -207,29 +228,22 @@ def test_troubles_that_were_logged_before_one_is_acted_on_are_not_lost(tmp_path:
         run.evaluate(version, gold)  # nothing is acted on before the next step, which brings the second trouble
     run.step(BAD, is_bad=True)
     assert [event.rules for event in read_events(run.run_dir)] == [("gold",)]
-    (run.run_dir / "watch_answer").write_text("go-on")
-    run.watch.look()
+    answer(run, "go-on")
     run.step(BAD + 1, is_bad=True)
     assert [event.rules for event in read_events(run.run_dir)] == [("gold",), ("gold",), ("reward",)]
 
 
-@pytest.mark.parametrize("answer", ["rollback", "stop"])
-def test_a_pause_may_be_answered_by_going_back_or_ending(tmp_path: Path, answer: str) -> None:
-    run = Run(tmp_path, action="pause")
-    run.steps(BAD)
-    (run.run_dir / "watch_answer").write_text(answer)
-    run.watch.look()
-    assert run.kinds() == ["pause", answer] and run.learner.made == ["pause", "stop"]
+@pytest.mark.parametrize("text", ["rollback", "stop"])
+def test_a_pause_may_be_answered_by_going_back_or_ending(tmp_path: Path, text: str) -> None:
+    run = troubled(tmp_path, "pause")
+    answer(run, text)
+    assert run.kinds() == ["pause", text] and run.learner.made == ["pause", "stop"]
 
 
 def test_a_resumed_run_pauses_again_until_it_is_answered(tmp_path: Path) -> None:
-    first = Run(tmp_path, action="pause")
-    first.steps(BAD)
-    first.log.close()
+    first = troubled(tmp_path, "pause")
     (first.run_dir / "watch_answer").write_text("stop")
-    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
-        again = resumed(first, config.run.resume, action="pause")
-        again.watch.begin()
+    with next_life(first) as again:
         again.watch.look()
         assert again.learner.made == ["pause"], "an answer to the run before is not for this one"
         answer_pause(first.run_dir, "go-on")
@@ -238,56 +252,45 @@ def test_a_resumed_run_pauses_again_until_it_is_answered(tmp_path: Path) -> None
 
 
 def test_a_run_resumed_from_before_its_pause_pauses_only_at_the_next_trouble(tmp_path: Path) -> None:
-    first = Run(tmp_path, action="pause")
-    first.steps(BAD)
-    first.log.close()
-    first.checkpoint(6)
-    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 6))})) as config:
-        again = resumed(first, config.run.resume, action="pause")
-        again.watch.begin()
-        (first.run_dir / "watch_answer").write_text("go-on")  # to the pause that holds no more
-        again.watch.look()
+    first = troubled(tmp_path, "pause")
+    with next_life(first, 6) as again:
+        answer(again, "go-on")  # to the pause that holds no more
         assert again.learner.made == [] and again.kinds() == ["pause"], "before its first step the resume may be undone"
         for version in range(7, 10):
             again.step(version, is_bad=version > 8)
             again.watch.look()
     assert again.kinds() == ["pause", "resumed", "pause"] and again.learner.made == ["pause"]
-    assert again.watchdog.note.startswith("paused by the watcher since step 9")
+    assert "step 9" in again.watchdog.note
 
 
-def test_a_paused_run_whose_newest_checkpoint_is_from_before_its_pause_pauses_again(tmp_path: Path) -> None:
-    first = Run(tmp_path, action="pause")
-    first.steps(BAD)
-    first.log.close()
-    shutil.rmtree(checkpoint_folder(first.run_dir, BAD))  # as if checkpoint.every_steps were 2, and the run was killed
-    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
-        again = resumed(first, config.run.resume, action="pause")
-        again.watch.begin()
+@pytest.fixture
+def paused(tmp_path: Path) -> Run:
+    """A paused run whose newest checkpoint is from before its pause, as if it was killed before that was whole."""
+    run = troubled(tmp_path, "pause")
+    shutil.rmtree(checkpoint_folder(run.run_dir, BAD))
+    return run
+
+
+def test_a_paused_run_whose_newest_checkpoint_is_from_before_its_pause_pauses_again(paused: Run) -> None:
+    with next_life(paused) as again:
         assert again.log.version == 5 and again.learner.made == ["pause"]
-        answer_pause(first.run_dir, "go-on")
+        answer_pause(paused.run_dir, "go-on")
         again.watch.look()
         again.step(6)
         again.step(7, is_bad=True)
     assert again.kinds() == ["pause", "go-on"] and again.learner.made == ["pause", "go_on"]
 
 
-def test_a_pause_answered_by_ending_in_a_resume_without_a_step_ends_the_run(tmp_path: Path) -> None:
-    first = Run(tmp_path, action="pause")
-    first.steps(BAD)
-    first.log.close()
-    shutil.rmtree(checkpoint_folder(first.run_dir, BAD))  # the run was killed before it was whole
-    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir)})) as config:
-        again = resumed(first, config.run.resume, action="pause")
-        again.watch.begin()
-        answer_pause(first.run_dir, "stop")
+def test_a_pause_answered_by_ending_in_a_resume_without_a_step_ends_the_run(paused: Run) -> None:
+    with next_life(paused) as again:
+        answer_pause(paused.run_dir, "stop")
         again.watch.look()
-        again.log.add("learner/0", TrainingEnded(version=5, reason="stopped at version 5", is_stop=True))
-        again.log.close()
+        end(again, "stopped at version 5", is_stop=True)
         summary = again.log.summary({})
-        (first.run_dir / "summary.json").write_text(json.dumps(summary))
-    assert again.kinds() == ["pause", "stop"] and is_complete(first.run_dir, config)
-    assert [line["step"] for line in logged(first.run_dir)] == [1, 2, 3, 4, 5]
-    assert is_of_newest_end(summary, 5, first.run_dir)
+        (paused.run_dir / "summary.json").write_text(json.dumps(summary))
+    assert again.kinds() == ["pause", "stop"] and is_complete(paused.run_dir, again.config)
+    assert [line["step"] for line in logged(paused.run_dir)] == [1, 2, 3, 4, 5]
+    assert is_of_newest_end(summary, 5, paused.run_dir)
 
 
 GOLD = (0.0, 1.0, 2.0, 1.0, 0.0)
@@ -308,7 +311,7 @@ def test_trouble_in_the_evaluation_after_the_last_step_is_acted_on_too(
     for version, gold in enumerate(GOLD, 1):
         run.step(version)
         if version == 5 and ended:
-            run.log.add("learner/0", TrainingEnded(version=5, reason=ended))
+            end(run, ended)
         run.evaluate(version, gold)
         run.watch.act(at_end=version == 5)
     if action == "pause":
@@ -337,53 +340,36 @@ def test_trouble_in_the_last_step_itself_does_not_pause_a_run_that_is_over(
 
 
 def test_a_pause_that_came_after_the_learners_last_step_is_over_with_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, action="pause")
-    run.steps(BAD)
+    run = troubled(tmp_path, "pause")
     assert run.kinds() == ["pause"]  # the learner has ended by run.seconds, which the driver learns only from its end
     run.watch.act(at_end=True)
     assert run.kinds() == ["pause", "ended"] and run.watchdog.note == "running"
     assert newest_event(run.run_dir, "pause") is None
 
 
-def rolled_back(tmp_path: Path) -> Run:
-    first = Run(tmp_path, action="rollback")
-    first.steps(BAD)
-    first.log.close()
-    return first
-
-
 def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path) -> None:
-    first = rolled_back(tmp_path)
-    again = resumed(first, checkpoint_folder(first.run_dir, 5), action="rollback", rollbacks=1)
-    again.watch.begin()
-    assert again.kinds() == ["rollback"]
-    again.step(6)
-    assert again.kinds() == ["rollback", "resumed"]
+    first = troubled(tmp_path, "rollback")
+    with next_life(first, 5) as again:
+        assert again.kinds() == ["rollback"]
+        again.step(6)
+        assert again.kinds() == ["rollback", "resumed"]
 
 
-def test_a_rollback_is_over_too_if_the_resumed_run_ends_without_a_step(tmp_path: Path) -> None:
-    first = rolled_back(tmp_path)
-    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 5))})) as config:
-        again = resumed(first, config.run.resume, action="rollback")
-        again.watch.begin()
-        again.log.add("learner/0", TrainingEnded(version=5, reason="the program ended the run"))
+@pytest.mark.parametrize("is_stop", [False, True])
+def test_a_resume_that_ends_without_a_step_ends_the_rollback_unless_the_user_stopped_it(
+    tmp_path: Path, is_stop: bool
+) -> None:
+    first = troubled(tmp_path, "rollback")
+    with next_life(first, 5) as again:
+        end(again, "the program ended the run", is_stop)
         again.watch.act()
-        again.log.close()
         (first.run_dir / "summary.json").write_text(json.dumps(again.log.summary({})))
-    assert again.kinds() == ["rollback", "resumed"] and is_complete(first.run_dir, config)
+    if is_stop:
+        assert again.kinds() == ["rollback"] and BAD in list_checkpoints(first.run_dir)
+        return
+    assert again.kinds() == ["rollback", "resumed"] and is_complete(first.run_dir, again.config)
     assert list(list_checkpoints(first.run_dir)) == [5]
     assert [line["step"] for line in logged(first.run_dir)] == [1, 2, 3, 4, 5]
-
-
-def test_a_rollback_is_not_over_if_the_user_stops_the_resumed_run_before_a_step(tmp_path: Path) -> None:
-    first = rolled_back(tmp_path)
-    with open_run_dir(changed(first.config, run={"resume": str(checkpoint_folder(first.run_dir, 5))})) as config:
-        again = resumed(first, config.run.resume, action="rollback")
-        again.watch.begin()
-        again.log.add("learner/0", TrainingEnded(version=5, reason="stopped at version 5", is_stop=True))
-        again.watch.act()
-        again.log.close()
-    assert again.kinds() == ["rollback"] and BAD in list_checkpoints(first.run_dir)
 
 
 def test_a_resume_with_only_the_end_of_a_run_left_acts_on_its_evaluation(tmp_path: Path) -> None:
@@ -392,13 +378,9 @@ def test_a_resume_with_only_the_end_of_a_run_left_acts_on_its_evaluation(tmp_pat
         first.step(version)
         first.evaluate(version, gold)
     first.step(5)
-    first.log.close()
-    with open_run_dir(changed(first.config, run={"resume": str(first.run_dir), "steps": 5})) as config:
-        again = resumed(first, config.run.resume, steps=5, action="rollback")
-        again.watch.begin()
-        again.log.add("learner/0", TrainingEnded(version=5, reason=""))
+    with next_life(first, steps=5) as again:
+        end(again, "")
         again.evaluate(5, GOLD[4])
         again.watch.act(at_end=True)
-        again.log.close()
     (event,) = read_events(first.run_dir)
     assert (event.kind, event.version, event.back_to) == ("rollback", 5, 3)

@@ -298,9 +298,7 @@ def test_a_step_waits_for_a_silent_server_for_a_limited_time_and_then_names_it(
     assert log.has_open_steps
     log.close_overdue()
     assert not log.has_open_steps
-    told = capsys.readouterr().out
-    assert "step 1 is logged without all that rollout/1 (6 s behind) did in it" in told
-    assert "timeouts.silent_s" in told
+    assert "rollout/1 (6 s behind)" in capsys.readouterr().out
     log.add("learner/0", learner_step(2, 10.0, 20.0))
     assert not log.has_open_steps  # rollout/1 is not waited for while it is behind
     log.add("rollout/1", WorkerReport(spans=(Span("rollout/1", "busy", 4.0, 25.0),)))

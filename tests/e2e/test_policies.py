@@ -12,7 +12,6 @@ import pytest
 
 from async_rl.config import BufferConfig, Config
 from async_rl.config.loading import load_config
-from async_rl.errors import ConfigError
 from buffer.stored_group import DROP_REASONS
 from rollout_server.question import Question
 from tests.kit.assembled import Run, run_assembled
@@ -137,11 +136,3 @@ def test_a_run_keeps_its_bound_under_every_combination(
 ) -> None:
     config = configure(smoke_yaml, tmp_path, case, bound, *sglang_server.overrides)
     check(run_assembled(config), config, case)
-
-
-@pytest.mark.parametrize("case", REFUSED, ids="-".join)
-def test_what_makes_no_sense_is_refused_with_the_alternative(
-    smoke_yaml: Path, tmp_path: Path, case: Case
-) -> None:
-    with pytest.raises(ConfigError, match="Or set"):
-        configure(smoke_yaml, tmp_path, case, 2)

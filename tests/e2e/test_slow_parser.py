@@ -86,6 +86,4 @@ def test_a_server_that_reads_no_calls_in_time_is_started_again_and_the_run_goes_
         assert command.wait(120) == 130
     finally:
         command.kill()
-    (lost,) = [line for line in command.text().splitlines() if "is lost, and started again" in line]
-    assert "the rollout worker waited 4 times, at most 0.5 s each, for the SGLang server at" in lost
-    assert "Traceback" not in command.text()
+    assert command.text().count("is lost, and started again") == 1 and "Traceback" not in command.text()

@@ -104,7 +104,7 @@ def _run_once(
     with open_run_dir(config) as config, full_disk_named(config.run_dir), beside(config.run_dir):
         control.run_dir = config.run_dir
         try:
-            summary = _run(config, signals, cautions, control)
+            summary = train_once(config, signals, cautions, control)
         except (ProcessDiedError, WaitTimeoutError) as error:
             if not list_checkpoints(config.run_dir):
                 raise
@@ -115,7 +115,8 @@ def _run_once(
         return summary
 
 
-def _run(config: Config, signals: StopSignals, cautions: Sequence[str], control: RunControl) -> dict[str, Any]:
+def train_once(config: Config, signals: StopSignals, cautions: Sequence[str], control: RunControl) -> dict[str, Any]:
+    """Train in an open run directory until the end, an interrupt or a rollback; returns the content of summary.json."""
     run_dir = config.run_dir
     signals.is_heeded = False  # after a rollback, training begins again
     with (

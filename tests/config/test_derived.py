@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
+from async_rl.config import Config, ModelConfig, WeightSyncConfig
+from async_rl.config.check import SettingsError
+from async_rl.config.compact import check_compact_type
+from async_rl.config.learning import default_lr
 from async_rl.config.loading import load_config
+from tests.kit.configs import make_config
 
 FILE = "model: {path: models/x}\ntask: {name: reasoning_gym/spell_backward}\n"
 
@@ -60,3 +66,25 @@ def test_an_episode_is_as_long_as_its_limit_says(
 def test_a_third_may_be_written_with_six_digits(tmp_path: Path) -> None:
     loaded = load(tmp_path, "buffer.max_uses=3", "buffer.fresh_fraction=0.333333", "staleness.max=3")
     assert loaded.fresh_per_step == 6  # of 16
+
+
+def test_a_sparse_push_is_refused_where_auto_gives_float32() -> None:
+    sparse = dataclasses.replace(make_config(), weight_sync=WeightSyncConfig(delta=True))
+    check_compact_type(sparse.weight_sync, sparse.model, "cuda")
+    check_compact_type(sparse.weight_sync, ModelConfig(path="none", dtype="bfloat16"), "cpu")
+    with pytest.raises(SettingsError, match=r"^weight_sync\.delta"):
+        check_compact_type(sparse.weight_sync, sparse.model, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("weights", "has_adapters", "rate"),
+    [
+        (7_000_000_000, False, 1e-6), (1_000_000_000, False, 1e-6), (7_000_000_000, True, 1e-5),
+        # 1e-6 * 2 ** 0.7 = 1.62e-6; 7.43 ** 0.7 = 4.07; 3333 ** 0.7 = 292
+        (500_000_000, False, 1.6e-6), (134_500_000, False, 4.1e-6), (300_000, False, 2.9e-4), (300_000, True, 2.9e-3),
+    ],
+)
+def test_the_learning_rate_falls_with_the_weights_and_is_higher_for_adapters(
+    weights: int, has_adapters: bool, rate: float
+) -> None:
+    assert math.isclose(default_lr(weights, has_adapters=has_adapters), rate, rel_tol=1e-9)

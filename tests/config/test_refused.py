@@ -173,6 +173,12 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("rollout.params.file", "rollout.params.file=a"),
         ("weight_sync.params.keep", "weight_sync.params.keep=1"),
     ],
+    ("rollout.server_url=http://there", "weight_sync.on_update=retract"): [
+        ("rollout.server_url", f"rollout.server_url='{url}'") for url in (
+            "nonsense", "there:30000", "ftp://there", "http://", "http://127.0.0.1:abc", "http://h:99999",
+            "http://a:b@h", "http://h h:3", "http://127.0.0.1:3/ ", "http://h:3/?x=1", "http://h:3/#a", "http://h:3?",
+        )
+    ],
     ("rollout.group_size=1", "algorithm.advantage=remax"): [
         ("rollout.group_size", f"algorithm.advantage={advantage}")
         for advantage in ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_pp_baseline")
@@ -205,6 +211,9 @@ def test_settings_that_do_not_work_together_are_refused_at_the_key_that_is_wrong
         # the answer's reward is that of its last turn
         ["algorithm.preset=gspo", "algorithm.advantage=reinforce_pp", *TURNS],
         [*ENV, "algorithm.advantage=reinforce_pp"],
+        *([f"rollout.server_url={url}"] for url in (
+            "http://127.0.0.1:30000/", "https://there", "http://[::1]:3/below",
+        )),
         *([*EVAL, f"task={task}"] for task in (
             "{path: x.jsonl, eval_path: y.jsonl}", "{path: x.jsonl, eval_path: [y.jsonl, z.jsonl]}",
             '{env: "my_envs:Env"}', '{name: "my_tasks:Task"}',

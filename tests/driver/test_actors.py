@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.driver.actors import LearnerActor, RolloutActor
-from async_rl.driver.entering import Origin
+from async_rl.config import Config
+from async_rl.driver.actors import LearnerActor, RolloutActor, share_of_cores
+from async_rl.driver.entering import Origin, see_own_gpus
 from async_rl.driver.judges import JudgeActor
+from async_rl.errors import ConfigError
 from tests.kit.configs import make_config
 
 
@@ -84,3 +86,28 @@ def test_the_port_of_the_learners_rendezvous_is_held_until_it_is_served(make: Ca
     address = actor.listen()
     with pytest.raises(OSError, match="Address already in use"):
         socket.create_server(address)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "seen"), [([5], "5"), ([2, 3], "2,3"), ([], "0,1,2,3,4,5,6,7")],
+)
+def test_a_process_sees_the_gpus_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[int], seen: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    see_own_gpus(gpus)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def pinned(servers: int, ranks: int) -> Config:
+    return make_config(placement={"learner": {"ranks": ranks}, "rollout": {"servers": servers}, "pin_cpus": True})
+
+
+def test_every_process_has_cores_of_its_own() -> None:
+    shares = [share_of_cores(pinned(2, 1), number, [0, 1, 2, 3, 6, 7, 9]) for number in range(3)]
+    assert shares == [[0, 1], [2, 3], [6, 7]]
+
+
+def test_too_few_cores_are_refused_with_what_helps() -> None:
+    with pytest.raises(ConfigError, match=r"^placement\.pin_cpus"):
+        share_of_cores(pinned(2, 1), 0, [0, 1])

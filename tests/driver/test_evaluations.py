@@ -11,6 +11,7 @@ import pytest
 
 from async_rl.config import Limit
 from async_rl.driver.evaluations import RunningEvaluations
+from async_rl.driver.supervisor import RestartLimit
 from async_rl.errors import AsyncRLError, ProcessDiedError, WaitTimeoutError
 from async_rl.messages.reports import EvaluationDone, EvaluationDue
 from async_rl.telemetry.metrics import Metric, reduce_metrics
@@ -254,3 +255,15 @@ def test_a_failed_evaluation_ends_when_all_of_its_parts_have_ended() -> None:
     fixture = Fixture(rollout_0=answering([]), eval_0=failing(AsyncRLError("")), eval_1=answer_later)
     fixture.evaluate("eval/0", "eval/1")
     assert ended == [0] and len(fixture.log.skipped) == 1
+
+
+def test_exact_mode_ends_with_a_rollout_server_and_outlives_an_evaluation_server() -> None:
+    limit = RestartLimit(make_config(
+        staleness={"max": 1, "mode": "exact"}, weight_sync={"on_update": "drain"},
+        placement={"eval": {"servers": 1}, "rollout": {"max_restarts": 1}}, eval={"every_steps": 1},
+    ))  # fmt: skip
+    limit.count("eval/0", ProcessDiedError("gone"))
+    with pytest.raises(ProcessDiedError, match="2 times"):
+        limit.count("eval/0", ProcessDiedError("gone"))
+    with pytest.raises(ProcessDiedError, match=r"^gone$"):
+        limit.count("rollout/0", ProcessDiedError("gone"))

@@ -20,7 +20,7 @@ def test_a_run_that_ends_without_a_step_has_a_non_zero_exit(
     monkeypatch.setattr(pipeline, "check_names", lambda config: None)
     monkeypatch.setattr(pipeline, "check_inputs", lambda config: [])
     monkeypatch.setattr(pipeline, "open_run_dir", contextlib.nullcontext)
-    monkeypatch.setattr(pipeline, "_run", lambda *_: summary)
+    monkeypatch.setattr(pipeline, "train_once", lambda *_: summary)
     (tmp_path / "config.yaml").write_text("model: {path: m}\ntask: {name: reasoning_gym/chain_sum}\n")
     assert main(["train", str(tmp_path / "config.yaml")]) == code
     assert (ENDED in capsys.readouterr().err) == bool(code)

@@ -9,42 +9,26 @@ from typing import Any, Literal
 
 import pytest
 
-from async_rl.config import (
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    EvalPlacement,
-    LearnerPlacement,
-    LoggingConfig,
-    ModelConfig,
-    PlacementConfig,
-    RolloutPlacement,
-    RunConfig,
-    TaskConfig,
-    TimeoutsConfig,
-)
+from async_rl.config import CheckpointConfig, EvalConfig, TimeoutsConfig
+from async_rl.driver import run_log, run_timeline
 from async_rl.driver.run_log import RunLog
+from async_rl.driver.run_results import RunResults
+from async_rl.driver.run_timeline import RunTimeline
 from async_rl.messages.reports import StepDone, TrainingEnded, WorkerReport
 from async_rl.storage.checkpoints import TrainingState, checkpoint_folder, list_checkpoints, write_training_state
-from async_rl.telemetry.metrics import Metric, read_metrics
+from async_rl.telemetry.figures import Figures
+from async_rl.telemetry.metrics import Metric, read_metrics, reduce_metrics
 from async_rl.telemetry.timeline import Sample, Span, State, Usage
+from tests.kit.configs import make_config
 from tests.kit.runs import logged
 
 
 def make_log(
     tmp_path: Path, servers: int = 1, ranks: int = 1, resume: str = "", evals: int = 0, **sections: Any
 ) -> RunLog:
-    return RunLog(
-        Config(
-            model=ModelConfig(path="none"), task=TaskConfig(name="reasoning_gym/chain_sum"),
-            run=RunConfig(name="r", dir=str(tmp_path), resume=resume), logging=LoggingConfig(wandb="disabled"),
-            placement=PlacementConfig(
-                learner=LearnerPlacement(ranks=ranks), rollout=RolloutPlacement(servers=servers),
-                eval=EvalPlacement(servers=evals),
-            ),
-            **sections,
-        )
-    )
+    placement = {"learner": {"ranks": ranks}, "rollout": {"servers": servers}, "eval": {"servers": evals}}
+    run, logging = {"name": "r", "dir": str(tmp_path), "resume": resume}, {"wandb": "disabled"}
+    return RunLog(make_config(run=run, logging=logging, placement=placement, **sections))
 
 
 def learner_step(step: int, start_s: float, end_s: float) -> StepDone:
@@ -339,3 +323,79 @@ def test_notes_of_workers_are_shown_and_groups_whose_reward_failed_are_counted(
     log.add("rollout/0", WorkerReport(metrics=(Metric("rollout/failed", 1, "sum"),)))
     assert "rollout/0: it failed" in capsys.readouterr().out
     assert log.summary({})["failed_groups"] == 3
+
+
+@pytest.mark.parametrize(
+    ("left_out", "tokens"),
+    [({"staleness/masked_fraction": 0.75}, 150.0), ({"policy/skipped_batches": 1.0}, 0.0)],
+)
+def test_tokens_that_are_masked_for_their_age_or_in_a_skipped_batch_are_not_trained(
+    left_out: dict[str, float], tokens: float, tmp_path: Path
+) -> None:
+    log = make_log(tmp_path)
+    for step in (1, 2):
+        metrics = (Metric("batch/response_tokens", 600.0), *(Metric(key, value) for key, value in left_out.items()))
+        span = Span("learner/0", "busy", step * 10.0 - 10, step * 10.0)
+        log.add("learner/0", StepDone(version=step, metrics=metrics, spans=(span,)))
+        log.add("rollout/0", WorkerReport(spans=(Span("rollout/0", "busy", step * 10.0 - 10, step * 10.0 + 1),)))
+    log.close()
+    assert lines(tmp_path)[-1]["throughput/trained_tokens_per_s"] == pytest.approx(tokens / 10)
+
+
+MOST, REPORTS = 1000, 6000
+
+
+def report(number: int) -> WorkerReport:
+    """One of a worker's reports, which come twice a second; groups arrived before every tenth."""
+    start_s, has_groups = number / 2, number % 10 == 0
+    metrics = [
+        Metric("rollout/groups", float(has_groups), "sum"), Metric("rollout/seconds", 0.1, "sum"),
+        Metric("rollout/most", number % 977 / 7, "max"), Metric("rollout/least", number % 977 / 7, "min"),
+        Metric("rollout/newest", number / 7, "last"), Metric("rollout/in_flight", 0.1 * (number % 7)),
+        *([Metric("group/reward", 0.3 * number, weight=number % 97)] if has_groups else []),
+        Metric("group/none", 1.0, weight=0.0),
+    ]
+    samples = (
+        Sample("rollout/0", "occupancy", start_s, number / REPORTS), Sample("rollout/0", "gpu", start_s, 0.25),
+    )
+    spans = (Span("rollout/0", "wait_weights", start_s, start_s + 0.5),)
+    return WorkerReport(metrics=tuple(metrics), spans=spans, samples=samples)
+
+
+def test_a_step_of_days_needs_no_more_memory_and_has_the_same_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "MOST_METRICS", MOST)
+    monkeypatch.setattr(run_timeline, "MOST_SAMPLES", MOST)
+    log = make_log(tmp_path)
+    log.add("learner/0", StepDone(version=1))  # the first step has no utilisation
+    reports = [report(number) for number in range(REPORTS)]
+    kept = []
+    for number, each in enumerate(reports):
+        log.add("rollout/0", each)
+        if number % 500 == 499:
+            kept.append(num_kept(log))
+    assert max(kept[3:]) < 2 * max(kept[:3])
+    log.add("learner/0", StepDone(version=2, spans=(Span("learner/0", "busy", 0.0, REPORTS / 2),)))
+    log.close()
+    _, step = lines(tmp_path)
+    expected = reduce_metrics(metric for each in reports for metric in each.metrics)
+    assert {key: step[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+    assert "group/none" not in step and step["rollout/groups"] == REPORTS / 10
+    assert step["occupancy/rollout"] == pytest.approx(0.5, abs=0.01) and step["gpu/rollout"] == 0.25
+
+
+def summary(folder: Path, *evaluations: tuple[int, float]) -> dict[str, Any]:
+    results = RunResults()
+    for version, accuracy in evaluations:
+        results.add(version, {"eval/accuracy": accuracy})
+    return results.summary(20, Figures(), RunTimeline(folder))
+
+
+def test_an_evaluation_on_the_way_stands_for_neither_start_nor_end(tmp_path: Path) -> None:
+    whole = summary(tmp_path, (0, 0.25), (10, 0.5), (20, 0.75))
+    assert (whole["accuracy_start"], whole["accuracy_end"]) == (0.25, 0.75)
+    without_start = summary(tmp_path, (10, 0.5), (20, 0.75))
+    assert (without_start["accuracy_start"], without_start["accuracy_end"]) == (None, 0.75)
+    without_end = summary(tmp_path, (0, 0.25), (10, 0.5))
+    assert (without_end["accuracy_start"], without_end["accuracy_end"]) == (0.25, None)

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
@@ -97,19 +95,14 @@ def test_a_signal_in_a_callback_of_start_up_is_not_lost() -> None:
             signals.check()
 
 
-def test_a_signal_while_a_run_starts_again_after_a_rollback_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config()
-
-    @contextlib.contextmanager
-    def interrupted(_: object) -> Iterator[None]:
-        send(signal.SIGTERM)
-        yield
-
-    monkeypatch.setattr(pipeline, "RunLog", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(pipeline, "own_keys", lambda *_: contextlib.nullcontext(config))
-    monkeypatch.setattr(pipeline, "open_ray", interrupted)
-    monkeypatch.setattr(pipeline, "ray_messages_in", lambda _: contextlib.nullcontext())
+def test_a_signal_while_a_run_starts_again_after_a_rollback_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("ray.init", lambda **_: send(signal.SIGTERM))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr("ray.nodes", list)
     with StopSignals() as signals, signals.deferred():
         signals.is_heeded = True  # training has ended by a rollback
         with pytest.raises(KeyboardInterrupt):
-            pipeline._run(config, signals, (), RunControl())
+            pipeline.train_once(make_config(run={"dir": tmp_path}), signals, (), RunControl())

@@ -42,12 +42,6 @@ def trained(model: Path, tmp_path: Path, engine: str, servers: int, ranks: int) 
 
 
 @pytest.mark.nightly
-def test_two_servers_and_two_ranks_learn(warm_model: Path, tmp_path: Path) -> None:
-    summary = trained(warm_model, tmp_path, "hf", 2, 2)
-    assert summary["accuracy_end"] > summary["accuracy_start"] + 0.02
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["hf", "sglang"])
 def test_two_servers_and_two_ranks_reach_the_accuracy_of_one_of_each(
     warm_model: Path, tmp_path: Path, engine: str

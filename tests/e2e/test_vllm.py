@@ -41,22 +41,12 @@ def vllm_yaml(smoke_yaml: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_a_short_run_trains_every_group_once_with_the_logprobs_of_the_learner(vllm_yaml: Path) -> None:
-    config = load_config(vllm_yaml, ["staleness.max=1"])
-    summary = run(config)
-    assert summary["steps"] == 4
-    assert summary["staleness_max"] <= 1
-    assert summary["buffer"]["buffer/trained"] == 4 * config.learner.prompts_per_step
-    assert summary["buffer"]["buffer/unaccounted"] == 0
-    assert max(record.get("mismatch/mean_abs", 0.0) for record in logged(config.run_dir)) < 1e-4
-
-
-@pytest.mark.nightly
 def test_the_bound_and_the_logprobs_hold_for_300_steps_with_updates_in_mid_answer(vllm_yaml: Path) -> None:
     config = load_config(vllm_yaml, ["run.steps=300", "staleness.max=2"])
     summary = run(config)
     assert summary["steps"] == 300
     assert summary["buffer"]["buffer/trained"] == 300 * config.learner.prompts_per_step
+    assert summary["buffer"]["buffer/unaccounted"] == 0
     steps = [record for record in logged(config.run_dir) if "staleness/max" in record]
     assert len(steps) == 300
     assert 1 <= max(step["staleness/max"] for step in steps) <= 2

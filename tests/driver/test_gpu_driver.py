@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -98,9 +97,9 @@ def test_the_size_of_the_gpus_is_known_without_nvml(monkeypatch: pytest.MonkeyPa
 
 def test_gpus_of_other_programs_are_a_caution_unless_a_server_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_driver, "shares_in_use", lambda: [0.02, 0.93])
-    def cautions(config: Config) -> Sequence[str]:
+    def cautions(config: Config) -> list[str]:
         (placement,) = (each for each in input_checks(config) if each.what == "placement")
-        return placement.run() or ()
+        return list(placement.run() or ())
 
     assert "GPU 1 (93%)" in cautions(placed_on())[0]
     assert cautions(make_config(rollout={"engine": "sglang", "server_url": "http://127.0.0.1:1"})) == []

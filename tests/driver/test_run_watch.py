@@ -101,7 +101,7 @@ def troubled(folder: Path, action: str, **more: Any) -> Run:
 def next_life(first: Run, version: int | None = None, steps: int = 100) -> Iterator[Run]:
     """The run resumed in its directory, from its newest checkpoint or from that of `version`."""
     first.log.close()
-    if version is not None:
+    if version is not None and version not in list_checkpoints(first.run_dir):
         first.checkpoint(version)
     resume = str(first.run_dir if version is None else checkpoint_folder(first.run_dir, version))
     with open_run_dir(changed(first.config, run={"resume": resume, "steps": steps})) as config:

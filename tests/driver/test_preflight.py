@@ -235,7 +235,7 @@ def test_the_folders_of_all_roles_are_opened_and_a_wrong_one_is_named_with_its_k
     check_inputs(changed(config, critic={"path": str(model)}, reference={"path": str(model)}))
     with pytest.raises(ConfigError, match=r"^reference\.path .*nowhere"):
         check_inputs(changed(config, reference={"path": str(tmp_path / "nowhere")}))
-    with pytest.raises(ConfigError, match=r"^reward_model\.path .*Qwen2ForCausalLM"):
+    with pytest.raises(ConfigError, match="got Qwen2ForCausalLM"):
         check_inputs(changed(config, reward_model={"path": str(model)}))
 
 

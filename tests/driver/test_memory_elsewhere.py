@@ -16,7 +16,7 @@ from async_rl.driver.dry_run import dry_run
 from async_rl.driver.placement import Reservation, resolve_placement
 from async_rl.driver.resources import Host, host_demands
 from async_rl.errors import ConfigError
-from async_rl.pipeline import _check_memory
+from async_rl.pipeline import check_cluster_memory
 from learner.memory.plan import GIB
 from learner.models.tiny_model import character_tokenizer
 from tests.kit.configs import make_config
@@ -95,7 +95,7 @@ def test_a_start_on_a_cluster_of_one_gpu_is_checked_as_one_that_shares_it(
 
     def check(gpus: int) -> list[str]:
         processes: Any = Asked(config, learner_0=24 * 10**9, rollout_0=24 * 10**9)
-        return _check_memory(processes, ["rollout/0"], ["learner/0"], config.timeouts.limit("startup_s"), gpus)
+        return check_cluster_memory(processes, ["rollout/0"], ["learner/0"], config.timeouts.limit("startup_s"), gpus)
 
     extra = 2 + 14 * config.max_running_replies * 151_936 / GIB  # graphs, and the logits of a server's fullest batch
     has = 24e9 * 0.4 / GIB - extra * servers
@@ -127,7 +127,7 @@ def test_a_dry_run_on_a_cluster_of_one_gpu_has_the_share_that_the_start_has(
 def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(two_nodes: Config) -> None:
     def check(**gpu_bytes: int) -> list[str]:
         processes: Any = Asked(two_nodes, **gpu_bytes)
-        return _check_memory(processes, ["rollout/0"], ["learner/0"], two_nodes.timeouts.limit("startup_s"), 16)
+        return check_cluster_memory(processes, ["rollout/0"], ["learner/0"], two_nodes.timeouts.limit("startup_s"), 16)
 
     gb = 10**9
     assert check(learner_0=141 * gb, rollout_0=141 * gb) == []

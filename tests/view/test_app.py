@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path

@@ -356,7 +356,7 @@ def test_a_rollback_is_over_once_the_resumed_run_has_made_a_step(tmp_path: Path)
 
 
 @pytest.mark.parametrize("is_stop", [False, True])
-def test_a_resume_that_ends_without_a_step_ends_the_rollback_unless_the_user_stopped_it(
+def test_a_resume_that_ends_without_a_step_ends_the_rollback_unless_it_was_stopped(
     tmp_path: Path, is_stop: bool
 ) -> None:
     first = troubled(tmp_path, "rollback")

@@ -93,13 +93,13 @@ class Evaluation:
         yield from (
             _mean("eval/accuracy", sum(map(evaluation.is_right, answers)), len(answers)),
             _mean("eval/reward", sum(scored), len(answers)),
-            *_reward_metrics(answers, evaluation),
+            *reward_metrics(answers, evaluation),
             *([_mean("eval/response_length", sum(lengths), len(lengths))] if lengths else []),
             Metric("eval/failed", len(answers) - len(scored), "sum"),
             Metric("eval/version", version, "last"),
-            *_version_metrics([row.versions[row.mask] for row in rows]),
-            *_at_k_metrics(rewards, evaluation),
-            *_source_metrics(sources, rewards, known, evaluation),
+            *version_metrics([row.versions[row.mask] for row in rows]),
+            *at_k_metrics(rewards, evaluation),
+            *source_metrics(sources, rewards, known, evaluation),
             *(Metric(f"eval/reward/{name}", value) for each in episodes for name, value in each.rewards.items()),
         )
 
@@ -177,7 +177,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def _at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
+def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
     """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples is 1.
 
     A prompt counts for pass@k if it has at least k answers.
@@ -206,7 +206,7 @@ def _gold_moments(gold: Sequence[float], proxy: Sequence[float]) -> Iterator[Met
     yield Metric("eval/gold_labels", float(len(gold)), "sum")
 
 
-def _reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> Iterator[Metric]:
+def reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> Iterator[Metric]:
     """Yield the mean reward of the right and of the wrong answers, which say why accuracy and mean reward differ.
 
     An answer whose reward failed is wrong, with reward 0.
@@ -217,7 +217,7 @@ def _reward_metrics(answers: Sequence[float | None], evaluation: EvalConfig) -> 
             yield _mean(key, sum(found), len(found))
 
 
-def _source_metrics(
+def source_metrics(
     sources: Sequence[str], rewards: Sequence[Sequence[float | None]], known: Collection[str], evaluation: EvalConfig
 ) -> Iterator[Metric]:
     """Yield the share of right answers to the prompts of each source, and their mean reward, if the held-out prompts
@@ -241,7 +241,7 @@ def _mean(key: str, total: float, count: int) -> Metric:
     return Metric(key, total / count, weight=count)
 
 
-def _version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
+def version_metrics(versions: Sequence[IntArray]) -> Iterator[Metric]:
     """Yield the oldest and newest version of the answers' tokens: they differ if weights changed meanwhile."""
     if versions:
         tokens = np.concatenate(versions)

@@ -39,13 +39,13 @@ class HttpEngine(ABC):
         self._name = f"{program} server {name}"
         self._log_file = log_dir / f"{program.lower()}-{name.replace('/', '-')}.log"
         self._seed = server_seed(config.run.seed, index, self._log_file)
-        self._server: ServerProcess | None = None
+        self.server: ServerProcess | None = None
         """The server process; None if the run uses the server at rollout.server_url."""
-        self._resubmits = config.weight_sync.on_update == "abort"
+        self.resubmits = config.weight_sync.on_update == "abort"
         self._attempts = itertools.count()
         self._newest = 0
         """The newest start version of a request so far."""
-        self._cancelled: asyncio.Queue[str] = asyncio.Queue()
+        self.cancelled: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self) -> None:
         """Start the server, or attach to the one at rollout.server_url; return when it serves version 0.
@@ -56,14 +56,14 @@ class HttpEngine(ABC):
             WaitTimeoutError: the server did not answer in time.
             WeightSyncError: the server at rollout.server_url can't be used.
         """
-        model, self._end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
+        model, self.end_tokens, on_gpu = await asyncio.to_thread(_inspect, self._config.model.path)
         self.vocab_size = int(model.vocab_size)
-        self._session = aiohttp.ClientSession(
+        self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None),
             headers=authorization(self._config.network),
         )
         self._aborting = asyncio.create_task(self._abort_cancelled())
-        await self._open_server(model, on_gpu)
+        await self.open_server(model, on_gpu)
 
     async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         """Wait for the server to sample `request.n` replies, and return them. If cancelled, end its requests too.
@@ -80,7 +80,7 @@ class HttpEngine(ABC):
         return [reply.reply() for reply in replies]
 
     @abstractmethod
-    async def _open_server(self, model: Any, on_gpu: bool) -> None:
+    async def open_server(self, model: Any, on_gpu: bool) -> None:
         """Start the server or attach to one, and set `url`. `model` is the text part of the model's config."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class HttpEngine(ABC):
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         """Return (path, body) of the POST request that ends a request on the server."""
 
-    def _priority(self, request: GenerationRequest) -> int:
+    def priority(self, request: GenerationRequest) -> int:
         """Return the priority of a request at the server, which is to begin with lower ones first.
 
         The groups with the nearest deadline go first. An evaluation, which has none, comes after all groups that were
@@ -100,7 +100,7 @@ class HttpEngine(ABC):
         self._newest = max(self._newest, request.start_version)
         return self._newest + 1 if request.purpose is Purpose.EVALUATION else request.start_version
 
-    async def _post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], key: str) -> Any:
+    async def post(self, path: str, body: dict[str, Any], request_ids: Sequence[str], key: str) -> Any:
         """Send requests for replies, and return the JSON of the response. If cancelled, end them on the server.
 
         Args:
@@ -111,7 +111,7 @@ class HttpEngine(ABC):
             AsyncRLError: the server refused the requests; the message has its text.
         """
         try:
-            async with self._session.post(self.url + path, json=body) as response:
+            async with self.session.post(self.url + path, json=body) as response:
                 if response.status != 200:
                     raise AsyncRLError(
                         f"{self._name} refused request {key} (HTTP {response.status}): {(await response.text())[:500]}"
@@ -119,39 +119,39 @@ class HttpEngine(ABC):
                 return await response.json()
         except asyncio.CancelledError:
             for request_id in request_ids:
-                self._cancelled.put_nowait(request_id)
+                self.cancelled.put_nowait(request_id)
             raise
         except aiohttp.ClientError as error:
             await asyncio.sleep(0.5)  # a dying server closes its connections before its process has ended
-            if self._server is not None:
-                self._server.check_alive()
+            if self.server is not None:
+                self.server.check_alive()
             raise ProcessDiedError(f"{self._name} at {self.url} broke the connection: {error!r}") from error
 
     async def _abort_cancelled(self) -> None:
         """Tell the server to end each request whose caller was cancelled; runs for as long as the engine."""
         while True:
-            path, body = self._abort_request(await self._cancelled.get())
+            path, body = self._abort_request(await self.cancelled.get())
             timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
             # A server that is gone has no request left to end, and its other callers raise their own errors.
             with suppress(TimeoutError, aiohttp.ClientError):
-                async with self._session.post(self.url + path, json=body, timeout=timeout):
+                async with self.session.post(self.url + path, json=body, timeout=timeout):
                     pass
-            self._cancelled.task_done()
+            self.cancelled.task_done()
 
     async def _get_text(self, path: str) -> str | None:
         """Return the text of the response to GET `path`; None if the server refuses or sends none in LOAD_TIMEOUT_S."""
         with suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S)
-            async with self._session.get(self.url + path, timeout=timeout) as response:
+            async with self.session.get(self.url + path, timeout=timeout) as response:
                 return await response.text() if response.status == 200 else None
         return None
 
     async def aclose(self) -> None:
         if hasattr(self, "_session"):
             self._aborting.cancel()
-            await self._session.close()
-        if self._server is not None:
-            await self._server.aclose()
+            await self.session.close()
+        if self.server is not None:
+            await self.server.aclose()
 
 
 def cache_key(request: GenerationRequest) -> str:

@@ -91,13 +91,13 @@ class ServerProcess:
         self.url = ""
         self.log_file = log_file
         self._config = config
-        self._command = command
+        self.command = command
         self._environment = environment
         self._is_ready = is_ready
         self._hints = hints
         self._shared_files = shared_files
         self._port = port
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
 
     async def start(self) -> None:
@@ -112,11 +112,11 @@ class ServerProcess:
         for attempt in range(1, _START_ATTEMPTS + 1):
             port = self._port or free_port(host, self._config.network.port_range)
             self.url = f"http://{host}:{port}"
-            self._process = self._spawn(self._command(port))
+            self.process = self._spawn(self.command(port))
             try:
                 await self._wait_ready()
                 if self._shared_files:
-                    list_shared_files(self._folder, self._process.pid, self._shared_files)
+                    list_shared_files(self._folder, self.process.pid, self._shared_files)
                 return
             except BaseException as error:
                 died = isinstance(error, ProcessDiedError)
@@ -128,7 +128,7 @@ class ServerProcess:
 
     def check_alive(self) -> None:
         """Raise ProcessDiedError, with the last lines of the log and a hint, if the server has ended."""
-        if self._process is not None and (code := self._process.poll()) is not None:
+        if self.process is not None and (code := self.process.poll()) is not None:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             tail = log_tail(self.log_file, self._log_start_bytes)
             raise ProcessDiedError(f"{self.name} ended by itself ({how}). {self._hint()}\n{tail}")
@@ -139,7 +139,7 @@ class ServerProcess:
         Raises:
             WaitTimeoutError: the server has not ended within `timeouts.shutdown_s`.
         """
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             try:
                 await asyncio.to_thread(_end_session, self.name, process, self._config.timeouts.limit("shutdown_s"))

@@ -60,17 +60,12 @@ class TooLarge(WithoutSize):
     num_prompts = 2**26 + 1
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("json:JSONDecoder", r"must be a subclass of rollout_server\.tasks\.base\.Task, got <class 'json"),
-        (f"{__name__}:WithoutVerifier", "must define verify: see rollout_server.tasks.base.Task"),
-        (f"{__name__}:WithoutSize", "must set num_prompts, at least 1, in __init__"),
-        (f"{__name__}:TooLarge", "at most 67108864 prompts, got 67108865: .* Lower num_prompts of .*:TooLarge"),
-        ("no_such_module_here:Task", "can't be imported from .*No module named 'no_such_module_here'"),
-    ],
-)
-def test_a_class_that_is_no_task_is_refused_with_what_it_lacks(name: str, message: str) -> None:
+@pytest.mark.parametrize(("name", "named"), [
+    ("json:JSONDecoder", "JSONDecoder"), (f"{__name__}:WithoutVerifier", "WithoutVerifier.* verify"),
+    (f"{__name__}:WithoutSize", "num_prompts"), (f"{__name__}:TooLarge", "67108865.*TooLarge"),
+    ("no_such_module_here:Task", "no_such_module_here"),
+])
+def test_a_class_that_is_no_task_is_refused_with_what_it_lacks(name: str, named: str) -> None:
     config = make_config(task={"name": name})
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         open_task(config, TOKENIZER)

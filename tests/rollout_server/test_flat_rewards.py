@@ -33,8 +33,7 @@ def mixed_warnings(flat: FlatRewards, number: int) -> Iterator[tuple[int, str]]:
 def test_many_groups_flat_at_different_rewards_are_told_ever_more_seldom() -> None:
     told = dict(mixed_warnings(FlatRewards(8, lambda *_: None, ends_after=64), 5 * MIXED_WARNING_GROUPS))
     assert list(told) == [256, 512, 1024]
-    assert told[256].startswith("256 groups in a row had one reward for all of their answers, though not each the same")
-    assert "The newest had 1, 0, 1, 0" in told[256] and "a larger rollout.group_size" in told[256]
+    assert told[256].startswith("256 groups") and "1, 0, 1, 0" in told[256] and "rollout.group_size" in told[256]
 
 
 @pytest.mark.parametrize(("limit", "ends_after", "expected"), [(300, 1200, [300]), (8, 0, [])])

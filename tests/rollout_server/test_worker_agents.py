@@ -39,7 +39,7 @@ def test_an_agent_that_some_replies_break_is_trained_on_them_with_reward_zero(tm
     values = metric_values(reports)
     assert 0 < values["episode/end_error"] < 1 and values["episode/failed"] == values["rollout/failed"] == 0
     (note,) = [note for report in reports for note in report.notes]
-    assert "ended with `error`: the agent raised KeyError: 'plum', at " in note and "envs_and_agents.py:" in note
+    assert "`error`" in note and "KeyError: 'plum', at " in note and "envs_and_agents.py:" in note
 
 
 def test_the_replies_that_kept_rows_share_are_trained_in_the_first_of_them(tmp_path: Path) -> None:
@@ -52,10 +52,8 @@ def test_the_replies_that_kept_rows_share_are_trained_in_the_first_of_them(tmp_p
 
 
 def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:
-    expected = r"8 groups in a row .*, and 100% ended with an error of the agent .*: the agent raised "
-    expected += r"KeyError: 'plum', at .*envs_and_agents\.py:\d+$"
     config = agent_config("break_always", tmp_path)
-    with pytest.raises(RewardError, match=expected):
+    with pytest.raises(RewardError, match=r"8 groups .*100%.*KeyError: 'plum', at .*envs_and_agents\.py:\d+$"):
         rolled_out(changed(config, timeouts={"work_s": 3}), engine(), no_reward, steps=99)
 
 
@@ -64,8 +62,7 @@ def test_a_run_in_which_every_episode_times_out_is_told_so_and_no_innocent_answe
     config = changed(config, timeouts={"turn_s": 1})
     _, reports, *_ = rolled_out(config, engine(), no_reward, steps=2)
     (note,) = [note for report in reports for note in report.notes if "in a row" in note]
-    assert "100% ran out of time (episode/end_timeout)" in note and "The newest one ends" not in note
-    assert note.endswith("The newest of those ended so: the agent asked for no reply within 1 s (timeouts.turn_s)")
+    assert "episode/end_timeout" in note and note.endswith("(timeouts.turn_s)")
 
 
 def test_the_status_shows_the_agents_that_have_a_place_and_not_those_that_wait(tmp_path: Path) -> None:

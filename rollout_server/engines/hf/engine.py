@@ -68,13 +68,13 @@ class HFEngine:
         texts, path = self._config.rollout.stop, self._config.model.path
         stop = StopTexts(texts, await asyncio.to_thread(load_tokenizer, path)) if texts else None
         forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
-        self._training, self._evaluation = (DecodingBatch(self.model, ends, forbidden, stop) for _ in range(2))
+        self.training, self.evaluation = (DecodingBatch(self.model, ends, forbidden, stop) for _ in range(2))
         self._thread = threading.Thread(target=self._decode, name=self._name, daemon=True)
         self._thread.start()
-        self._endpoints = WeightEndpoints(
+        self.endpoints = WeightEndpoints(
             self, self._config.timeouts, self._config.network, Path(self._config.model.path)
         )
-        self.url = await self._endpoints.start()
+        self.url = await self.endpoints.start()
 
     async def generate(self, request: GenerationRequest) -> list[SampledReply]:
         """Wait until the decode thread has sampled `request.n` replies, and return them."""
@@ -91,12 +91,12 @@ class HFEngine:
 
     async def load(self) -> Load:
         slots = self._config.rollout.concurrency * self._config.rollout.group_size
-        return Load(min(len(self._training) + len(self._evaluation), slots), slots)
+        return Load(min(len(self.training) + len(self.evaluation), slots), slots)
 
     async def aclose(self) -> None:
         if not self.url:
             return
-        await self._endpoints.aclose()
+        await self.endpoints.aclose()
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -231,7 +231,7 @@ class HFEngine:
                     future.set_exception(error)
         if paused:
             return True
-        for batch, is_evaluation in ((self._training, False), (self._evaluation, True)):
+        for batch, is_evaluation in ((self.training, False), (self.evaluation, True)):
             new = [
                 group for group in arrivals
                 if (group.request.purpose is Purpose.EVALUATION) == is_evaluation and not group.cancelled
@@ -242,7 +242,7 @@ class HFEngine:
         return True
 
     def _has_work(self) -> bool:
-        return bool(self._arrivals or len(self._training) or len(self._evaluation))
+        return bool(self._arrivals or len(self.training) or len(self.evaluation))
 
     def _fail_all(self) -> None:
         """Make all waiting requests and jobs raise ProcessDiedError, because the decode thread has ended."""
@@ -254,8 +254,8 @@ class HFEngine:
                     future.set_exception(error)
 
     def _retract(self) -> None:
-        self._training.retract()
-        self._evaluation.retract()
+        self.training.retract()
+        self.evaluation.retract()
 
 
 def _load(config: Config) -> PreTrainedModel:

@@ -75,7 +75,7 @@ class WeightEndpoints:
         self._host, self._ports = network.host, network.port_range
         self._headers = authorization(network)
         self._receiver = Receiver()
-        self._rebuilder = Rebuilder(lambda: weight_files(model_folder))
+        self.rebuilder = Rebuilder(lambda: weight_files(model_folder))
         self._staged: dict[str, Tensor] | None = None
         """The tensors received in the current weight update; None outside an update."""
         self._staged_version: int | None = None
@@ -98,14 +98,14 @@ class WeightEndpoints:
             "/weights_checker": self._check_weights,
         }.items():
             app.router.add_post(path, _as_endpoint(handler))
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.SockSite(self._runner, open_listener(self._host, self._ports)).start()
-        self._address = f"{self._host}:{self._runner.addresses[0][1]}"
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self.runner.setup()
+        await web.SockSite(self.runner, open_listener(self._host, self._ports)).start()
+        self._address = f"{self._host}:{self.runner.addresses[0][1]}"
         return f"http://{self._address}"
 
     async def aclose(self) -> None:
-        await self._runner.cleanup()
+        await self.runner.cleanup()
 
     @web.middleware
     async def _check_sender(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
@@ -158,7 +158,7 @@ class WeightEndpoints:
     def _rebuilt(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return the weights that parcels stand for, in memory of their own, as the model will use it."""
         device = self._engine.model.device
-        return [(name, tensor.to(device, copy=True)) for name, tensor in self._rebuilder.rebuild(tensors)]
+        return [(name, tensor.to(device, copy=True)) for name, tensor in self.rebuilder.rebuild(tensors)]
 
     async def _stage(self, tensors: list[tuple[str, Tensor]], version: str | None) -> None:
         if self._staged is None:

@@ -34,8 +34,8 @@ class SGLangEngine(HttpEngine):
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "SGLang")
 
-    async def _open_server(self, model: Any, on_gpu: bool) -> None:
-        self._forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
+    async def open_server(self, model: Any, on_gpu: bool) -> None:
+        self.forbidden = await asyncio.to_thread(forbidden_tokens, self._config)
         if url := self._config.rollout.server_url:
             admin = SGLangAdmin(self._config, url)
             await asyncio.to_thread(attach_server, admin, self._config)
@@ -45,22 +45,22 @@ class SGLangEngine(HttpEngine):
         flags = server_flags(
             self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes, seed=self._seed
         )
-        self._server = sglang_process(self._name, flags, self._log_file, self._config)
-        await self._server.start()
-        self.url = self._server.url
+        self.server = sglang_process(self._name, flags, self._log_file, self._config)
+        await self.server.start()
+        self.url = self.server.url
 
     async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
         # SGLang aborts every request whose id begins with the given text, so no id may begin with another id.
         prefix = f"{request.key}.{next(self._attempts)}."
-        priority = self._priority(request)
+        priority = self.priority(request)
         stop = self._config.rollout.stop
-        bodies = [request_body(request, replies, self._end_tokens, prefix, priority, self._forbidden, stop)]
+        bodies = [request_body(request, replies, self.end_tokens, prefix, priority, self.forbidden, stop)]
         if len(replies) > 1:
             bodies.insert(0, primer_body(request, prefix, priority))
         for body in bodies:
-            responses = await self._post("/generate", body, body["rid"], request.key)
+            responses = await self.post("/generate", body, body["rid"], request.key)
         for reply, response in zip(replies, responses, strict=True):
-            extend_reply(reply, response, request.max_tokens, self._end_tokens, stop, may_abort=self._resubmits)
+            extend_reply(reply, response, request.max_tokens, self.end_tokens, stop, may_abort=self.resubmits)
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": request_id}

@@ -31,15 +31,15 @@ class VLLMEngine(HttpEngine):
     def __init__(self, config: Config, index: int, log_dir: Path) -> None:
         super().__init__(config, index, log_dir, "vLLM")
 
-    async def _open_server(self, model: Any, on_gpu: bool) -> None:
+    async def open_server(self, model: Any, on_gpu: bool) -> None:
         free_bytes = psutil.virtual_memory().available
         flags = server_flags(
             self._config, model, on_gpu=on_gpu, free_memory_bytes=free_bytes, seed=self._seed
         )
         self._slots = int(flags["max-num-seqs"])
-        self._server = vllm_process(self._name, flags, self._log_file, self._config, on_gpu=on_gpu)
-        await self._server.start()
-        self.url = self._server.url
+        self.server = vllm_process(self._name, flags, self._log_file, self._config, on_gpu=on_gpu)
+        await self.server.start()
+        self.url = self.server.url
         await asyncio.to_thread(VLLMAdmin(self._config, self.url).set_version, 0)
 
     async def _extend(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
@@ -48,10 +48,10 @@ class VLLMEngine(HttpEngine):
     async def _extend_equal(self, request: GenerationRequest, replies: list[OpenReply]) -> None:
         """Extend `replies`, which have the same tokens so far, by the tokens that one request samples for them."""
         key = f"{request.key}.{next(self._attempts)}"
-        body = request_body(request, replies, self._end_tokens, key, self._priority(request))
-        response = await self._post(GENERATE, body, [key], request.key)
+        body = request_body(request, replies, self.end_tokens, key, self.priority(request))
+        response = await self.post(GENERATE, body, [key], request.key)
         for reply, choice in zip(replies, response["choices"], strict=True):
-            extend_reply(reply, choice, request.max_tokens, self._end_tokens, may_abort=self._resubmits)
+            extend_reply(reply, choice, request.max_tokens, self.end_tokens, may_abort=self.resubmits)
 
     def _abort_request(self, request_id: str) -> tuple[str, dict[str, Any]]:
         return "/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}  # as this endpoint names them

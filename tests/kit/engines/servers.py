@@ -35,7 +35,7 @@ class Server(EngineInThread, ABC):
 
     def let_replies_go_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have each later reply get all of its `max_tokens`: no token ends it."""
-        monkeypatch.setattr(self.engine, "_end_tokens", [])
+        monkeypatch.setattr(self.engine, "end_tokens", [])
 
     @abstractmethod
     def num_unfinished(self) -> int:
@@ -52,7 +52,7 @@ class Server(EngineInThread, ABC):
     def record_cached_tokens(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """The list to which each later request for one reply appends the tokens whose KV was in the prefix cache."""
         cached: list[int] = []
-        post = self.engine._post
+        post = self.engine.post
 
         async def post_and_record(path: str, body: dict[str, Any], *rest: Any) -> Any:
             before = await self.cached_tokens(None)
@@ -60,7 +60,7 @@ class Server(EngineInThread, ABC):
             cached.append(await self.cached_tokens(response) - before)
             return response
 
-        monkeypatch.setattr(self.engine, "_post", post_and_record)
+        monkeypatch.setattr(self.engine, "post", post_and_record)
         return cached
 
 
@@ -73,14 +73,14 @@ class SGLangServer(Server):
 
     def let_replies_go_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().let_replies_go_on(monkeypatch)
-        post = self.engine._post
+        post = self.engine.post
 
         async def post_without_ends(path: str, body: dict[str, Any], *rest: Any) -> Any:
             for sampling in body["sampling_params"]:
                 sampling["ignore_eos"] = True  # else the end token of the model's folder counts too
             return await post(path, body, *rest)
 
-        monkeypatch.setattr(self.engine, "_post", post_without_ends)
+        monkeypatch.setattr(self.engine, "post", post_without_ends)
 
     def num_unfinished(self) -> int:
         loads = self.admin.ask("GET", "/v1/loads")["loads"]

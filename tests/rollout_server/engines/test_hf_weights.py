@@ -11,6 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from async_rl.network import authorization
 from rollout_server.engines.hf.engine import HFEngine
@@ -99,42 +100,29 @@ def test_a_push_that_breaks_off_leaves_the_old_version_serving(
 
 
 def test_refusals_have_status_400_and_the_reason(folder: Path, tmp_path: Path) -> None:
-    partial = tmp_path / "partial"
-    partial.mkdir()
-    from safetensors.torch import save_file
+    def saved(name: str, tensor: torch.Tensor) -> str:
+        (tmp_path / name).mkdir()
+        save_file({"model.norm.weight": tensor}, tmp_path / name / "a.safetensors")
+        return str(tmp_path / name)
 
-    save_file({"model.norm.weight": torch.ones(96)}, partial / "a.safetensors")
-    wrong = tmp_path / "wrong"
-    wrong.mkdir()
-    save_file({"model.norm.weight": torch.ones(95)}, wrong / "a.safetensors")
+    partial, wrong = saved("partial", torch.ones(96)), saved("wrong", torch.ones(95))
+    narrow = saved("narrow", torch.ones(96, dtype=torch.bfloat16))
+    load = "/update_weights_from_disk"
 
-    narrow = tmp_path / "narrow"
-    narrow.mkdir()
-    save_file({"model.norm.weight": torch.ones(96, dtype=torch.bfloat16)}, narrow / "a.safetensors")
+    async def refused(engine: HFEngine) -> None:
+        for path, body, status, named in (
+            (load, {"model_path": partial}, 400, "/begin_weight_update"),
+            ("/pause_generation", {"mode": "stop"}, 400, "'stop'"),
+            ("/begin_weight_update", {}, 200, ""),
+            (load, {"model_path": wrong}, 400, "[95]"), (load, {"model_path": narrow}, 400, "bfloat16"),
+            (load, {"model_path": str(tmp_path)}, 400, str(tmp_path)),
+            (load, {"model_path": partial, "weight_version": "1"}, 200, ""),
+            ("/end_weight_update", {}, 400, "lacks"),
+        ):  # fmt: skip
+            got, response = await post(engine, path, body)
+            assert got == status and named in response["message"], (path, body, response)
 
-    from_disk = "/update_weights_from_disk"
-
-    async def refused(engine: HFEngine) -> list[tuple[int, str]]:
-        responses = [
-            await post(engine, from_disk, {"model_path": str(partial)}),
-            await post(engine, "/pause_generation", {"mode": "stop"}),
-            await post(engine, "/begin_weight_update", {}),
-            await post(engine, from_disk, {"model_path": str(wrong)}),
-            await post(engine, from_disk, {"model_path": str(narrow)}),
-            await post(engine, from_disk, {"model_path": str(tmp_path)}),
-            await post(engine, from_disk, {"model_path": str(partial), "weight_version": "1"}),
-            await post(engine, "/end_weight_update", {}),
-        ]
-        return [(status, response["message"]) for status, response in responses]
-
-    outside, mode, begin, shape, dtype, empty, one_tensor, whole = with_engine(server_config("hf", folder), refused)
-    assert outside[0] == 400 and "must be sent after /begin_weight_update" in outside[1]
-    assert mode[0] == 400 and "'stop'" in mode[1]
-    assert begin[0] == 200 and one_tensor[0] == 200
-    assert shape[0] == 400 and "torch.float32 [96], got torch.float32 [95]" in shape[1]
-    assert dtype[0] == 400 and "torch.float32 [96], got torch.bfloat16 [96]" in dtype[1]
-    assert empty[0] == 400 and "holds no *.safetensors weights" in empty[1]
-    assert whole[0] == 400 and "lacks" in whole[1]
+    with_engine(server_config("hf", folder), refused)
 
 
 def test_a_second_end_of_the_same_push_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -158,7 +146,7 @@ def test_strangers_get_no_answer_from_the_engine(folder: Path, tmp_path: Path, h
     key = authorization(config.network)
 
     async def ask(engine: HFEngine) -> None:
-        resources = engine._endpoints._runner.app.router.routes()  # type: ignore[union-attr]
+        resources = engine.endpoints.runner.app.router.routes()  # type: ignore[union-attr]
         routes = {(route.method, route.resource.canonical) for route in resources if route.resource}
         assert ("POST", "/pause_generation") in routes
         if has_keys:

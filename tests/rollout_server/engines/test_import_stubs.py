@@ -42,7 +42,7 @@ def test_code_that_only_names_an_absent_package_can_be_imported(absent_package: 
 
 def test_calling_into_an_absent_package_names_the_function_and_the_package(absent_package: str) -> None:
     module = importlib.import_module(absent_package)
-    with pytest.raises(MissingKernelError, match=r"no_such_kernels\.ops\.rms_norm was called, but no_such"):
+    with pytest.raises(MissingKernelError, match=r"no_such_kernels\.ops\.rms_norm"):
         module.ops.rms_norm(1, 2)
 
 

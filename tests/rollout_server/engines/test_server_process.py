@@ -41,9 +41,9 @@ def replies(url: str) -> bool:
 
 
 def process(
-    folder: Path, program: str, is_ready: Callable[[str], bool] = replies, start_s: float = 60.0
+    folder: Path, program: str, is_ready: Callable[[str], bool] = replies, startup_s: float = 60.0, **timeouts: float
 ) -> ServerProcess:
-    config = changed(server_config("hf", folder), timeouts={"startup_s": start_s})
+    config = changed(server_config("hf", folder), timeouts={"startup_s": startup_s, **timeouts})
     return ServerProcess(
         "server 0", folder / "log", config, environment=os.environ, is_ready=is_ready, hints=[("no such", "Make it.")],
         command=lambda port: [sys.executable, "-c", program, str(port)],
@@ -80,15 +80,14 @@ def test_a_server_that_dies_at_its_start_shows_its_log_and_a_hint(tmp_path: Path
     server = process(tmp_path, "import sys; sys.exit('there is no such model')")
     with pytest.raises(ProcessDiedError) as failure:
         asyncio.run(start_and_close(server))
-    message = str(failure.value)
-    assert "server 0 ended by itself (exit code 1). Make it." in message
-    assert f"last lines of {tmp_path / 'log'}:\n    there is no such model" in message
+    named = ("server 0", "exit code 1", "Make it.", str(tmp_path / "log"), "there is no such model")
+    assert [each for each in named if each not in str(failure.value)] == []
 
 
 @pytest.mark.processes
 def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path) -> None:
-    server = process(tmp_path, SERVER, is_ready=lambda url: False, start_s=1.0)
-    with pytest.raises(WaitTimeoutError, match=r"waited 1 s \(timeouts\.startup_s\) for server 0 to start"):
+    server = process(tmp_path, SERVER, is_ready=lambda url: False, startup_s=1.0)
+    with pytest.raises(WaitTimeoutError, match=r"timeouts\.startup_s.* server 0"):
         asyncio.run(start_and_close(server))
 
 
@@ -102,7 +101,7 @@ def fails_when_it_replies(url: str) -> bool:
 @pytest.mark.parametrize(
     ("is_ready", "error", "said"),
     [
-        (replies, WaitTimeoutError, r"waited 0 s \(timeouts\.shutdown_s\) for the end of server 0 \(process"),
+        (replies, WaitTimeoutError, r"timeouts\.shutdown_s.* server 0"),
         (fails_when_it_replies, RuntimeError, "it serves another model"),
     ],
 )
@@ -113,8 +112,8 @@ def test_a_server_that_is_late_to_end_is_named_and_leaves_nothing(
     (tmp_path / "tmp").mkdir()
     left: list[psutil.Process] = []
     monkeypatch.setattr(subprocess.Popen, "kill", lambda self: left.extend(psutil.Process(self.pid).children()))
-    server = process(tmp_path, f"import subprocess; subprocess.Popen(['sleep', '600'])\n{SERVER}", is_ready)
-    server._config = changed(server._config, timeouts={"shutdown_s": 0.2})
+    program = f"import subprocess; subprocess.Popen(['sleep', '600'])\n{SERVER}"
+    server = process(tmp_path, program, is_ready, shutdown_s=0.2)
     with pytest.raises(error, match=said):
         asyncio.run(start_and_close(server))
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -134,9 +133,9 @@ def test_the_folder_of_a_server_stays_in_sweeps_until_the_server_ends(
         [folder] = (tmp_path / "tmp").iterdir()
         await servers[1].start()  # it sweeps
         assert folder.exists() and len(list((tmp_path / "tmp").iterdir())) == 2
-        assert servers[0]._process is not None
-        servers[0]._process.kill()
-        servers[0]._process.wait()
+        assert servers[0].process is not None
+        servers[0].process.kill()
+        servers[0].process.wait()
         await servers[1].aclose()
         await servers[1].start()
         assert not folder.exists() and len(list((tmp_path / "tmp").iterdir())) == 1

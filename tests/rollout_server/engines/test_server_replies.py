@@ -68,16 +68,10 @@ def test_a_request_aborted_before_its_first_token_leaves_the_answer_as_it_was(
     assert extended(engine, OpenReply(**copy.deepcopy(before)), **nothing) == OpenReply(**before)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logprobs": [-1.5]}, r"one logprob for each token, got 2 tokens"),
-        ({"logprobs": [-1.5, None]}, r"one logprob for each token, got 2 tokens"),
-        ({"tokens": (), "logprobs": None}, r"one logprob for each token, got 0 tokens"),
-        ({"finish": "error"}, r"did not finish a reply: finish_reason error"),
-        ({"versions": None}, r"must cover 2 tokens with whole-number versions, got None"),
-    ],
-)
-def test_an_incomplete_reply_is_refused(engine: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(AsyncRLError, match=message):
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"logprobs": [-1.5]}, "logprob"), ({"logprobs": [-1.5, None]}, "logprob"),
+    ({"tokens": (), "logprobs": None}, "logprob"), ({"finish": "error"}, "error"), ({"versions": None}, "version"),
+])
+def test_an_incomplete_reply_is_refused(engine: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(AsyncRLError, match=named):
         extended(engine, **changes)

@@ -79,7 +79,7 @@ def test_every_token_has_the_logprob_of_its_version_and_of_no_other(
     config = pushing(server, tmp_path, on_update, transport, form, placement=PlacementConfig(colocated=colocated))
     assert config.shares_gpus == colocated
     url = server.engine.url
-    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    monkeypatch.setattr(server.engine, "resubmits", on_update == "abort")
     server.let_replies_go_on(monkeypatch)  # some models would end all of them before the second push
     first = push(config, url)
     slow_push = server.config.rollout.engine == "vllm" and transport in ("disk", "cuda_ipc")
@@ -153,7 +153,7 @@ def test_no_turn_that_meets_a_push_reads_kv_of_older_weights(
 ) -> None:
     """With `drain` only turns of an evaluation can be running while weights change."""
     config, url = pushing(server, tmp_path, on_update, "disk"), server.engine.url
-    monkeypatch.setattr(server.engine, "_resubmits", on_update == "abort")
+    monkeypatch.setattr(server.engine, "resubmits", on_update == "abort")
     first = push(config, url)
     cached = server.record_cached_tokens(monkeypatch)
     played = server.run(play_over_pushes(server.engine, lambda: push(config, url), pushes=5))

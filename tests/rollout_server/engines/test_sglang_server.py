@@ -41,7 +41,7 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
     server, url = sglang_server, sglang_server.engine.url
     config = pushing(server, tmp_path, on_update, "disk")
     request = request_for(9, n=4, max_tokens=20, temperature=0.3)
-    first, post = push(config, url), server.engine._post
+    first, post = push(config, url), server.engine.post
 
     async def post_and_push(path: str, body: dict[str, Any], *rest: Any) -> Any:
         responses = await post(path, body, *rest)
@@ -49,7 +49,7 @@ def test_a_push_between_a_prompt_and_its_answers_leaves_no_kv_of_old_weights(
             await asyncio.to_thread(push, config, url)
         return responses
 
-    monkeypatch.setattr(server.engine, "_post", post_and_push)
+    monkeypatch.setattr(server.engine, "post", post_and_push)
     (replies,) = generate(server, request)
     assert {v for a in replies for v in a.versions.tolist()} == {first + 1}
     assert largest_error(MODELS[first + 1], [request], [replies]) < TOLERANCE

@@ -107,7 +107,7 @@ def test_a_weight_that_a_staged_push_lacks_is_named(
     version, publisher = new_version(config), connected(config, url)
     named = [(name, p) for name, p in MODELS[version].named_parameters() if name != "model.norm.weight"]
     assert publisher.push(named, version, erases=True).repeats
-    with pytest.raises(WeightSyncError, match=r"did not reach 1 weights of rollout/0.*: model\.norm\.weight\."):
+    with pytest.raises(WeightSyncError, match=r"rollout/0.*model\.norm\.weight"):
         publisher.push(named, version, erases=True)
     deliver(publisher, new_version(config))
     publisher.close()

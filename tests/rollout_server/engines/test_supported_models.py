@@ -40,23 +40,15 @@ def test_a_model_that_sglang_or_its_substitute_runs_is_accepted(
     check_model(config)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "architecture", "reason"),
-    [
-        ("bloom", "BloomForCausalLM", "it has no implementation of BloomForCausalLM, and can't run that of transf"),
-        ("falcon", "FalconForCausalLM", "it has no implementation of FalconForCausalLM"),
-        ("qwen2", "MyOwnForCausalLM", "it has no implementation of MyOwnForCausalLM"),
-        ("gemma2", "Gemma2ForCausalLM", "its Gemma2ForCausalLM needs the key hidden_act in config.json. Add the key"),
-    ],
-)
-def test_a_model_that_sglang_lacks_is_refused_with_a_sentence(
-    tmp_path: Path, model_type: str, architecture: str, reason: str
-) -> None:
+@pytest.mark.parametrize(("model_type", "architecture", "named"), [
+    ("bloom", "BloomForCausalLM", "BloomForCausalLM"), ("falcon", "FalconForCausalLM", "FalconForCausalLM"),
+    ("qwen2", "MyOwnForCausalLM", "MyOwnForCausalLM"), ("gemma2", "Gemma2ForCausalLM", "hidden_act"),
+])
+def test_a_model_that_sglang_lacks_is_refused(tmp_path: Path, model_type: str, architecture: str, named: str) -> None:
     config = config_with(tmp_path, model_type, architecture)
-    with pytest.raises(ConfigError, match=rf"rollout\.engine sglang can't serve {tmp_path}: {reason}"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine sglang .*{tmp_path}.*{named}"):
         check_model(config)
-    hf = replace(config, rollout=RolloutConfig(engine="hf"))
-    check_model(hf)
+    check_model(replace(config, rollout=RolloutConfig(engine="hf")))
 
 
 def test_a_gemma2_model_with_the_key_that_sglang_reads_is_accepted(tmp_path: Path) -> None:
@@ -70,11 +62,11 @@ def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path)
     config = changed(config_with(tmp_path, "qwen2", "Qwen2ForCausalLM"), weight_sync={"staging": "device"})
     check_model(config)
     drafting = changed(config, rollout={"server_args": {"speculative_algorithm": "EAGLE", "quantization": "fp8"}})
-    with pytest.raises(ConfigError, match=r"can't stage weights .* with quantization, speculative-algor"):
+    with pytest.raises(ConfigError, match=r"quantization, speculative-algorithm"):
         check_model(drafting)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ConfigError, match="its weights are quantised, and those can't be staged"):
+    with pytest.raises(ConfigError, match="staged"):
         check_model(config)
 
 
@@ -82,10 +74,9 @@ def test_a_parser_of_tool_calls_that_sglang_lacks_is_refused_before_the_start(tm
     config = config_with(tmp_path, "qwen2", "Qwen2ForCausalLM")
     for name in ("", "hermes", "llama3", "qwen", "kimi_k2", "my_module:parse"):
         check_model(changed(config, rollout={"tool_parser": name}))
-    for name, why in (("glm5", "is none of its parsers"), ("gpt-oss", "needs more than the text of a reply")):
-        refused = changed(config, rollout={"tool_parser": name})
-        with pytest.raises(ConfigError, match=rf"tool_parser '{name}' {why}.* Set one of .* glm45, .* or module:name"):
-            check_model(refused)
+    for name in ("glm5", "gpt-oss"):
+        with pytest.raises(ConfigError, match=rf"tool_parser '{name}'"):
+            check_model(changed(config, rollout={"tool_parser": name}))
 
 
 def test_a_run_with_sglang_is_refused_where_it_is_not_installed(
@@ -93,5 +84,5 @@ def test_a_run_with_sglang_is_refused_where_it_is_not_installed(
 ) -> None:
     config = config_with(tmp_path, "qwen2", "Qwen2ForCausalLM")
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ConfigError, match=r"engine sglang can't serve .*: it is not installed.*'async-rl\[sglang-gpu"):
+    with pytest.raises(ConfigError, match=r"^rollout\.engine sglang .*async-rl\[sglang"):
         check_model(config)

@@ -18,17 +18,15 @@ from async_rl.config import (
     Config,
     ModelConfig,
     PlacementConfig,
-    RolloutConfig,
     RolloutPlacement,
     WeightSyncConfig,
 )
 from async_rl.errors import ConfigError
 from async_rl.weights.disk import write_weights
 from async_rl.weights.server_admin import Bucket
-from rollout_server.engines.base import Purpose
 from rollout_server.engines.open_reply import OpenReply
 from rollout_server.engines.vllm.admin import VLLMAdmin, share_bucket
-from rollout_server.engines.vllm.engine import VLLMEngine, group_replies, kv_tokens, request_body
+from rollout_server.engines.vllm.engine import group_replies, kv_tokens, request_body
 from rollout_server.engines.vllm.flags import server_flags
 from rollout_server.engines.vllm.refusals import refuse_run
 from rollout_server.engines.vllm.server.checkpoint_tensors import check_tensors, checkpoint_shapes
@@ -88,7 +86,7 @@ def test_async_scheduling_is_off_on_gpus_for_pauses_in_place(on_update: str, is_
 
 def test_a_users_flags_replace_defaults_except_those_the_engine_needs() -> None:
     assert flags(config(server_args={"max_num_seqs": 7}))["max-num-seqs"] == 7
-    with pytest.raises(ConfigError, match=r"server_args must be without model, .*vllm.*leave scheduling_policy out"):
+    with pytest.raises(ConfigError, match=r"^rollout\.server_args .*scheduling_policy"):
         config(server_args={"scheduling_policy": "fcfs"})
 
 
@@ -98,7 +96,7 @@ def test_a_model_without_an_attention_kernel_is_refused_by_name(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("rollout_server.engines.vllm.refusals.check_environment", lambda config: None)
     small = dataclasses.replace(config(), model=ModelConfig(path=str(model_folder)))
-    assert "this model has heads of 24. Take another model (sft.base: tiny-qwen3" in refuse_run(small)
+    assert "24" in refuse_run(small)
     wide = dataclasses.replace(config(), model=ModelConfig(path=str(save_sharp_model(tmp_path, "tiny-qwen3"))))
     assert refuse_run(wide) == ""
 
@@ -107,24 +105,23 @@ def test_the_python_of_the_server_is_found_or_the_error_says_how_to_make_it(tmp_
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     assert server_python(config(python=str(link))) == str(link)  # not where the link points
-    with pytest.raises(ConfigError, match=r"rollout\.python must be the Python of an environment with vLLM.*make vllm"):
+    with pytest.raises(ConfigError, match=r"^rollout\.python "):
         server_python(config(python=str(tmp_path / "none")))
 
 
 @pytest.mark.processes
-def test_an_environment_without_vllm_is_refused_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"finds no package vllm\. `make vllm` makes \.venv-vllm"):
-        refuse_run(config(python=sys.executable))
-
-
-def test_a_temperature_that_vllm_refuses_is_refused_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.temperature must be at most 2\.0 with .* vllm, got 3"):
-        refuse_run(config(temperature=3.0))
-
-
-def test_a_python_is_refused_where_the_engine_runs_in_this_one() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.python must be empty with rollout\.engine hf.*engine: vllm"):
-        dataclasses.replace(config(), rollout=RolloutConfig(engine="hf", python="/usr/bin/python3"))
+@pytest.mark.parametrize(("rollout", "key"), [
+    ({"python": sys.executable}, r"rollout\.python.*vllm"),  # an environment without vLLM
+    ({"temperature": 3.0}, r"rollout\.temperature .*2\.0"),
+    ({"top_p": 0.9}, r"rollout\.top_p "),  # its sampler for GPUs filters the logits before it takes logprobs
+    ({"engine": "hf", "python": "/usr/bin/python3"}, r"rollout\.python "),
+])
+def test_what_vllm_can_not_do_is_refused_before_the_start(
+    rollout: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=key):
+        refuse_run(config(**rollout))
 
 
 def test_the_server_sees_none_of_this_projects_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +161,12 @@ def test_an_update_must_have_the_tensors_of_the_checkpoint(tmp_path: Path) -> No
     expected = checkpoint_shapes(tmp_path)
     check_tensors(tensors, expected, is_tied=True)
     check_tensors(tensors | {"lm_head.weight": model.lm_head.weight}, expected, is_tied=True)
-    with pytest.raises(ValueError, match=r"in 1 tensors: lm_head\.weight must have shape \(none: no such tensor\)"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
         check_tensors(tensors | {"lm_head.weight": model.lm_head.weight}, expected, is_tied=False)
     del tensors["model.norm.weight"]
-    with pytest.raises(ValueError, match=r"model\.norm\.weight must have shape \[96\], got none"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight .*\[96\]"):
         check_tensors(tensors, expected, is_tied=True)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight must have shape \[96\], got \[95\]"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight .*\[96\].*\[95\]"):
         check_tensors(tensors | {"model.norm.weight": torch.ones(95)}, expected, is_tied=True)
 
 
@@ -186,43 +183,6 @@ def test_another_process_maps_the_memory_of_a_bucket_as_it_is_now() -> None:
         command = [sys.executable, "-c", code, json.dumps(share_bucket(bucket))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.stdout, done.returncode) == (f"{40 * value}\n", 0), done.stderr
-
-
-def test_baselines_queue_with_their_groups_and_evaluations_last(tmp_path: Path) -> None:
-    engine = VLLMEngine(config(), 0, tmp_path)
-    engine.vocab_size, engine._end_tokens = 200, [2]
-    priorities = []
-
-    async def post(path: str, body: dict[str, Any], ids: list[str], key: str) -> dict[str, Any]:
-        priorities.append(body["priority"])
-        choice = {
-            "token_ids": [7], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.5}]},
-            "weight_versions": [{"version": "9", "start": 0, "end": 1}],
-        }
-        return {"choices": [choice] * body["sampling_params"]["n"]}
-
-    async def generate() -> None:
-        for purpose, start_version in (
-            (Purpose.TRAINING, 7), (Purpose.TRAINING, 6), (Purpose.BASELINE, 6), (Purpose.EVALUATION, 0)
-        ):
-            await engine.generate(request_for(1, purpose=purpose, start_version=start_version))
-
-    engine._post = post  # type: ignore[method-assign]
-    asyncio.run(generate())
-    assert priorities == [7, 6, 6, 8]
-
-
-def test_the_score_of_a_probe_text_waits_behind_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def ask(method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        asked.append(body)
-        return {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}]}
-
-    admin = VLLMAdmin(config(), "http://x")
-    monkeypatch.setattr(admin, "ask", ask)
-    assert admin.score_tokens([7, 8]) == [-1.5]
-    assert asked[0]["priority"] < request_body(request_for(0), [OpenReply()], [2], "k", priority=0)["priority"]
 
 
 def test_a_server_gives_its_part_of_a_group_a_minute_more_than_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,10 +217,3 @@ def test_the_room_in_the_kv_cache_is_read_from_the_metrics_of_the_server() -> No
     assert kv_tokens(f"# HELP x\nvllm:cache_config_info{{{labels}}} 1.0\n") == 38400
     assert kv_tokens("vllm:num_requests_running 3.0\n") == 0
     assert kv_tokens('vllm:cache_config_info{block_size="32",num_gpu_blocks="None"} 1.0') == 0
-
-
-def test_top_p_is_refused_where_logprobs_would_be_over_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's sampler for GPUs filters the logits before it takes logprobs; the one for CPUs does not."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"rollout\.top_p must be 1\.0 .* on a GPU, got 0\.9"):
-        refuse_run(config(top_p=0.9))

@@ -60,9 +60,8 @@ def with_one_too_many(named: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (without_one, r"layers\.1\.mlp\.up_proj\.weight must have shape \[384, 96\], got none"),
-        (with_one_too_short, r"model\.norm\.weight must have shape \[96\], got \[95\]"),
-        (with_one_too_many, r"layers\.2\.mlp\.up_proj\.weight must have shape \(none: no such tensor\)"),
+        (without_one, r"layers\.1\.mlp\.up_proj\.weight"), (with_one_too_short, r"model\.norm\.weight .*\[95\]"),
+        (with_one_too_many, r"layers\.2\.mlp\.up_proj\.weight"),
     ],
 )
 def test_a_wrong_update_is_refused_and_the_old_weights_serve_on(
@@ -143,13 +142,13 @@ def test_a_server_ends_when_its_engine_dies_while_a_push_waits_for_it(vllm_model
             place = {"host": "127.0.0.1", "port": mute.getsockname()[1], "backend": "gloo"}
             joining = threads.submit(admin.join_group, name="g", first_rank=1, world_size=2, **place)
             mute.accept()
-            for child in psutil.Process(server.engine._server._process.pid).children(recursive=True):
+            for child in psutil.Process(server.engine.server.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):  # one that ended with the engine
                     if "EngineCore" in " ".join(child.cmdline()):
                         child.kill()
-            with pytest.raises(WeightSyncError, match="is the rollout server still alive"):
+            with pytest.raises(WeightSyncError, match="rollout server"):
                 joining.result(60)
-        with pytest.raises(ProcessDiedError, match=r"ended by itself \(exit code 1\)"):
+        with pytest.raises(ProcessDiedError, match="exit code 1"):
             generate(server, request_for(1))
     finally:
         server.close()

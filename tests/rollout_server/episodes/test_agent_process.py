@@ -54,9 +54,10 @@ def played(
 
 
 def test_many_episodes_share_the_process_of_an_agent(tmp_path: Path) -> None:
-    episodes = played("solve", tmp_path, count=20)
+    folder = tmp_path / "no" / "folder" / "yet"
+    episodes = played("solve", folder, count=20)
     assert [(episode.end, episode.reward) for episode in episodes] == [("done", 1.0)] * 20
-    assert "working on 4" in (tmp_path / "agent.log").read_text()  # what agents print does no harm
+    assert "working on 4" in (folder / "agent.log").read_text()  # what agents print does no harm
 
 
 def test_modules_of_the_agent_win_over_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,26 +85,22 @@ def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ProcessDiedError, match="died 3 times"):
+    with pytest.raises(ProcessDiedError, match="3"):
         played("die", tmp_path, num_before=1)
 
 
 def test_an_agent_that_raises_in_its_process_fails_its_episode(tmp_path: Path) -> None:
     (episode,) = played("fail", tmp_path)
     line = example_agents.fail.__code__.co_firstlineno + 1
-    said = f"the agent raised KeyError: 'oops', at {example_agents.__file__}:{line}"
-    assert (episode.end, episode.error) == ("failed", said) and "in fail" in episode.traceback
+    assert episode.end == "failed" and "in fail" in episode.traceback
+    assert episode.error.endswith(f"KeyError: 'oops', at {example_agents.__file__}:{line}")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("forget", "must be a number, got None"), ("overshoot", "must be a finite number, got inf")]
-)
-def test_an_agent_that_returns_no_number_in_its_process_fails_its_episode(
-    name: str, said: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "got"), [("forget", "None"), ("overshoot", "inf")])
+def test_an_agent_that_returns_no_number_in_its_process_fails_its_episode(name: str, got: str, tmp_path: Path) -> None:
     (episode,) = played(name, tmp_path)
     assert (episode.end, episode.metrics["failed"], episode.rows) == ("failed", 2, ())
-    assert episode.error == f"the reward that the agent returns {said}"
+    assert episode.error.endswith(f"got {got}")
 
 
 def acted(folder: Path, *acts: str, count: int = 5, limits: EpisodeLimits = LIMITS) -> list[Episode]:
@@ -147,23 +144,20 @@ def test_what_reads_standard_input_gets_nothing_of_the_other_episodes(act: str, 
 def test_an_agent_that_ends_ends_no_other(act: str, end: str, num_failed: int, said: str, tmp_path: Path) -> None:
     bad, *good = acted(tmp_path, act, "", "", count=2)
     assert (bad.end, bad.metrics["failed"], bad.reward) == (end, num_failed, 0.0)
-    assert f"the agent raised {said}" in bad.error and f", at {example_agents.__file__}:" in bad.error
+    assert said in bad.error and f", at {example_agents.__file__}:" in bad.error
     assert len(bad.error) < 3000 and "misbehave" in bad.traceback
     assert [(episode.end, episode.reward, episode.metrics["failed"]) for episode in good] == [("done", 1.0, 0)] * 4
 
 
 def test_a_process_whose_output_is_no_reply_is_replaced(tmp_path: Path) -> None:
     (bad, *good) = acted(tmp_path, "garble", count=2)
-    assert bad.end == "failed" and "died with signal 9: it was killed, because what it wrote is no reply" in bad.error
+    assert bad.end == "failed" and "signal 9" in bad.error
     assert [(episode.end, episode.reward) for episode in good] == [("done", 1.0)] * 2
 
 
 def test_a_process_that_dies_is_noticed_although_its_children_live(tmp_path: Path) -> None:
     (bad, good) = acted(tmp_path, "fork and die", count=1)
-    log = tmp_path / "agent.log"
-    assert (bad.end, bad.error) == (
-        "failed", f"the process of the agent {PLACE}:misbehave died with exit code 3. Its log: {log}"
-    )
+    assert bad.end == "failed" and "exit code 3" in bad.error and str(tmp_path / "agent.log") in bad.error
     assert (good.end, good.reward) == ("done", 1.0)
 
 
@@ -182,11 +176,6 @@ def test_an_agent_that_blocks_does_not_hold_its_process(tmp_path: Path) -> None:
     assert episode.end == "timeout"
 
 
-def test_the_log_of_an_agent_is_written_in_a_new_folder(tmp_path: Path) -> None:
-    (episode,) = played("solve", tmp_path / "no" / "folder" / "yet")
-    assert episode.end == "done" and (tmp_path / "no" / "folder" / "yet" / "agent.log").is_file()
-
-
 def test_a_python_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
     async def call() -> None:
         agent = AgentProcess(f"{PLACE}:solve", tmp_path / "agent.log", str(tmp_path / "python"))
@@ -195,11 +184,10 @@ def test_a_python_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
         finally:
             await agent.aclose()
 
-    said = rf"can't start with the Python {tmp_path}/python \(task.agent_python\) and the log .*: \[Errno 2\] No such"
-    with pytest.raises(ProcessDiedError, match=said):
+    with pytest.raises(ProcessDiedError, match=rf"{tmp_path}/python .*task\.agent_python"):
         asyncio.run(call())
 
 
 def test_an_agent_that_can_not_be_imported_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ProcessDiedError, match=r"can't start(.|\n)*has no attribute 'missing'"):
+    with pytest.raises(ProcessDiedError, match="'missing'"):
         played("missing", tmp_path)

@@ -114,20 +114,17 @@ def test_an_agent_that_fails_for_no_fault_of_the_model_is_called_once_more(befor
     assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (KeyError("plum"), "KeyError: 'plum'"), (SystemExit(2), "SystemExit: 2"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "said"), [
+    (KeyError("plum"), "KeyError: 'plum'"), (SystemExit(2), "SystemExit: 2"),
+    (KeyboardInterrupt(), "KeyboardInterrupt"),
+])  # fmt: skip
 def test_an_agent_that_raises_after_a_reply_is_scored_zero_with_its_rows(error: BaseException, said: str) -> None:
     episode = played(raising(error), "5", "4")
     assert (episode.end, episode.reward, episode.metrics["failed"]) == ("error", 0.0, 0)
     assert text_of(episode) == ["2+2?<sep>5<eos>\nsure?<sep>4<eos>"]
     assert episode.rows[0].turn_rewards == (0.0, 0.0) and episode.rows[0].finish_reason == "stop"
     line = raising.__code__.co_firstlineno + 11
-    assert episode.error == f"the agent raised {said}, at {__file__}:{line}" and "in agent" in episode.traceback
+    assert episode.error.endswith(f"{said}, at {__file__}:{line}") and "in agent" in episode.traceback
 
 
 def test_an_agent_that_cancels_itself_fails_and_no_other_notices() -> None:
@@ -188,17 +185,15 @@ def test_an_agent_that_waits_for_its_place_is_not_shown_as_played() -> None:
     assert (shown, most) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [(None, "the agent returns must be a number, got None"), (float("nan"), "must be a finite number, got nan")],
-)
-def test_an_agent_without_a_reward_fails(result: Any, said: str) -> None:
+@pytest.mark.parametrize("result", [None, float("nan")])
+def test_an_agent_without_a_reward_fails(result: Any) -> None:
     async def agent(question: Question, base_url: str, api_key: str) -> Any:
         await two_turns(question, base_url, api_key)
         return result
 
     episode = played(agent, "5", "4")
-    assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2) and said in episode.error
+    assert (episode.end, episode.rows, episode.metrics["failed"]) == ("failed", (), 2)
+    assert str(result) in episode.error
 
 
 def test_an_agent_that_never_asks_the_policy_fails() -> None:
@@ -206,18 +201,13 @@ def test_an_agent_that_never_asks_the_policy_fails() -> None:
         return 1.0
 
     episode = played(agent)
-    assert episode.end == "failed" and "must use its base_url" in episode.error
+    assert episode.end == "failed" and "base_url" in episode.error
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools can't be called: the format of this"),
-        ({"n": 2}, "the policy can't be trained on a reply with n: leave it out"),
-    ],
-    ids=["tools", "n"],
-)
-def test_an_agent_whose_first_request_is_refused_fails_with_the_reason(options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("options", "named"), [
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"n": 2}, "with n"),
+], ids=["tools", "n"])
+def test_an_agent_whose_first_request_is_refused_fails_with_the_reason(options: dict[str, Any], named: str) -> None:
     async def agent(question: Question, base_url: str, api_key: str) -> float:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
             with contextlib.suppress(openai.BadRequestError):
@@ -225,8 +215,7 @@ def test_an_agent_whose_first_request_is_refused_fails_with_the_reason(options: 
         return 0.0
 
     episode = played(agent)
-    assert episode.end == "failed"
-    assert episode.error.startswith(f"the agent got no reply of the policy to its first request: {said}")
+    assert episode.end == "failed" and named in episode.error and "base_url" not in episode.error
 
 
 def test_an_agent_whose_first_request_does_not_fit_fails_with_the_limit() -> None:

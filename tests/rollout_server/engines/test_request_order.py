@@ -42,7 +42,7 @@ async def answered(request: web.Request) -> web.Response:
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_baselines_queue_with_their_groups_evaluations_behind_all_and_probes_before_all(
+def test_baselines_queue_with_their_groups_evaluations_behind_and_probes_before_all(
     name: str, tmp_path: Path
 ) -> None:
     asked = (

@@ -150,9 +150,10 @@ class CellProcesses:
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, **place.environment},
             )
-            if place.cores:
-                os.sched_setaffinity(process.pid, place.cores)
             self._running.add(process)
+            if place.cores:
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                    os.sched_setaffinity(process.pid, place.cores)
         code = process.wait()
         with self._lock:
             self._running.remove(process)

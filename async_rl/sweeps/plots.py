@@ -11,7 +11,7 @@ import numpy as np
 
 from async_rl.sweeps.cells import Bound, bounds_title
 from async_rl.sweeps.results import Run
-from async_rl.sweeps.settings import Setting
+from async_rl.sweeps.settings import Setting, worth_keys
 from async_rl.sweeps.significance import SPEEDS, best_rows, speed_key
 from async_rl.telemetry.plot_learning_curve import plain, smooth
 from async_rl.telemetry.plot_timeline import STATE_COLORS
@@ -130,7 +130,7 @@ def trade_off(rows: Sequence[Setting]) -> Any:
 
     Where efficiency can't be told, it shows the one by sampled reward, and else the improvement.
     """
-    worth = next((key for key in ("efficiency", "efficiency_sampled") if any(r.has(key) for r in rows)), "improvement")
+    worth = worth_keys(rows)[0]
     labels = {
         "efficiency": "a step is worth, synchronous steps", "efficiency_sampled": "a step is worth, by sampled reward",
         "improvement": "improvement in the run",

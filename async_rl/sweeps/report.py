@@ -17,7 +17,15 @@ from async_rl.sweeps.plots import draw_all
 from async_rl.sweeps.prediction import Measured, compare
 from async_rl.sweeps.records import finished_cells
 from async_rl.sweeps.results import read_results
-from async_rl.sweeps.settings import WORTH, WORTH_BY_REWARD, Setting, efficiency_unknown, settings_of
+from async_rl.sweeps.settings import (
+    INSTEAD,
+    WORTH,
+    WORTH_BY_REWARD,
+    Setting,
+    efficiency_unknown,
+    settings_of,
+    worth_keys,
+)
 from async_rl.sweeps.significance import (
     SPEEDS,
     best_rows,
@@ -44,8 +52,6 @@ TRADE_OFF: Columns = {
     "is_variance": ("IS-weight variance", "{:.3g}"),
     "ess": ("ESS / tokens", "{:.3f}"),
 }
-INSTEAD = ("improvement", "per_minute")
-"""The columns that stand only where efficiency and effective steps can't be told at all: they flatter stale runs."""
 SYSTEM: Columns = {
     "tokens_per_s": ("trained tokens per s", "{:,.0f}"),
     "train_s": ("training, s", "{:.3f}"),
@@ -146,8 +152,7 @@ def write_report(folder: Path) -> str:
 
 def shown_columns(rows: Sequence[Setting]) -> Columns:
     """Return TRADE_OFF with one way to tell what a step is worth: by accuracy, else by sampled reward, else INSTEAD."""
-    told = next((keys for keys in (WORTH, WORTH_BY_REWARD) if any(row.has(keys[0]) for row in rows)), INSTEAD)
-    others = {*WORTH, *WORTH_BY_REWARD, *INSTEAD} - {*told}
+    others = {*WORTH, *WORTH_BY_REWARD, *INSTEAD} - {*worth_keys(rows)}
     return {key: column for key, column in TRADE_OFF.items() if key not in others}
 
 

@@ -21,6 +21,8 @@ WORTH = ("efficiency", "effective_steps_per_minute")
 """The worth of a step by held-out accuracy, and the steps a minute times it."""
 WORTH_BY_REWARD = ("efficiency_sampled", "effective_steps_sampled")
 """The same by the rewards of the policies."""
+INSTEAD = ("improvement", "per_minute")
+"""The columns shown only if neither is known: they flatter stale runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ class Setting:
         """Return a value's mean over the seeds with its standard error; of staleness_max the maximum, without error."""
         values = self.values[key]
         return Estimate(max(values), math.nan) if key == "staleness_max" else estimate(values)
+
+
+def worth_keys(rows: Iterable[Setting]) -> tuple[str, str]:
+    """Return the first way to tell what a step is worth that a row has: by accuracy, by reward, else INSTEAD."""
+    has = {keys for row in rows for keys in (WORTH, WORTH_BY_REWARD) if row.has(keys[0])}
+    return next((keys for keys in (WORTH, WORTH_BY_REWARD) if keys in has), INSTEAD)
 
 
 def settings_of(runs: Iterable[Run]) -> list[Setting]:

@@ -44,7 +44,7 @@ from async_rl.errors import WaitTimeoutError
 from async_rl.sweeps.machine import describe_machine, machine_text
 from async_rl.sweeps.tables import Table, write_page
 from async_rl.weights import open_publisher
-from async_rl.weights.publisher import serving_dtype
+from async_rl.weights.transport import serving_dtype
 from benchmarks.random_model import SIZES, save_random_model
 from benchmarks.weight_receiver import ReceiverProcess, end
 from buffer.protocol.keys import own_keys

@@ -68,7 +68,7 @@ class Evaluations:
             return [EvaluationDue(version=version)]
         lost: list[ServersLost] = []
         if version > 0:  # the servers have loaded version 0
-            self.weights.publisher.push_limit = self._push_limit()
+            self.weights.membership.limit = self._push_limit()
             with self._timeline.span("sync", "eval push"), self.weights.averaged():
                 report, lost = self.weights.push(version, batch)
             self._push_spans += report.spans

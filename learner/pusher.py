@@ -1,13 +1,13 @@
 """Pushes the learner's weights to every live server, and verifies the first push.
 
-Two things are verified: that the server loads every weight that it has, and that its logprobs are the learner's. The
-second would not show weights that one step has hardly moved, or experts to which no token was sent.
+A verified push checks two things: the server has loaded every weight, and its logprobs are the learner's. Logprobs
+alone would not show weights that one step has hardly moved, or experts to which no token was sent.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -18,9 +18,8 @@ from torch import Tensor
 from async_rl.config import Config
 from async_rl.messages.reports import ServersLost
 from async_rl.types import Batch
-from async_rl.weights import WeightPublisher, open_publisher
-from async_rl.weights.members import ServerMembership
-from async_rl.weights.publisher import PushReport, Tolerance
+from async_rl.weights import PushReport, WeightPublisher, open_publisher
+from async_rl.weights.publisher import Tolerance
 from learner.models.lora import AdapterParcels
 from learner.models.policy import adapter_parcels, full_parameters
 from learner.updater import Updater
@@ -35,7 +34,7 @@ VERIFY_TOKENS = 32
 
 
 class Pusher:
-    """Pushes the policy's weights to servers, and verifies the first push. All ranks call `push`.
+    """Pushes the policy's weights to the servers of one pool. All ranks call `push`.
 
     Only rank 0 talks to servers and has measurements.
     """
@@ -46,29 +45,28 @@ class Pusher:
         self._adapters = (
             AdapterParcels(updater.policy.lm, updater.dtype) if config.weight_sync.lora == "adapter" else None
         )
-        self.membership = ServerMembership()
-        """Is told by the driver, from another thread, which servers died or came back."""
+        self.membership = publisher.members
+        """The servers to push to. The driver reports here, from other threads, which servers died or came back."""
         self._is_verified = not config.weight_sync.verify
         self._may_erase = not config.rollout.server_url
-        """A server that the run did not start may have others' requests to answer, and can't be asked."""
+        """Whether servers may be filled with NaN. A server that the run did not start may serve others."""
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The names of the servers that get the next push; other ranks than 0 know those of the start."""
-        return tuple(self.publisher.servers)
+        """The names of the servers that get the next push. Other ranks than 0 know the servers of the start."""
+        return self.membership.names
 
     def has_servers(self) -> bool:
-        """Take in on rank 0 which servers died or came back, and return whether there is one to push to."""
-        self.publisher.forget(self.membership.apply(self.publisher.servers))
-        return bool(self.publisher.servers)
+        """Apply deaths and returns of servers (rank 0). Returns False if no server is left."""
+        self.membership.apply_reports()
+        return bool(self.membership)
 
     def release_server_memory(self) -> None:
         """Make every server, also one that came back, give its GPU memory to the learner until the next push."""
-        if self.has_servers():
-            self.publisher.release_server_memory()
+        self.publisher.release_server_memory()
 
     def connect(self) -> list[ServersLost]:
-        """Prepare the first push, so that servers which can't be reached are known before the first step.
+        """Connect to the servers, so that unreachable servers are known before the first step.
 
         Returns the reports of servers that died while the learner started: the driver restarts them.
 
@@ -76,20 +74,19 @@ class Pusher:
             WeightSyncError, WaitTimeoutError: a live server refused, or did not join.
         """
         lost: list[ServersLost] = []
-        while self._try(self.publisher.connect_living, lost).has_failed:
-            pass
+        while (report := self.publisher.connect()).has_failed:
+            lost += _losses(report)
         return lost
 
     def push(self, version: int, batch: Batch | None = None) -> tuple[PushReport, list[ServersLost]]:
-        """Push the policy as `version`, and return the report of the push and those of servers that died. Collective.
+        """Push the policy as `version`; return the report of the push and the reports of servers that died. Collective.
 
-        If servers die during the push, it is repeated without them, even if none is left: the driver restarts them. If
-        one can't use a sparse push, it is repeated with whole weights. If one was silent for a while, or the push broke
-        although every server answers, it is repeated as it is.
+        A push that failed is repeated. If servers died it is repeated without them, even if none is left: the driver
+        restarts them.
 
         Args:
-            batch: the first push after which a server lives is verified with a row of this; None: no push is. Who joins
-                later is not compared.
+            batch: the first push after which a server lives is verified with a row of this batch. None: no push is
+                verified. Servers that join later are not compared.
 
         Raises:
             WeightSyncError, WaitTimeoutError: a live server refused, did not answer, or does not serve the learner's
@@ -101,9 +98,8 @@ class Pusher:
         num_repeats = 0
         erases = self._may_erase and not self._is_verified
         while True:
-            report = self._try(lambda: self.publisher.push(self._weights(), version, erases=erases), lost)
-            if not report.has_failed:
-                self.membership.pushed(self.publisher.servers, {})
+            report = self.publisher.push(self._weights(), version, erases=erases)
+            lost += _losses(report)
             failed = torch.tensor(report.has_failed)
             dist.broadcast(failed, 0)  # on the CPU: with NCCL the ranks that wait would keep their GPUs busy
             if not failed:
@@ -114,17 +110,6 @@ class Pusher:
         if probe:
             self._verify(*probe)
         return replace(report, num_repeats=num_repeats), lost
-
-    def _try(self, attempt: Callable[[], PushReport], lost: list[ServersLost]) -> PushReport:
-        """Make an attempt with the servers that the driver knows by now; add a report to `lost` if it costs some."""
-        self.publisher.forget(self.membership.apply(self.publisher.servers))
-        urls = dict(self.publisher.servers)
-        report = attempt()
-        if report.lost:
-            died = {name: urls[name] for name in report.lost}
-            self.membership.pushed({}, died)
-            lost.append(ServersLost(servers=tuple(died.items()), cause=report.cause))
-        return report
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which pushes bring the policy's average weights, if learner.ema_decay is set. Collective.
@@ -153,11 +138,17 @@ class Pusher:
         """
         is_verified = torch.tensor(
             self.publisher.rank == 0
-            and bool(self.publisher.servers)
+            and bool(self.membership)
             and self.publisher.verify(tokens, logprobs, VERIFY_TOLERANCE[self._updater.dtype])
         )
         dist.broadcast(is_verified, 0)
         self._is_verified = bool(is_verified)
+
+
+def _losses(report: PushReport) -> list[ServersLost]:
+    if not report.lost:
+        return []
+    return [ServersLost(servers=tuple((member.name, member.url) for member in report.lost), cause=report.cause)]
 
 
 def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], rank: int) -> dict[str, Pusher]:

@@ -30,7 +30,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.storage.model_folder import forbidden_tokens, policy_lr
 from async_rl.telemetry.metrics import Metric
 from async_rl.types import Batch, FloatArray
-from async_rl.weights.publisher import serving_dtype
+from async_rl.weights.transport import serving_dtype
 from learner.algorithms.corrections import log_ratios, step_scale, weight_sums
 from learner.algorithms.diagnostics import (
     MetricAccumulator,

@@ -5,7 +5,7 @@
     algorithm.loss              LOSSES           which advantages and aggregations it takes   LossInputs -> LossOutput
     algorithm.correction.kind   CORRECTIONS      whether it reads advantages                  log ratios -> weights
     rollout.engine              ENGINES          how it takes new weights                     an `Engine`
-    weight_sync.transport       TRANSPORTS       between which devices and hosts it works     a `WeightPublisher`
+    weight_sync.transport       TRANSPORTS       between which devices and hosts it works     a `Transport`
 
 The other seams are in rollout_server: tasks, rewards, environments, agents and tools. learner.optimizer names torch's
 optimizers, or any that one can import: learner/optimizer_choice.py.

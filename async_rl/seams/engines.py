@@ -90,10 +90,10 @@ class EngineEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class TransportEntry:
-    """A weight transport: its code and where it works. async_rl/weights/publisher.py describes the code."""
+    """A weight transport: its code and where it works. async_rl/weights/transport.py describes the code."""
 
     open: Code
-    """(config, base URLs of the servers, rank, device) -> `WeightPublisher`."""
+    """(config, `Members`, rank, device) -> `Transport`."""
     delivers: str
     """The way in which servers get the weights; one of the engine's `receives`."""
     devices: tuple[str, ...]
@@ -104,11 +104,11 @@ class TransportEntry:
     """Each learner rank and each server must have a GPU that no other uses."""
     settings: Code | None = None
     """A class with the decorator `section("weight_sync.params")` of async_rl.config.section. Its fields are settings
-    under weight_sync.params, and the publisher has an instance of it as `settings`. None: there are none."""
+    under weight_sync.params, and the transport has an instance of it as `settings`. None: there are none."""
     stages: bool = False
     """The weights travel through a network, so that servers that can stage them need not stand still meanwhile."""
     carries_parcels: bool = False
-    """Rank 0 alone sends, in the publisher's `dtype`, so that the parcels of a compact push travel as weights do."""
+    """Rank 0 alone sends, in the transport's `dtype`, so that the parcels of a compact push travel as weights do."""
     connects_late: bool = False
     """Processes connect only when the first weights are sent. So version 0 is pushed before the first question, though
     the servers have loaded it: a network that does not work shows at the start, and not in the first step's pause."""
@@ -180,11 +180,11 @@ TRANSPORTS: dict[str, TransportEntry] = {
         carries_parcels=True,
     ),
     "cuda_ipc": TransportEntry(
-        open="async_rl.weights.cuda_ipc:CudaIpcPublisher", delivers="shared_memory", devices=("cpu", "cuda"),
+        open="async_rl.weights.cuda_ipc:CudaIpcTransport", delivers="shared_memory", devices=("cpu", "cuda"),
         needs_one_device=True,
     ),
     "disk": TransportEntry(
-        open="async_rl.weights.disk:DiskPublisher", delivers="folder", devices=("cpu", "cuda"), writes_files=True,
+        open="async_rl.weights.disk:DiskTransport", delivers="folder", devices=("cpu", "cuda"), writes_files=True,
         carries_parcels=True,
     ),
 }

@@ -31,10 +31,9 @@ from async_rl.config import Config, Limit
 from async_rl.errors import ServersSilentError, WaitTimeoutError, WeightSyncError
 from async_rl.network import open_store
 from async_rl.network.ports import open_listener
-from async_rl.weights.members import find_silent, start_together, wait_for_all
-from async_rl.weights.publisher import LOST_WITHIN_S
+from async_rl.weights.members import LOST_WITHIN_S, Member, Members, find_silent, start_together, wait_for_all
 from async_rl.weights.server_admin import Bucket
-from async_rl.weights.transport import BucketPublisher, bucket_num_bytes, unpack
+from async_rl.weights.transport import BucketTransport, bucket_num_bytes, unpack
 
 ANSWER_WITHIN_S = 6.0
 """If a server does not answer for so long, none is asked to join a group: the push fails, and may be repeated."""
@@ -46,63 +45,65 @@ its servers' part: NCCL's watchdog, which ends a process at torch's limit, must 
 SGLang, which takes no limit, has torch's own, 30 minutes."""
 
 
-class BroadcastPublisher(BucketPublisher):
-    """The learner's half of the transport: rank 0 broadcasts each bucket to all ranks of all servers."""
+class BroadcastTransport(BucketTransport):
+    """The learner's half: rank 0 broadcasts each bucket to all ranks of all servers, in one process group."""
 
     def __init__(
-        self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device, *, backend: str
+        self, config: Config, members: Members, rank: int, device: torch.device, *, backend: str
     ) -> None:
-        super().__init__(config, engine_urls, rank, device)
+        super().__init__(config, members, rank, device)
         self.backend = backend
         self.group_name = ""
         self.group: dist.ProcessGroup | None = None
+        self.answer_within_s = ANSWER_WITHIN_S
         self._store: Store | None = None
-        """The store of the group, by which its servers hear that it is aborted."""
-        self._joined: dict[str, tuple[str, int]] = {}
-        """The `members` with which `group` was made."""
+        """The store of the group, through which its servers hear that it is aborted."""
+        self._joined: tuple[Member, ...] = ()
+        """The members with which `group` was made. The group is used only while they are exactly the current ones."""
 
     def connect(self) -> None:
-        if self.rank != 0 or (self.group is not None and self._joined == self.members()):
+        if self.rank != 0 or (self.group is not None and {*self._joined} == {*self.members.current}):
             return
         self._leave()
-        if not self.servers:
+        if not self.members:
             return
-        if silent := wait_for_all(self.probes(), ANSWER_WITHIN_S):  # the schedulers of the others would wait for them
+        # the schedulers of the others would wait for a silent one
+        if silent := wait_for_all(self.members.probes(), self.answer_within_s):
             raise ServersSilentError(f"joining the weight group: {', '.join(silent)} did not answer", silent)
         self.group_name = f"weights-{time.time_ns()}"
+        members, limit = self.members.current, self.members.limit
         host, tp = self.config.network.host, self.config.placement.rollout.tp
-        world_size = 1 + len(self.servers) * tp
-        limit = self.push_limit
+        world_size = 1 + len(members) * tp
         # The store listens before any server is asked to join: a server that can't reach it blocks its whole scheduler.
         listener = open_listener(host, self.config.network.port_range)
         torch_limit_s = limit.seconds + TORCH_WAITS_LONGER_S
         self._store = store = open_store(host, 0, 0, world_size, timedelta(seconds=torch_limit_s), listener)
         calls: dict[str, Callable[[], Any]] = {
-            name: partial(
-                self.admin(name).join_group, name=self.group_name, host=host, port=store.port,
+            member.name: partial(
+                self.members.admin(member.name).join_group, name=self.group_name, host=host, port=store.port,
                 first_rank=1 + index * tp, world_size=world_size, backend=self.backend,
             )
-            for index, name in enumerate(self.servers)
+            for index, member in enumerate(members)
         }
         calls["learner rank 0"] = partial(
             join_group, store, 0, world_size, self.group_name, self.backend, torch_limit_s
         )
         self.group = start_together(calls, limit, "joining the weight group")()["learner rank 0"]
-        self._joined = self.members()
+        self._joined = members
 
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         label = version if bucket.is_last else None
-        calls = self.calls(lambda admin: admin.receive_bucket(bucket, label, self.group_name))
+        calls = self.members.calls(lambda admin: admin.receive_bucket(bucket, label, self.group_name))
         if calls:
             data = bucket.data.to(self.device)
             filled = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
-            calls["learner rank 0"] = partial(self._broadcast, data, filled)
-        return start_together(calls, self.push_limit, f"push of version {version}")
+            calls["learner rank 0"] = partial(self.broadcast, data, filled)
+        return start_together(calls, self.members.limit, f"push of version {version}")
 
-    def _broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
-        """Broadcast `data`, on a GPU in a stream of its own once `filled` is reached, and wait until it is sent.
+    def broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
+        """Broadcast `data` and wait until it is sent; on a GPU in a separate stream, once `filled` is reached.
 
-        All threads share one default stream, in which the next bucket is gathered meanwhile. `data` is held until the
+        All threads share one default stream, which gathers the next bucket meanwhile. `data` is held until the
         broadcast has ended, and its memory is written to only after that.
         """
         if filled is None:
@@ -114,13 +115,13 @@ class BroadcastPublisher(BucketPublisher):
             dist.broadcast(data, group=self.group, group_src=0)
         stream.synchronize()
 
-    def give_up(self) -> tuple[str, ...]:
+    def give_up(self, is_sending: bool) -> tuple[str, ...]:
         self._abort()  # frees the servers that hang in a broadcast
-        if self.is_updating:
-            return super().give_up()
-        self._joined = {}
+        if is_sending:
+            return ()
+        self._joined = ()
         # A server leaves also while it samples, but not while it hangs in the join.
-        return self.tell_servers(lambda admin: admin.leave_group(self.group_name), self.servers)
+        return self.members.tell(lambda admin: admin.leave_group(self.group_name), self.members.names)
 
     def _abort(self) -> None:
         if self._store is not None:
@@ -132,21 +133,20 @@ class BroadcastPublisher(BucketPublisher):
             self.group = None
 
     def _leave(self) -> None:
-        """Destroy the weight group here, and have those of its servers that the run still has leave it."""
+        """Destroy the group here, and let its members that are still current leave it."""
         self._abort()
-        members = self.members()
-        staying = [name for name, member in self._joined.items() if members.get(name) == member]
-        self._joined = {}
-        self.tell_servers(lambda admin: admin.leave_group(self.group_name), staying)
+        staying = [member.name for member in self._joined if member in self.members.current]
+        self._joined = ()
+        self.members.tell(lambda admin: admin.leave_group(self.group_name), staying)
 
     def close(self) -> None:
         if not self.config.rollout.server_url:
-            self._joined = {}  # these servers end with the run
+            self._joined = ()  # these servers end with the run
         self._leave()
 
 
-open_nccl = partial(BroadcastPublisher, backend="nccl")
-open_gloo = partial(BroadcastPublisher, backend="gloo")
+open_nccl = partial(BroadcastTransport, backend="nccl")
+open_gloo = partial(BroadcastTransport, backend="gloo")
 
 
 class Receiver:

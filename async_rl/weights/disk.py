@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,14 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.weights.publisher import WeightPublisher
+from async_rl.weights.members import Members
+from async_rl.weights.transport import Transport
 
 
-class DiskPublisher(WeightPublisher):
+class DiskTransport(Transport):
     """Writes a model folder, then has every server load it. Two folders take turns, as a slow server may still read."""
 
-    def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
-        super().__init__(config, engine_urls, rank, device)
+    def __init__(self, config: Config, members: Members, rank: int, device: torch.device) -> None:
+        super().__init__(config, members, rank, device)
         self.model_path = Path(config.model.path)
         self.folder = (config.run_dir / "weights").resolve()
 
@@ -40,7 +41,7 @@ class DiskPublisher(WeightPublisher):
     def send(self, staged: tuple[Path, int], version: int) -> int:
         """Have every server load the folder."""
         target, num_bytes = staged
-        self.call_servers(lambda admin: admin.load_folder(target, version), f"push of version {version}")
+        self.members.call(lambda admin: admin.load_folder(target, version), f"push of version {version}")
         return num_bytes
 
     def close(self) -> None:

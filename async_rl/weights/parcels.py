@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,32 +254,33 @@ def _unpack(name: str, parcel: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 class ChangedWeights:
-    """Turns each push into parcels of what has changed, or of whole weights where a server needs these.
+    """The learner's half of weight_sync.delta: turns each push into parcels of what has changed.
 
-    It holds the weights that were last pushed, in the servers' type, in the host memory of rank 0.
+    It holds the weights of the last push in the servers' type, in the host memory of rank 0. Members of the push are
+    values that name one incarnation of a server.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._pushed: dict[str, Tensor] = {}
         self._version: int | None = None
-        self._holders: dict[str, str] = {}
-        """URLs of the servers that hold exactly `_pushed`, by name; {} during a push and after one that failed."""
+        self._holders: frozenset[Hashable] = frozenset()
+        """Members that hold exactly `_pushed`; none during a push and after one that failed."""
         self.is_sparse = False
         """Whether the last push was of changes, not of whole weights."""
         self.changed_share = 1.0
         """The share of the values that changed in the last sparse push; 1 for a push of whole weights."""
 
     def parcels(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, servers: Mapping[str, str]
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, members: Collection[Hashable]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parcel) of each weight for a push of `version` to `servers`, {name: URL}.
+        """Yield (name, parcel) of each weight for a push of `version` to `members`.
 
-        If one of them does not hold the last push, because it has joined since or a push has failed, all weights are
-        whole: they all get the same bytes.
+        All members get the same bytes. So all weights are whole if one member does not hold the last push, because it
+        has joined since or a push has failed.
         """
-        base = self._version if servers and servers.items() <= self._holders.items() else None
-        self.is_sparse, self._holders = base is not None, {}
+        base = self._version if members and self._holders.issuperset(members) else None
+        self.is_sparse, self._holders = base is not None, frozenset()
         changed = total = 0
         for name, tensor in named_tensors:
             weight = tensor.detach().to("cpu", self._dtype).contiguous()
@@ -297,10 +298,6 @@ class ChangedWeights:
             yield name + SUFFIX, parcel
         self._version, self.changed_share = version, changed / max(1, total)
 
-    def forget(self, name: str) -> None:
-        """Note that the server `name` was started again, so that it does not hold the last push."""
-        self._holders.pop(name, None)
-
-    def delivered(self, servers: Mapping[str, str]) -> None:
-        """Note that the last push has reached all of `servers`, {name: URL}."""
-        self._holders = dict(servers)
+    def delivered(self, members: Iterable[Hashable]) -> None:
+        """Note that the last push has reached all `members`."""
+        self._holders = frozenset(members)

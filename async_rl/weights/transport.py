@@ -1,9 +1,12 @@
-"""Buckets: tensors packed into flat bytes, as which the weights of a model travel, and their unpacking."""
+"""The base classes of weight transports, and buckets: tensors packed into flat bytes.
+
+A transport only moves bytes. The publisher (publisher.py) pauses and resumes the servers, and recovers from deaths.
+"""
 
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,8 +14,111 @@ import torch
 from torch import Tensor
 
 from async_rl.config import Config
-from async_rl.weights.publisher import WeightPublisher
+from async_rl.weights.members import Members
 from async_rl.weights.server_admin import Bucket
+
+
+class Transport(ABC):
+    """The learner's side of a transport, one object on each learner rank. Only rank 0 calls servers, unless it says so.
+
+    In each push the publisher calls `connect`, `stage`, `send` and `end_push` on rank 0, and `help` on other ranks.
+    """
+
+    def __init__(self, config: Config, members: Members, rank: int, device: torch.device) -> None:
+        self.config = config
+        self.settings = config.weight_sync.settings
+        """The settings of the transport's entry, with the values of weight_sync.params; None: it has none."""
+        self.members = members
+        self.rank = rank
+        self.device = device
+        self.bucket_bytes = config.weight_sync.bucket_bytes
+        self.dtype = torch.uint8 if config.weight_sync.is_compact else serving_dtype(config, device.type)
+        """The type in which tensors travel: the servers' type, or bytes in a compact push."""
+
+    def connect(self) -> None:  # noqa: B027 - a transport may need none
+        """Connect to all current members, on rank 0. Does nothing if exactly these are connected.
+
+        Raises:
+            WeightSyncError: a server does not answer, or refuses.
+            WaitTimeoutError: not all have joined within `members.limit`.
+        """
+
+    def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Any:
+        """Prepare a push while the servers still generate, on rank 0. Returns what `send` gets: here, the tensors.
+
+        A transport may gather the first tensors here, or write all of them to files.
+        """
+        return named_tensors
+
+    @abstractmethod
+    def send(self, staged: Any, version: int) -> int:
+        """Move the weights into every server, and return the number of bytes.
+
+        The servers are paused meanwhile, but with weight_sync.staging they are paused only afterwards.
+        """
+
+    def help(  # noqa: B027 - in most transports only rank 0 sends
+        self, named_tensors: Iterator[tuple[str, Tensor]], version: int
+    ) -> None:
+        """Take part in a push on another rank than 0. The publisher gathers the tensors that this leaves."""
+
+    def end_push(self, is_served: bool) -> None:  # noqa: B027 - in most transports only rank 0 sends
+        """End a push on rank 0, also a failed one: release other ranks that wait in `help`.
+
+        Args:
+            is_served: whether all members serve the version.
+        """
+
+    def give_up(self, is_sending: bool) -> tuple[str, ...]:
+        """Free the servers that hang in a failed push, and return those that do not answer within `members.limit`.
+
+        Args:
+            is_sending: servers may be in an update. The publisher ends it next, and looks itself for those that hang.
+        """
+        return ()
+
+    def close(self) -> None:  # noqa: B027 - most transports hold nothing
+        """Release what the transport holds here and at the servers, such as process groups or folders."""
+
+
+def serving_dtype(config: Config, device_type: str) -> torch.dtype:
+    """Return the dtype of the servers' weights: `model.dtype`, where auto is bfloat16 on GPUs and float32 on a CPU."""
+    name = config.model.dtype
+    if name == "auto":
+        name = "float32" if device_type == "cpu" else "bfloat16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+class BucketTransport(Transport):
+    """A transport that sends weights bucket by bucket. A subclass defines how one bucket is sent."""
+
+    def __init__(self, config: Config, members: Members, rank: int, device: torch.device) -> None:
+        super().__init__(config, members, rank, device)
+        self._buffers: list[Tensor | None] = [None, None]
+
+    @abstractmethod
+    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
+        """Start to send `bucket`; returns at once a function that waits until every server has received it."""
+
+    def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
+        """Gather the first bucket, and return it with those that follow, which are gathered when they are needed."""
+        buckets = iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers)
+        return itertools.chain(list(itertools.islice(buckets, 1)), buckets)
+
+    def send(self, staged: Iterator[Bucket], version: int) -> int:
+        """Send all weights in buckets, gathering one while the one before is sent; returns the number of bytes."""
+        num_bytes = 0
+        wait_sent: Callable[[], Any] | None = None
+        for bucket in staged:
+            if wait_sent:
+                wait_sent()
+            wait_sent = self.start_sending(bucket, version)
+            num_bytes += bucket.data.numel()
+        if wait_sent:
+            wait_sent()
+        if self.device.type == "cuda":  # training needs the memory; on a CPU allocating it again would be slow
+            self._buffers = [None, None]
+        return num_bytes
 
 
 def iter_buckets(
@@ -76,35 +182,3 @@ def unpack(
 def bucket_num_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> int:
     """Return the number of bytes that tensors of these types and shapes take."""
     return sum(getattr(torch, d).itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True))
-
-
-class BucketPublisher(WeightPublisher):
-    """A WeightPublisher that sends weights bucket by bucket. A subclass defines how one bucket is sent."""
-
-    def __init__(self, config: Config, engine_urls: Sequence[str], rank: int, device: torch.device) -> None:
-        super().__init__(config, engine_urls, rank, device)
-        self._buffers: list[Tensor | None] = [None, None]
-
-    @abstractmethod
-    def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
-        """Start to send `bucket`; returns at once a function that waits until every server has received it."""
-
-    def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
-        """Gather the first bucket, and return it with those that follow, which are gathered when they are needed."""
-        buckets = iter_buckets(named_tensors, self.bucket_bytes, self.dtype, self._buffers)
-        return itertools.chain(list(itertools.islice(buckets, 1)), buckets)
-
-    def send(self, staged: Iterator[Bucket], version: int) -> int:
-        """Send all weights in buckets, gathering one while the one before is sent; returns the number of bytes."""
-        num_bytes = 0
-        wait_sent: Callable[[], Any] | None = None
-        for bucket in staged:
-            if wait_sent:
-                wait_sent()
-            wait_sent = self.start_sending(bucket, version)
-            num_bytes += bucket.data.numel()
-        if wait_sent:
-            wait_sent()
-        if self.device.type == "cuda":  # training needs the memory; on a CPU allocating it again would be slow
-            self._buffers = [None, None]
-        return num_bytes

@@ -45,5 +45,5 @@ def test_auto_is_a_transport_that_all_engines_receive(second: str, transport: st
 def test_each_server_is_administered_by_the_admin_of_its_engine() -> None:
     config = load(*MIXED, "weight_sync.transport=gloo")
     publisher = open_publisher(config, [f"http://127.0.0.1:{port}" for port in (1, 2, 3)], 0, torch.device("cpu"))
-    kinds = [type(publisher.admin(name)).__name__ for name in publisher.servers]
+    kinds = [type(publisher.members.admin(name)).__name__ for name in publisher.members.names]
     assert kinds == ["StagingSGLangAdmin", "VLLMAdmin", "StagingSGLangAdmin"]

@@ -14,14 +14,16 @@ import torch
 from async_rl.config import Config, RunConfig, WeightSyncConfig
 from async_rl.driver.dry_run import dry_run
 from async_rl.errors import ConfigError
-from async_rl.weights import open_publisher
+from async_rl.weights import WeightPublisher, open_publisher
+from async_rl.weights.members import Members
 from async_rl.weights.server_admin import ServerAdmin
 from rollout_server.engines.base import SampledReply, open_engine
 from tests.extensions.engine import COUNTING
-from tests.extensions.transport import NewFolderPublisher
+from tests.extensions.transport import NewFolderTransport
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import recomputed_logprobs, request_for
 from tests.kit.models import sharp_model
+from tests.kit.publishers import OBJECT_ENGINE, url_of
 
 ENGINE = "tests.extensions.engine:COUNTING"
 TRANSPORT = "tests.extensions.transport:NEW_FOLDERS"
@@ -31,8 +33,9 @@ def extended_config(
     model_folder: Path, run_dir: Path, transport: str = TRANSPORT, engine: str = ENGINE, verify: bool = False
 ) -> Config:
     config = server_config("hf", model_folder)
+    params = {} if engine == OBJECT_ENGINE else {"file": "tokens"}
     return changed(
-        config, run=RunConfig(dir=str(run_dir)), rollout={"engine": engine, "params": {"file": "tokens"}},
+        config, run=RunConfig(dir=str(run_dir)), rollout={"engine": engine, "params": params},
         weight_sync=WeightSyncConfig(transport=transport, verify=verify),
     )
 
@@ -109,21 +112,19 @@ def test_a_push_pauses_the_server_before_the_bytes_move_and_resumes_it_after_the
     """The transport only stages and sends, as CONTRIBUTING.md shows it; it can neither forget nor move the pause."""
     calls: list[str] = []
 
-    class RecordingAdmin:
+    class RecordingServer:
         def __getattr__(self, name: str) -> Any:
             return lambda *_: calls.append(name)
 
-    class Transport(NewFolderPublisher):
+    class RecordingTransport(NewFolderTransport):
         def stage(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> Any:
             calls.append("stage")
             return super().stage(named_tensors, version)
 
-        def admin(self, name: str) -> Any:
-            return RecordingAdmin()
-
-    config = extended_config(model_folder, tmp_path)
+    config = extended_config(model_folder, tmp_path, engine=OBJECT_ENGINE)
     config.run_dir.mkdir()
-    publisher = Transport(config, ["http://127.0.0.1:9"], 0, torch.device("cpu"))
+    members = Members(config, {"rollout/0": url_of(RecordingServer())})
+    publisher = WeightPublisher(RecordingTransport(config, members, 0, torch.device("cpu")))
     report = publisher.push([("w", torch.ones(4))], 1)
     assert calls == ["stage", "pause", "begin_update", "load_folder", "end_update", "resume"]
     assert 0.0 < report.pause_s <= report.seconds < 60.0

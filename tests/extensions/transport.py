@@ -9,18 +9,18 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from async_rl.seams import TransportEntry
-from async_rl.weights import WeightPublisher
+from async_rl.weights import Transport
 from async_rl.weights.disk import write_weights
 
 
-class NewFolderPublisher(WeightPublisher):
+class NewFolderTransport(Transport):
     """Writes every version into a folder of its own and removes it after the push."""
 
     def send(self, staged: Iterator[tuple[str, Tensor]], version: int) -> int:
         with TemporaryDirectory(dir=self.config.run_dir.resolve()) as folder:
             num_bytes = write_weights(staged, Path(folder), self.dtype, self.bucket_bytes)
-            self.call_servers(lambda admin: admin.load_folder(Path(folder), version), f"push of version {version}")
+            self.members.call(lambda admin: admin.load_folder(Path(folder), version), f"push of version {version}")
             return num_bytes
 
 
-NEW_FOLDERS = TransportEntry(open=NewFolderPublisher, delivers="folder", devices=("cpu", "cuda"), writes_files=True)
+NEW_FOLDERS = TransportEntry(open=NewFolderTransport, delivers="folder", devices=("cpu", "cuda"), writes_files=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from async_rl.config import Config, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
-from async_rl.weights.publisher import serving_dtype
+from async_rl.weights.transport import serving_dtype
 from learner.models.policy import full_parameters
 from learner.updater import Updater
 from rollout_server.engines.base import GenerationRequest, SampledReply

@@ -11,7 +11,7 @@ import torch
 
 from async_rl.config import Config, LoraConfig, PlacementConfig, WeightSyncConfig
 from async_rl.weights import open_publisher
-from async_rl.weights.publisher import serving_dtype
+from async_rl.weights.transport import serving_dtype
 from learner.models.lora import AdapterParcels
 from learner.models.policy import adapter_parcels, full_parameters
 from learner.updater import Updater

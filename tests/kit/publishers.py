@@ -1,29 +1,66 @@
-"""A publisher that sends nothing, and servers that accept what they are asked, over real HTTP."""
+"""Publishers for tests, and servers that are objects or accept what they are asked over real HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_rl.weights.publisher import WeightPublisher
+from async_rl.config import Config
+from async_rl.seams import ENGINES
+from async_rl.weights import Transport, WeightPublisher
+from async_rl.weights.members import Member, Members
 from tests.kit.configs import make_config
 
 CPU = torch.device("cpu")
 CONFIG = make_config(weight_sync={"bucket_bytes": 2**20}, timeouts={"push_s": 20.0})
+OBJECT_ENGINE = "tests.kit.publishers:OBJECTS"
+"""A value of rollout.engine: its servers are the objects of `url_of`, which have methods of a ServerAdmin."""
+_OBJECTS: dict[str, Any] = {}
 
 
-class PausingPublisher(WeightPublisher):
-    """A publisher that pauses and resumes servers and sends nothing."""
+class ObjectAdmin:
+    """Finds the object that answers at a URL anew for each call."""
 
-    def connect(self) -> None:
-        pass
+    def __init__(self, config: Config, url: str) -> None:
+        self._url = url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_OBJECTS[self._url], name)
+
+
+OBJECTS = replace(ENGINES["sglang"], open_admin=ObjectAdmin)
+
+
+def url_of(server: Any, url: str = "") -> str:
+    """Let the object `server` answer at `url`, or at a new URL, and return it."""
+    url = url or f"object://{len(_OBJECTS)}"
+    _OBJECTS[url] = server
+    return url
+
+
+class PausingTransport(Transport):
+    """A transport that sends nothing."""
 
     def send(self, staged: Iterator[tuple[str, Tensor]], version: int) -> int:
         next(staged)
         return 1
+
+
+def publisher_for(
+    config: Config, urls: Sequence[str], transport: Callable[..., Transport] = PausingTransport, rank: int = 0,
+    device: torch.device = CPU,
+) -> WeightPublisher:
+    members = Members(config, {f"rollout/{index}": url for index, url in enumerate(urls)})
+    return WeightPublisher(transport(config, members, rank, device))
+
+
+def names(members: Sequence[Member]) -> tuple[str, ...]:
+    return tuple(member.name for member in members)
 
 
 class AcceptingHandler(BaseHTTPRequestHandler):

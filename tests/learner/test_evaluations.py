@@ -21,8 +21,7 @@ from tests.kit.learner.fakes import FakePublisher, OpenRun
 @pytest.fixture
 def of_eval(publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch) -> FakePublisher:
     """The publisher for the evaluation servers; `publisher` is that for the rollout servers."""
-    other = FakePublisher()
-    other.servers = {"eval/0": "http://e"}
+    other = FakePublisher("eval/0", "http://e")
 
     def open_publisher(config: object, urls: Sequence[str], rank: int, device: object, pool: str = "") -> FakePublisher:
         return other if pool == "eval" else publisher
@@ -144,7 +143,7 @@ def test_a_lost_evaluation_server_costs_no_push_until_another_takes_its_place(
     ]
     pushes = [version for name, version in of_eval.calls if name == "push"]
     assert pushes == [2, 2, 6], "the push that lost it was repeated without it"
-    assert of_eval.servers == {"eval/0": "http://new"}
+    assert [member.url for member in of_eval.members.current] == ["http://new"]
 
 
 def test_an_evaluation_server_that_dies_while_the_learner_starts_is_reported(
@@ -165,7 +164,7 @@ def test_a_push_to_evaluation_servers_may_take_five_times_one_to_the_others(
     """timeouts.silent_s, five pushes to the rollout servers, and at most timeouts.push_s."""
     publisher.seconds = push_s
     list(evaluate(open_beside(3), ends=[0, 2]))
-    assert (of_eval.push_limit.seconds, publisher.push_limit.seconds) == (limit_s, 300.0)
+    assert (of_eval.members.limit.seconds, publisher.members.limit.seconds) == (limit_s, 300.0)
 
 
 def test_a_resumed_learner_first_has_the_version_of_its_checkpoint_evaluated(

@@ -97,13 +97,9 @@ def test_a_step_waits_on_every_rank_for_as_long_as_servers_may_take_to_start(
 
 
 def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
-    learner: Learner, publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch
+    learner: Learner, publisher: FakePublisher
 ) -> None:
     """Its start must not be taken for ended before that, and it gets its first weights after the step."""
-    calls: list[object] = []
-    push, new = publisher.push, {"rollout/0": "http://new"}
-    monkeypatch.setattr(publisher, "release_server_memory", lambda: calls.append(dict(publisher.servers)))
-    monkeypatch.setattr(publisher, "push", lambda *args, **settings: calls.append("push") or push(*args, **settings))
     actor = LearnerActor.__new__(LearnerActor)
     actor._config, actor._learner = learner.config, learner
     actor.begin_start("rollout/0")
@@ -116,4 +112,5 @@ def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(
     joining = started(threading.Thread(target=join, daemon=True))
     list(learner.run())
     joining.join(10)
-    assert not joining.is_alive() and calls == [new, "push", new, "push"]
+    assert not joining.is_alive() and publisher.released == ["http://new", "http://new"]
+    assert [name for name, _ in publisher.calls] == ["connect", *["release_server_memory", "push"] * 2]

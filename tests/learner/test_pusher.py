@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.messages.reports import EvaluationDue, ServersLost, StepDone
 from async_rl.seams import TransportEntry
 from async_rl.telemetry.metrics import reduce_metrics
+from async_rl.weights.members import Member
 from learner.learner import Learner
 from learner.updater import Updater
 from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_bytes, until_someone_waits
@@ -53,7 +54,7 @@ def test_servers_lost_in_a_push_are_reported_before_the_next_batch(
     assert early == ServersLost(servers=(("rollout/0", "http://x"),))
     assert not [op for op, _ in fake_buffer.calls if op == "take"]
     publisher.dies_next = "rollout/1"
-    publisher.servers["rollout/2"] = "http://y"
+    publisher.members.add("rollout/2", "http://y")
     lost, first, second = reports
     assert lost == ServersLost(servers=(("rollout/1", "http://new"),))
     assert [report.version for report in (first, second)] == [1, 2]
@@ -65,7 +66,7 @@ def test_servers_lost_in_a_push_are_reported_before_groups_start_with_its_versio
     """A server that the push dropped may live on. It would sample those groups from older weights."""
     learner = open_run(2, weight_sync={"verify": False}, checkpoint={"every_steps": 1})
     fake_buffer.calls = publisher.calls
-    publisher.servers["rollout/1"] = "http://y"
+    publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
     publisher.dies_next = "rollout/1"
     for report in learner.run():
         publisher.calls.append((type(report).__name__, getattr(report, "version", -1)))
@@ -80,28 +81,12 @@ def test_a_server_that_dies_while_the_learner_starts_is_reported_and_not_an_erro
 ) -> None:
     learner = open_run(2, weight_sync={"verify": False})
     learner.version = version
-    publisher.servers["rollout/1"] = "http://y"
+    publisher.members.replace([*publisher.members.current, Member("rollout/1", "http://y", 0)])
     publisher.dies_at_start = "rollout/1"
     lost, *steps = learner.run()
     assert lost == ServersLost(servers=(("rollout/1", "http://y"),), cause="rollout/1 did not answer")
     assert [step.version for step in steps] == [*range(version + 1, 3)]
     assert [name for name, _ in publisher.calls][:2] == ["connect", "connect"], "and those that live are prepared"
-
-
-def test_a_returning_server_is_not_told_that_a_failed_push_has_reached_it(
-    open_run: OpenRun, publisher: FakePublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = open_run(1, weight_sync={"verify": False})
-    reached: list[tuple[tuple[str, ...], dict[str, str]]] = []
-    membership, pushed = learner.servers["rollout"], learner.servers["rollout"].pushed
-    monkeypatch.setattr(
-        membership, "pushed", lambda servers, lost: (reached.append((tuple(servers), lost)), pushed(servers, lost))
-    )
-    back = joining(learner)
-    publisher.dies_next = "rollout/0"
-    list(learner.run())
-    back.join()
-    assert reached[:2] == [((), {"rollout/0": "http://x"}), (("rollout/1",), {})]
 
 
 def test_a_push_out_of_turn_waits_like_any_other_and_opens_admission(

@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
-from async_rl.weights import broadcast
-from async_rl.weights.broadcast import BroadcastPublisher
+from async_rl.weights.broadcast import BroadcastTransport
+from async_rl.weights.members import Members
+from tests.kit.publishers import CONFIG, CPU
 
 
 def test_a_bucket_is_sent_in_a_stream_of_its_own_once_it_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,16 +35,16 @@ def test_a_bucket_is_sent_in_a_stream_of_its_own_once_it_is_filled(monkeypatch: 
     class Data:
         device = "cuda:0"
 
-    monkeypatch.setattr(broadcast.torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(broadcast.torch.cuda, "stream", current)
-    monkeypatch.setattr(broadcast.dist, "broadcast", lambda data, group, group_src: calls.append(("send", group)))
-    publisher = BroadcastPublisher.__new__(BroadcastPublisher)
-    publisher.group = "servers"  # type: ignore[assignment]
-    publisher._broadcast(Data(), "filled")  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda data, group, group_src: calls.append(("send", group)))
+    transport = BroadcastTransport(CONFIG, Members(CONFIG, {}), 0, CPU, backend="gloo")
+    transport.group = "servers"  # type: ignore[assignment]
+    transport.broadcast(Data(), "filled")  # type: ignore[arg-type]
     assert calls == [
         ("stream", "cuda:0"), ("wait", "filled"), ("enter", None), ("send", "servers"), ("leave", None),
         ("synchronize", None),
     ]
     calls.clear()
-    publisher._broadcast(Data(), None)  # type: ignore[arg-type]
+    transport.broadcast(Data(), None)  # type: ignore[arg-type]
     assert calls == [("send", "servers")]

@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from async_rl.weights.broadcast import BroadcastPublisher
+from async_rl.weights.broadcast import BroadcastTransport, open_gloo
 from benchmarks.weight_receiver import ReceiverProcess
 from tests.kit.configs import make_config
+from tests.kit.publishers import publisher_for
 
 pytestmark = pytest.mark.processes
 
-CPU = torch.device("cpu")
 MB = 2**20
 CONFIG = make_config(rollout={"engine": "hf"}, weight_sync={"bucket_bytes": 4 * MB}, timeouts={"push_s": 20.0})
 
@@ -36,7 +37,7 @@ def gathered(receiver: ReceiverProcess, value: float) -> Iterator[tuple[str, Ten
 
 
 def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: ReceiverProcess) -> None:
-    publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+    publisher = publisher_for(CONFIG, [receiver.url], open_gloo)
     publisher.connect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         report = publisher.push(gathered(receiver, 2.0), 1)
@@ -53,13 +54,13 @@ def test_a_push_holds_two_buckets_and_the_tensor_that_is_gathered(receiver: Rece
 def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverProcess) -> None:
     next_began = [threading.Event() for _ in range(9)]
 
-    class EventPublisher(BroadcastPublisher):
+    class EventTransport(BroadcastTransport):
         num_sent = 0
 
-        def _broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
+        def broadcast(self, data: Tensor, filled: torch.cuda.Event | None) -> None:
             self.num_sent += 1
             assert next_began[self.num_sent].wait(10)  # fails if the gather waits for the broadcast
-            super()._broadcast(data, filled)
+            super().broadcast(data, filled)
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for number, item in enumerate(gathered(receiver, 3.0)):
@@ -67,15 +68,15 @@ def test_the_next_bucket_is_gathered_while_one_is_broadcast(receiver: ReceiverPr
             yield item
         next_began[8].set()
 
-    publisher = EventPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+    publisher = publisher_for(CONFIG, [receiver.url], partial(EventTransport, backend="gloo"))
     publisher.push(watched(), 2)
     publisher.close()
-    assert publisher.num_sent == 8
+    assert publisher.transport.num_sent == 8  # type: ignore[attr-defined]
     assert receiver.checksum() == 3.0 * 32 * MB / 4
 
 
 def test_a_push_that_breaks_off_overwrites_no_weights_in_use(receiver: ReceiverProcess) -> None:
-    publisher = BroadcastPublisher(CONFIG, [receiver.url], 0, CPU, backend="gloo")
+    publisher = publisher_for(CONFIG, [receiver.url], open_gloo)
 
     def breaking_off() -> Iterator[tuple[str, Tensor]]:
         yield from itertools.islice(gathered(receiver, -1.0), 20)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from async_rl.config import Config, LoraConfig
-from async_rl.weights import open_publisher
-from async_rl.weights import publisher as publisher_module
-from async_rl.weights.publisher import WeightPublisher
+from async_rl.weights import WeightPublisher, open_publisher
 from learner.models.lora import AdapterParcels, merged_parameters
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.pushes import adapted_model
 from tests.kit.engines.serving_process import ServingProcess, checksums
 from tests.kit.models import save_sharp_model, sharp_model
+from tests.kit.publishers import names
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -71,12 +70,12 @@ def test_a_server_in_another_process_merges_adapters_to_the_learners_bits(folder
 
 
 def test_changes_reach_servers_exactly_also_after_one_has_died_and_another_joined(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path
 ) -> None:
-    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 30.0)
     weights: Weights = {name: p.detach() for name, p in sharp_model("tiny-qwen2", 3).named_parameters()}
     with ServingProcess(folder, "bfloat16") as first, ServingProcess(folder, "bfloat16") as second:
         publisher = open_for(compact(folder, delta=True), [first, second])
+        publisher.lost_within_s = 30.0
         whole = publisher.push(weights.items(), 1, erases=True)
         assert whole.changed_share == 1.0
         weights = stepped(weights, 1)
@@ -92,13 +91,13 @@ def test_changes_reach_servers_exactly_also_after_one_has_died_and_another_joine
                 yield item
 
         before, weights = weights, stepped(weights, 2)
-        assert publisher.push(killing(weights), 3).lost == ("rollout/1",)
+        assert names(publisher.push(killing(weights), 3).lost) == ("rollout/1",)
         check_served([first], before, 2)  # nothing of the broken push
         again = publisher.push(weights.items(), 3)
         assert (again.lost, again.changed_share) == ((), 1.0)  # whole, as nobody can say what the survivor has got
         check_served([first], weights, 3)
         with ServingProcess(folder, "bfloat16") as third:
-            publisher.servers["rollout/1"] = third.url
+            publisher.members.add("rollout/1", third.url)
             for version, is_sparse in ((4, False), (5, True)):
                 weights = stepped(weights, version)
                 report = publisher.push(weights.items(), version)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from async_rl.config import Limit
 from async_rl.errors import WaitTimeoutError, WeightSyncError
-from async_rl.weights import publisher as publisher_module
-from async_rl.weights.disk import DiskPublisher
-from async_rl.weights.publisher import PushReport
+from async_rl.weights import PushReport
+from async_rl.weights.disk import DiskTransport
 from tests.kit.configs import make_config
+from tests.kit.publishers import OBJECT_ENGINE, names, publisher_for, url_of
 
 BEGIN = ["rank 0 frees", "pause"]
 PLACEMENT: Any = {"colocated": True, "learner": {"ranks": 2}, "rollout": {"servers": 2}}
@@ -43,10 +43,10 @@ class Events:
             assert self._changed.wait_for(lambda: event in self.seen, 30), f"no {event} within 30 s: {self.seen}"
 
 
-class NotingAdmin:
+class NotingServer:
     """A server that accepts all that it is asked for, unless it is dead."""
 
-    def __init__(self, events: Events, is_alive: bool) -> None:
+    def __init__(self, events: Events, is_alive: bool = True) -> None:
         self._events, self._is_alive = events, is_alive
 
     def is_ready(self) -> bool:
@@ -64,16 +64,17 @@ class NotingAdmin:
 class Ranks:
     """Two ranks that push through files to one server. Rank 1 pushes in a thread of its own."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool) -> None:
         sync = {"on_update": "retract"}
-        config = make_config(folder, run={"dir": folder}, weight_sync=sync, placement=PLACEMENT)
+        config = make_config(
+            folder, run={"dir": folder}, rollout={"engine": OBJECT_ENGINE}, weight_sync=sync, placement=PLACEMENT
+        )
         assert config.shares_gpus
         self.events = Events()
-        self.is_alive = True
-        device = torch.device("cuda")
-        self.first, self.other = (DiskPublisher(config, ["http://x"], rank, device) for rank in (0, 1))
+        urls, device = [url_of(NotingServer(self.events, is_alive))], torch.device("cuda")
+        self.first, self.other = (publisher_for(config, urls, DiskTransport, rank, device) for rank in (0, 1))
+        self.first.lost_within_s = 0.1
         self.first.connect()
-        monkeypatch.setattr(DiskPublisher, "admin", lambda *_: NotingAdmin(self.events, self.is_alive))
         monkeypatch.setattr(torch.cuda, "empty_cache", self._note_freed)
 
     def _note_freed(self) -> None:
@@ -102,9 +103,8 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
-    return Ranks(tmp_path, monkeypatch)
+def ranks(request: pytest.FixtureRequest, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(tmp_path, monkeypatch, is_alive=getattr(request, "param", True))
 
 
 def check_order(seen: list[str]) -> None:
@@ -120,20 +120,19 @@ def test_servers_get_memory_back_when_every_rank_has_freed_its_own(ranks: Ranks)
         check_order(ranks.events.seen)
 
 
+@pytest.mark.parametrize("ranks", [False], indirect=True)
 def test_a_push_that_fails_on_rank_0_leaves_no_other_rank_waiting(ranks: Ranks) -> None:
-    ranks.is_alive = False
-    assert ranks.push(begins_after="pause", gathers_until="pause").lost == ("rollout/0",)
+    assert names(ranks.push(begins_after="pause", gathers_until="pause").lost) == ("rollout/0",)
     assert "resume_memory weights" not in ranks.events.seen
     assert ranks.events.seen.count("rank 1 frees") == 2
-    ranks.is_alive, ranks.first.servers = True, {"rollout/0": "http://new"}
+    ranks.first.members.add("rollout/0", url_of(NotingServer(ranks.events)))
     assert ranks.push(begins_after="pause", gathers_until="end_update").lost == ()
     check_order(ranks.events.seen)
 
 
 def test_a_rank_that_frees_nothing_is_named_by_the_rank_that_waits(ranks: Ranks) -> None:
-    ranks.first.push_limit = Limit(1.0, "of a test")
-    waited = r"learner rank 0 waited 1 s \(of a test\) for learner rank 1 to free what its last step has left cached"
-    with pytest.raises(WaitTimeoutError, match=waited):
+    ranks.first.members.limit = Limit(1.0, "of a test")
+    with pytest.raises(WaitTimeoutError, match=r"of a test.*learner rank 1"):
         ranks.first.push([("w", torch.ones(4))], 1)
     assert ranks.events.seen == BEGIN
 
@@ -143,9 +142,10 @@ def test_ranks_that_take_no_turns_with_servers_free_nothing_and_wait_for_nobody(
 ) -> None:
     events = Events()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.note("frees"))
-    monkeypatch.setattr(DiskPublisher, "admin", lambda *_: NotingAdmin(events, True))
-    config = make_config(tmp_path, run={"dir": tmp_path}, staleness={"max": 1}, placement=PLACEMENT)
-    publisher = DiskPublisher(config, ["http://x"], 0, torch.device("cuda"))
+    config = make_config(
+        tmp_path, run={"dir": tmp_path}, rollout={"engine": OBJECT_ENGINE}, staleness={"max": 1}, placement=PLACEMENT
+    )
+    publisher = publisher_for(config, [url_of(NotingServer(events))], DiskTransport, device=torch.device("cuda"))
     publisher.connect()
     assert publisher.push([("w", torch.ones(4))], 1).lost == ()
     assert events.seen == ["pause", "begin_update", "load_folder", "end_update", "resume"]

@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from async_rl.network import open_store
 from async_rl.weights import broadcast
-from async_rl.weights.broadcast import BroadcastPublisher, Receiver, abort_when_told, tell_to_abort
+from async_rl.weights.broadcast import Receiver, abort_when_told, open_gloo, tell_to_abort
+from async_rl.weights.members import LOST_WITHIN_S, PROBES
+from rollout_server.engines.sglang import admin as sglang_admin
+from rollout_server.engines.vllm import admin as vllm_admin
+from tests.kit.configs import changed
+from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
 
 GROUP = "weights-1"
 
@@ -37,6 +43,20 @@ def store() -> Iterator[Any]:
     del store
 
 
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time limits with which process groups are made. They are HungGroups."""
+    limits: list[float] = []
+
+    def new_group(*_: Any, timeout: timedelta, **__: Any) -> Any:
+        limits.append(timeout.total_seconds())
+        return HungGroup(), None
+
+    monkeypatch.setattr(broadcast, "_new_process_group_helper", new_group)  # torch's
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda _: None)
+    return limits
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_group_is_aborted_on_the_learners_word_or_at_its_end_and_no_other_is(told: bool) -> None:
     store: Any = open_store("127.0.0.1", 0, 0, 2, timedelta(seconds=20))
@@ -53,24 +73,54 @@ def test_a_group_is_aborted_on_the_learners_word_or_at_its_end_and_no_other_is(t
     assert hung.aborted.wait(10) and other.aborted.wait(10)
 
 
-def test_a_learner_that_gives_up_a_push_says_the_word(store: Any) -> None:
-    hung: Any = HungGroup()
-    abort_when_told(hung, GROUP, "127.0.0.1", store.port)
-    publisher = BroadcastPublisher.__new__(BroadcastPublisher)
-    publisher._store, publisher.group_name, publisher.group = store, GROUP, None
-    publisher._abort()
-    assert hung.aborted.wait(10)
+class ListeningServer:
+    """A server whose half of the group hangs, and which listens for the word. It notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.hung: Any = HungGroup()
+        self.asked: list[str] = []
+
+    def is_ready(self) -> bool:
+        return True
+
+    def join_group(self, *, name: str, host: str, port: int, **_: Any) -> None:
+        self.asked.append("join")
+        abort_when_told(self.hung, name, host, port)
+
+    def leave_group(self, name: str) -> None:
+        self.asked.append("leave")
 
 
-def test_a_receiver_that_has_joined_a_group_listens_for_the_word(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_gives_up_a_push_says_the_word_and_leaves_once(limits: list[float]) -> None:
+    server = ListeningServer()
+    config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
+    publisher = publisher_for(config, [url_of(server)], open_gloo)
+    publisher.connect()
+    assert not server.hung.aborted.wait(0.2)
+    publisher.transport.give_up(is_sending=False)
+    assert server.hung.aborted.wait(10)
+    publisher.connect()
+    assert server.asked == ["join", "leave", "join"]
+
+
+def test_torchs_limit_leaves_the_learner_time_to_find_dead_servers_and_to_abort(limits: list[float]) -> None:
+    """At the limit of the group NCCL ends the process of the learner."""
+    config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
+    publisher_for(config, [url_of(ListeningServer())], open_gloo).connect()
+    longest_probe_s = max(sglang_admin.PROBE.seconds, vllm_admin.PROBE.seconds)
+    search_s = LOST_WITHIN_S + PROBES * longest_probe_s
+    assert limits == [pytest.approx(CONFIG.timeouts.push_s + 60.0)]
+    assert limits[0] - CONFIG.timeouts.push_s > 3 * search_s
+
+
+def test_a_receiver_that_has_joined_a_group_listens_for_the_word(store: Any, limits: list[float]) -> None:
     """At the limit of the group NCCL ends a process: the word, which comes after the learner's own, must be sooner."""
-    hung: Any = HungGroup()
-    limits: list[float] = []
-    monkeypatch.setattr(broadcast, "join_group", lambda *arguments: limits.append(arguments[-1]) or hung)
-    Receiver().join(
+    receiver = Receiver()
+    receiver.join(
         master_address="127.0.0.1", master_port=store.port, rank_offset=1, world_size=2, group_name=GROUP,
         backend="gloo", timeout_s=20.0,
     )
+    hung: Any = receiver.groups[GROUP]
     assert limits == [20.0 + 60.0]
     assert not hung.aborted.wait(0.2)
     tell_to_abort(store, GROUP)
@@ -82,16 +132,18 @@ import sys
 from rollout_server.engines.sglang import import_stubs
 import_stubs.install()
 from types import SimpleNamespace
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+WeightUpdater.init_weights_update_group = lambda *_: (True, "joined")
 from rollout_server.engines.sglang import weight_updates
 from tests.weights.test_group_abort import GROUP, HungGroup
 
-weight_updates._join = lambda *_: (True, "joined")
-weight_updates.receive_announced = lambda *_: None
+weight_updates.install()
 hung = HungGroup()
 updater = SimpleNamespace(
     _model_update_group={GROUP: hung}, tp_rank=0, device="cpu", gpu_id=0, get_model=lambda: None
 )
-print(*weight_updates._join_and_listen(updater, "127.0.0.1", int(sys.argv[1]), 1, 2, GROUP), flush=True)
+join = WeightUpdater.init_weights_update_group
+print(*join(updater, "127.0.0.1", int(sys.argv[1]), 1, 2, GROUP), flush=True)
 sys.exit(not hung.aborted.wait(20))
 """
 """A rank of SGLang's scheduler that joins a group."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from async_rl.weights.members import Member
 from async_rl.weights.parcels import (
     SUFFIX,
     ChangedWeights,
@@ -25,7 +26,8 @@ from async_rl.weights.parcels import (
     holds_nan,
 )
 
-SERVERS = {"rollout/0": "http://a"}
+FIRST = Member("rollout/0", "http://a", 0)
+MEMBERS = (FIRST,)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -33,8 +35,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def sent(changes: ChangedWeights, weights: dict[str, Tensor], version: int) -> list[tuple[str, Tensor]]:
-    parcels = list(changes.parcels(weights.items(), version, SERVERS))
-    changes.delivered(SERVERS)
+    parcels = list(changes.parcels(weights.items(), version, MEMBERS))
+    changes.delivered(MEMBERS)
     return parcels
 
 
@@ -113,32 +115,25 @@ def test_the_share_of_changed_values_is_counted_by_their_bits() -> None:
     assert changes.changed_share == 0.03
 
 
-@pytest.mark.parametrize("servers", [{"rollout/0": "http://b"}, {**SERVERS, "rollout/1": "http://c"}])
-def test_all_weights_travel_whole_when_a_server_has_joined(servers: dict[str, str]) -> None:
+@pytest.mark.parametrize("members", [
+    (FIRST._replace(url="http://b"),), (FIRST._replace(start=1),), (FIRST, Member("rollout/1", "http://c", 0)),
+])
+def test_all_weights_travel_whole_when_a_server_has_joined(members: tuple[Member, ...]) -> None:
+    """One that was started again has joined too, also at the same URL."""
     changes = ChangedWeights(torch.bfloat16)
     weights = {"w": torch.ones(1000)}
     sent(changes, weights, 1)
-    ((_, parcel),) = changes.parcels(weights.items(), 2, servers)
+    ((_, parcel),) = changes.parcels(weights.items(), 2, members)
     assert not changes.is_sparse
     (rebuilt,) = Rebuilder(no_files).rebuild([("w" + SUFFIX, parcel)])
     assert torch.equal(rebuilt[1], weights["w"].bfloat16())
-
-
-def test_all_weights_travel_whole_when_a_server_was_started_again_at_its_url() -> None:
-    changes = ChangedWeights(torch.bfloat16)
-    weights = {"w": torch.ones(1000)}
-    for name, is_sparse in (("rollout/9", True), (next(iter(SERVERS)), False)):
-        sent(changes, weights, 1)
-        changes.forget(name)
-        list(changes.parcels(weights.items(), 2, SERVERS))
-        assert changes.is_sparse == is_sparse
 
 
 def test_all_weights_travel_whole_after_a_push_that_failed() -> None:
     changes = ChangedWeights(torch.bfloat16)
     weights = {"a": torch.ones(1000), "b": torch.ones(1000)}
     sent(changes, weights, 1)
-    next(changes.parcels(weights.items(), 2, SERVERS))  # it breaks off
+    next(changes.parcels(weights.items(), 2, MEMBERS))  # it breaks off
     sent(changes, weights, 3)
     assert not changes.is_sparse
     sent(changes, weights, 4)
@@ -150,10 +145,10 @@ def test_changes_of_another_version_than_the_server_holds_are_refused() -> None:
     after[3] = 1
     parcel, _ = delta_parcel(after, before, version=6, base=5)
     rebuilder = Rebuilder(no_files)
-    with pytest.raises(ValueError, match=r"w: .* changed since version 5, but this server holds none"):
+    with pytest.raises(ValueError, match=r"w: .*version 5.* none"):
         list(rebuilder.rebuild([("w" + SUFFIX, parcel)]))
     list(rebuilder.rebuild([("w" + SUFFIX, dense_parcel(before, 4))]))
-    with pytest.raises(ValueError, match=r"changed since version 5, but this server holds version 4"):
+    with pytest.raises(ValueError, match=r"w: .*version 5.*version 4"):
         list(rebuilder.rebuild([("w" + SUFFIX, parcel)]))
 
 
@@ -166,9 +161,9 @@ def test_a_damaged_parcel_is_refused_by_its_checksum(form: str) -> None:
     parcel = dense_parcel(after, 6) if form == "dense" else delta_parcel(after, before, 6, 5)[0]
     length = int.from_bytes(bytes(parcel[:8].tolist()), "little")
     parcel[8 + length + 2] ^= 1  # in the values
-    with pytest.raises(ValueError, match="w: the checksum of version 6 is wrong"):
+    with pytest.raises(ValueError, match=r"w: .*version 6"):
         list(rebuilder.rebuild([("w" + SUFFIX, parcel)]))
-    with pytest.raises(ValueError, match="its parcel is damaged"):
+    with pytest.raises(ValueError, match="w: "):
         list(rebuilder.rebuild([("w" + SUFFIX, torch.full((32,), 255, dtype=torch.uint8))]))
 
 
@@ -186,7 +181,7 @@ def test_adapters_are_added_to_the_servers_own_weights(tmp_path: Path) -> None:
     again = dict(rebuilder.rebuild(parcels))["w"]
     assert torch.equal(again, rebuilt["w"])  # nothing is added up
     other = adapter_parcel(a, b, 2.0, torch.bfloat16, checksum(w.float() + 1))
-    with pytest.raises(ValueError, match=r"w: the model folder .* has other values than the learner's"):
+    with pytest.raises(ValueError, match=r"w: .*model\.path"):
         list(rebuilder.rebuild([("w" + SUFFIX, other)]))
-    with pytest.raises(ValueError, match="has no such tensor"):
+    with pytest.raises(ValueError, match="v: "):
         list(rebuilder.rebuild([("v" + SUFFIX, parcel)]))

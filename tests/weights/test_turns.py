@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.weights.cuda_ipc import CudaIpcPublisher
+from async_rl.weights import WeightPublisher
+from async_rl.weights.cuda_ipc import CudaIpcTransport
 from tests.kit.configs import make_config
+from tests.kit.publishers import names, publisher_for
 
 Requests = list[tuple[str, Any]]
 PAUSE = ("/pause_generation", {"mode": "retract"})
@@ -73,18 +75,18 @@ def servers() -> Iterator[list[Server]]:
         server.end()
 
 
-def publisher_for(*servers: Server) -> CudaIpcPublisher:
+def publisher_of(*servers: Server) -> WeightPublisher:
     config = make_config(placement={"colocated": True}, weight_sync={"on_update": "retract"})
     assert config.shares_gpus
-    return CudaIpcPublisher(config, [server.url for server in servers], 0, torch.device("cpu"))
+    return publisher_for(config, [server.url for server in servers], CudaIpcTransport)
 
 
-def push(publisher: CudaIpcPublisher, version: int) -> tuple[str, ...]:
-    return publisher.push([("w", torch.ones(4))], version).lost
+def push(publisher: WeightPublisher, version: int) -> tuple[str, ...]:
+    return names(publisher.push([("w", torch.ones(4))], version).lost)
 
 
 def test_weight_memory_is_resumed_before_the_push_and_the_cache_after_it(servers: list[Server]) -> None:
-    publisher = publisher_for(servers[0])
+    publisher = publisher_of(servers[0])
     publisher.release_server_memory()
     assert servers[0].received() == [PAUSE, RELEASE]
     push(publisher, 1)
@@ -97,13 +99,13 @@ def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
     servers: list[Server],
 ) -> None:
     stays, dies, new = servers
-    publisher = publisher_for(stays, dies)
+    publisher = publisher_of(stays, dies)
     publisher.release_server_memory()
     assert stays.received() == dies.received() == [PAUSE, RELEASE]
     dies.dies_at = WEIGHTS[0]
     assert push(publisher, 1) == ("rollout/1",)
     assert stays.received() == [PAUSE, ("/flush_cache", {}), WEIGHTS, ("/end_weight_update", {})]
-    publisher.servers["rollout/1"] = new.url
+    publisher.members.add("rollout/1", new.url)
     assert push(publisher, 1) == ()
     assert stays.received() == [PAUSE, ("/flush_cache", {}), *UPDATE, KV_CACHE, CONTINUE]
     assert new.received() == [PAUSE, ("/flush_cache", {}), *UPDATE, CONTINUE]
@@ -112,7 +114,7 @@ def test_after_a_failed_push_memory_is_resumed_once_and_not_at_new_servers(
 def test_a_server_that_dies_while_releasing_memory_is_found_by_the_push(servers: list[Server]) -> None:
     stays, dies, _ = servers
     dies.dies_at = "/release_memory_occupation"
-    publisher = publisher_for(stays, dies)
+    publisher = publisher_of(stays, dies)
     publisher.release_server_memory()
     assert push(publisher, 1) == ("rollout/1",)
     stays.received()

@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import Config, ModelConfig
 from async_rl.errors import WeightSyncError
 from async_rl.weights import open_publisher
-from async_rl.weights import publisher as base
 from async_rl.weights.publisher import Tolerance
 from learner.pusher import VERIFY_TOKENS, VERIFY_TOLERANCE
 from rollout_server.engines.hf.engine import HFEngine
-from tests.kit.configs import server_config
+from tests.kit.configs import changed, server_config
 from tests.kit.engines.replies import with_engine
-from tests.kit.publishers import CONFIG, CPU, PausingPublisher
+from tests.kit.publishers import CONFIG, OBJECT_ENGINE, publisher_for, url_of
 
 TOKENS = np.random.default_rng(0).integers(4, 100, size=VERIFY_TOKENS).tolist()
 
@@ -54,20 +53,20 @@ def test_equal_weights_pass_and_one_changed_matrix_does_not(dtype: torch.dtype, 
     torch.manual_seed(0)
     with torch.no_grad():
         matrix.copy_(matrix.std() * torch.randn_like(matrix))
-    with pytest.raises(WeightSyncError, match="after the push rollout/0 gives logprobs that differ from the learner's"):
+    with pytest.raises(WeightSyncError, match="rollout/0"):
         verify(config, logprobs_of(model), dtype)
-    with pytest.raises(WeightSyncError, match="by nan in the mean"):
+    with pytest.raises(WeightSyncError, match="nan"):
         verify(config, [*equal[:-1], float("nan")], dtype)
 
 
-class ScoringAdmin:
-    """A server that gives a probe text the same logprob at each token, or has died."""
+class ScoringServer:
+    """A server that gives a probe text the same logprob at each token, or can't, or has died."""
 
-    def __init__(self, logprob: float | None) -> None:
-        self.logprob = logprob
+    def __init__(self, logprob: float | None, *, is_alive: bool = True) -> None:
+        self.logprob, self.is_alive = logprob, is_alive
 
     def is_ready(self) -> bool:
-        return self.logprob is not None
+        return self.is_alive
 
     def score_tokens(self, tokens: list[int]) -> list[float]:
         if self.logprob is None:
@@ -75,30 +74,26 @@ class ScoringAdmin:
         return [self.logprob] * (len(tokens) - 1)
 
 
-def test_a_server_that_died_after_the_push_is_left_out_and_the_others_are_compared(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact = Tolerance(0.0, 0.0)
-
-    def compare(*logprobs: float | None) -> bool:
-        publisher = PausingPublisher(CONFIG, ["http://x"] * len(logprobs), 0, CPU)
-        admins = {f"rollout/{index}": ScoringAdmin(logprob) for index, logprob in enumerate(logprobs)}
-        monkeypatch.setattr(publisher, "admin", admins.get)
-        return publisher.verify([1, 2, 3], [-0.5, -0.5], exact)
-
-    assert compare(None, -0.5, None)
-    assert not compare(None)
-    with pytest.raises(WeightSyncError, match="rollout/1 gives logprobs that differ"):
-        compare(None, -0.75)
+DEAD = ScoringServer(None, is_alive=False)
 
 
-def test_a_live_server_that_can_not_score_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "LOST_WITHIN_S", 0.1)
-    monkeypatch.setattr(ScoringAdmin, "is_ready", lambda self: True)
-    publisher = PausingPublisher(CONFIG, ["http://x"], 0, CPU)
-    monkeypatch.setattr(publisher, "admin", lambda name: ScoringAdmin(None))
-    with pytest.raises(WeightSyncError, match="weight verification: rollout/0 failed: connection refused"):
-        publisher.verify([1, 2], [-0.5], Tolerance(0.0, 0.0))
+def compare(*servers: ScoringServer) -> bool:
+    config = changed(CONFIG, rollout={"engine": OBJECT_ENGINE})
+    publisher = publisher_for(config, [url_of(server) for server in servers])
+    publisher.lost_within_s = 0.1
+    return publisher.verify([1, 2, 3], [-0.5, -0.5], Tolerance(0.0, 0.0))
+
+
+def test_a_server_that_died_after_the_push_is_left_out_and_the_others_are_compared() -> None:
+    assert compare(DEAD, ScoringServer(-0.5), DEAD)
+    assert not compare(DEAD)
+    with pytest.raises(WeightSyncError, match="rollout/1"):
+        compare(DEAD, ScoringServer(-0.75))
+
+
+def test_a_live_server_that_can_not_score_is_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="rollout/0"):
+        compare(ScoringServer(None))
 
 
 def test_the_rounding_of_bfloat16_alone_takes_at_most_a_third_of_the_tolerance(model_folder: Path) -> None:
@@ -116,5 +111,5 @@ def test_one_token_may_differ_by_the_rounding_of_a_large_bfloat16_logit(model_fo
     rounded = logprobs_of(model)
     rounded[7] += 0.5
     verify(server_config("hf", model_folder), rounded, torch.bfloat16)
-    with pytest.raises(WeightSyncError, match=r"up to 5\.00e-01 \(allowed 1e-03\)"):
+    with pytest.raises(WeightSyncError, match=r"5\.00e-01"):
         verify(server_config("hf", model_folder), rounded, torch.float32)

@@ -23,7 +23,7 @@ ERASE, UNLOADED, SUMS = "erase", "unloaded", "sums"
 """Actions of /weights_checker that our own servers have besides SGLang's: see weight_updates.py."""
 PAUSE_MODES = {"in_place": "in_place", "retract": "retract", "drain": "retract", "abort": "abort"}
 """SGLang's pause mode for each weight_sync.on_update. When `drain` pauses, only evaluations can still be running."""
-_PROBE = Limit(3.0, "of a probe")
+PROBE = Limit(3.0, "of a probe")
 FLUSH_S = 30
 """The time that SGLang waits for aborted requests to end before it flushes its cache."""
 RELEASED = ("weights", "kv_cache")
@@ -48,7 +48,7 @@ class SGLangAdmin:
 
     def _answers(self, path: str) -> bool:
         with suppress(WeightSyncError, WaitTimeoutError):
-            self.ask("GET", path, limit=_PROBE)
+            self.ask("GET", path, limit=PROBE)
             return True
         return False
 

@@ -26,7 +26,7 @@ PAUSES = {
 has its version. clear_cache=true also takes the KV of running requests, which is computed again when they resume. When
 `drain` pauses, only evaluations can still be running."""
 GENERATE = "/inference/v1/generate"
-_PROBE = Limit(3.0, "of a probe")
+PROBE = Limit(3.0, "of a probe")
 
 
 class VLLMAdmin:
@@ -42,7 +42,7 @@ class VLLMAdmin:
 
     def is_ready(self) -> bool:
         with suppress(WeightSyncError, WaitTimeoutError):
-            self.ask("GET", "/health", limit=_PROBE)
+            self.ask("GET", "/health", limit=PROBE)
             return True
         return False
 

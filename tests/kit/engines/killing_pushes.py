@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from torch import Tensor
 
 from async_rl.config.section import section
 from async_rl.seams import TransportEntry
-from async_rl.weights.broadcast import BroadcastPublisher
-from async_rl.weights.publisher import PushReport
+from async_rl.weights.broadcast import BroadcastTransport
 from async_rl.weights.server_admin import Bucket
 
 GLOO = "tests.kit.engines.killing_pushes:KILLING_GLOO"
@@ -35,30 +33,36 @@ class KillSettings:
     """The file with the output of the command."""
 
 
-class KillingPublisher(BroadcastPublisher):
+class KillingTransport(BroadcastTransport):
     """Kills the process that listens at the victim's URL."""
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False) -> PushReport:
-        report = super().push(named_tensors, version, erases=erases)
-        if self.rank == 0 and (self.settings.moment, self.settings.version) == ("between", version):
+    _version = 0
+
+    def send(self, staged: Iterator[Bucket], version: int) -> int:
+        self._version = version
+        return super().send(staged, version)
+
+    def end_push(self, is_served: bool) -> None:
+        super().end_push(is_served)
+        if is_served and (self.settings.moment, self.settings.version) == ("between", self._version):
             self._kill()
             deadline = time.monotonic() + NOTICED_S
             while f"{VICTIM}: the prompts of its" not in Path(self.settings.log).read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             time.sleep(2.0)  # the driver has called the learner before it asked the buffer for that number of groups
-        return report
 
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
         sent = super().start_sending(bucket, version)
-        if (self.settings.moment, self.settings.version) == ("within", version) and VICTIM in self.servers:
+        if (self.settings.moment, self.settings.version) == ("within", version) and VICTIM in self.members.names:
             sent()
             self._kill()
             return lambda: None
         return sent
 
     def _kill(self) -> None:
-        port = int(self.servers[VICTIM].rpartition(":")[2])
+        (url,) = [member.url for member in self.members.current if member.name == VICTIM]
+        port = int(url.rpartition(":")[2])
         listening = [
             each.pid for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr.port == port
         ]
@@ -66,5 +70,5 @@ class KillingPublisher(BroadcastPublisher):
 
 
 KILLING_GLOO = TransportEntry(
-    open=partial(KillingPublisher, backend="gloo"), delivers="gloo", devices=("cpu",), settings=KillSettings
+    open=partial(KillingTransport, backend="gloo"), delivers="gloo", devices=("cpu",), settings=KillSettings
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from async_rl.seams import TransportEntry
-from async_rl.weights.broadcast import BroadcastPublisher
+from async_rl.weights.broadcast import BroadcastTransport
 from async_rl.weights.parcels import checksum
-from async_rl.weights.publisher import PushReport
+from async_rl.weights.server_admin import Bucket
 
 GLOO = "tests.kit.engines.noted_pushes:NOTED_GLOO"
 """A value of weight_sync.transport: gloo, with notes in the run directory."""
@@ -31,25 +31,30 @@ FUSED = (
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class NotingPublisher(BroadcastPublisher):
+class NotingTransport(BroadcastTransport):
     """Asks every server for the checksums of its weights after each push."""
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool = False) -> PushReport:
-        report = super().push(named_tensors, version, erases=erases)
-        if self.rank == 0 and not report.has_failed:
-            sums = {name: self._sums(name) for name in self.servers}
+    _version = 0
+
+    def send(self, staged: Iterator[Bucket], version: int) -> int:
+        self._version = version
+        return super().send(staged, version)
+
+    def end_push(self, is_served: bool) -> None:
+        super().end_push(is_served)
+        if is_served:
+            sums = {name: self._sums(name) for name in self.members.names}
             with (self.config.run_dir / NOTES).open("a") as file:
-                file.write(json.dumps({"version": version, "sums": sums}) + "\n")
-        return report
+                file.write(json.dumps({"version": self._version, "sums": sums}) + "\n")
 
     def _sums(self, name: str) -> dict[str, str]:
-        admin: Any = self.admin(name)
+        admin: Any = self.members.admin(name)
         sums: dict[str, str] = admin.weight_sums()
         return sums
 
 
 NOTED_GLOO = TransportEntry(
-    open=partial(NotingPublisher, backend="gloo"), delivers="gloo", devices=("cpu",), stages=True, carries_parcels=True
+    open=partial(NotingTransport, backend="gloo"), delivers="gloo", devices=("cpu",), stages=True, carries_parcels=True
 )
 
 

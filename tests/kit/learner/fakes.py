@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rl.config import Limit
 from async_rl.messages.reports import LearnerReport, StepDone, TrainingEnded
 from async_rl.telemetry.timeline import Span
-from async_rl.weights.members import ServerMembership
+from async_rl.weights.members import Members
 from async_rl.weights.publisher import PushReport, Tolerance
 from learner.learner import Learner
-from tests.kit.configs import learner_config
+from tests.kit.configs import learner_config, make_config
 
 OpenRun = Callable[..., Learner]
 """What the fixture `open_run` gives: open_run(steps, **sections)."""
@@ -55,11 +54,11 @@ class FakeClient:
 class FakePublisher:
     """Keeps what was pushed last and joins the client's list of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "rollout/0", url: str = "http://x") -> None:
         self.calls: list[tuple[str, int]] = []
         self.weights: dict[str, Tensor] = {}
         self.verified: list[tuple[list[int], list[float]]] = []
-        self.servers = {"rollout/0": "http://x"}
+        self.members = Members(make_config(), {name: url})
         self.rank = 0
         self.device = torch.device("cpu")
         self.dies_next = ""
@@ -68,31 +67,32 @@ class FakePublisher:
         """Name of a server that dies while the learner starts."""
         self.dies_before_verification = False
         """Whether all servers die between the next push and its verification."""
+        self.released: list[str] = []
+        """URLs of the servers that were asked to release their memory."""
         self.seconds = 0.5
         """How long a push takes, by its report."""
-        self.push_limit = Limit(300.0, "timeouts.push_s")
 
-    def connect_living(self) -> PushReport:
+    def connect(self) -> PushReport:
+        self.members.apply_reports()
         self.calls.append(("connect", -1))
         if lost := self.dies_at_start:
             self.dies_at_start = ""
-            del self.servers[lost]
-            return PushReport(lost=(lost,), cause=f"{lost} did not answer")
+            return PushReport(lost=self.members.remove([lost]), cause=f"{lost} did not answer")
         return PushReport()
 
-    def forget(self, names: Iterable[str]) -> None:
-        pass
-
     def release_server_memory(self) -> None:
+        self.members.apply_reports()
+        self.released += [member.url for member in self.members.current]
         self.calls.append(("release_server_memory", -1))
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, erases: bool) -> PushReport:
+        self.members.apply_reports()
         self.calls.append(("push", version))
         self.weights = {name: tensor.clone() for name, tensor in named_tensors}
         if lost := self.dies_next:
             self.dies_next = ""
-            del self.servers[lost]
-            return PushReport(lost=(lost,))
+            return PushReport(lost=self.members.remove([lost]))
+        self.members.note_served()
         return PushReport(
             seconds=self.seconds, pause_s=0.25, num_bytes=7, spans=(Span("rollout/0", "sync", 1.0, 2.0),)
         )
@@ -108,7 +108,7 @@ class FakePublisher:
         pass
 
 
-def until_someone_waits(servers: ServerMembership) -> None:
+def until_someone_waits(servers: Members) -> None:
     deadline = time.monotonic() + 60
     while not servers.someone_waits():
         assert time.monotonic() < deadline, "no server has asked to join within a minute"

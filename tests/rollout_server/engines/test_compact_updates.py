@@ -12,10 +12,8 @@ from torch import Tensor
 
 from async_rl.config import LoraConfig
 from async_rl.errors import WeightSyncError
-from async_rl.weights import open_publisher
-from async_rl.weights import publisher as publisher_module
+from async_rl.weights import WeightPublisher, open_publisher
 from async_rl.weights.parcels import Rebuilder
-from async_rl.weights.publisher import WeightPublisher
 from learner.models.lora import AdapterParcels, merged_parameters
 from tests.kit.configs import changed, server_config
 from tests.kit.engines.in_thread import EngineInThread
@@ -90,10 +88,10 @@ def test_adapters_that_the_server_merges_give_the_bits_of_a_merged_push(
 
 @pytest.mark.parametrize("engines", ["bfloat16"], indirect=True)
 def test_adapters_of_another_base_are_refused(
-    engines: list[EngineInThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[EngineInThread], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
     publisher = open_for(engines, tmp_path, lora="adapter")
+    publisher.lost_within_s = 0.1
     other = changed(publisher.config, model={"path": str(save_sharp_model(tmp_path / "other", seed=9))})
     parcels = AdapterParcels(adapted_model(other, 1), torch.bfloat16)
     assert publisher.push(parcels.parcels(), 1).repeats
@@ -120,7 +118,7 @@ def test_a_sparse_push_gives_exact_bits_and_one_that_has_joined_gets_whole_weigh
     reports = []
     for version in range(1, 5):
         if version == 4:
-            publisher.servers["rollout/1"] = engines[1].engine.url
+            publisher.members.add("rollout/1", engines[1].engine.url)
         reports.append(publisher.push(weights.items(), version, erases=version in (1, 3)))
         for engine in engines[: 1 + (version == 4)]:
             check_bits(engine, weights, torch.bfloat16)
@@ -132,10 +130,10 @@ def test_a_sparse_push_gives_exact_bits_and_one_that_has_joined_gets_whole_weigh
 
 @pytest.mark.parametrize("engines", ["bfloat16"], indirect=True)
 def test_a_server_that_can_not_use_a_sparse_push_gets_whole_weights(
-    engines: list[EngineInThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[EngineInThread], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.1)
     publisher = open_for(engines, tmp_path, count=2, delta=True)
+    publisher.lost_within_s = 0.1
     weights = {name: p.detach() for name, p in sharp_model("tiny-qwen2", 3).named_parameters()}
     publisher.push(weights.items(), 1)
     hf: Any = engines[1].engine

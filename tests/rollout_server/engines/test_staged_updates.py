@@ -11,7 +11,6 @@ import pytest
 from torch import Tensor
 
 from async_rl.errors import WeightSyncError
-from async_rl.weights import publisher as publisher_module
 from rollout_server.engines.base import SampledReply
 from tests.kit.engines.pushes import MODELS, connected, deliver, new_version, push, pushing
 from tests.kit.engines.replies import TOLERANCE, generate, largest_error, request_for
@@ -98,13 +97,13 @@ def test_a_staged_push_that_breaks_off_changes_nothing(server: Server, tmp_path:
 
 
 def test_a_weight_that_a_staged_push_lacks_is_named(
-    sglang_server: SGLangServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sglang_server: SGLangServer, tmp_path: Path
 ) -> None:
     """vLLM names what an update lacks by itself, and packs weights on a CPU, so that an erased one is not seen."""
-    monkeypatch.setattr(publisher_module, "LOST_WITHIN_S", 0.5)
     config, url = pushing(sglang_server, tmp_path, "retract", "gloo", "device"), sglang_server.engine.url
     push(config, url)
     version, publisher = new_version(config), connected(config, url)
+    publisher.lost_within_s = 0.5
     named = [(name, p) for name, p in MODELS[version].named_parameters() if name != "model.norm.weight"]
     assert publisher.push(named, version, erases=True).repeats
     with pytest.raises(WeightSyncError, match=r"rollout/0.*model\.norm\.weight"):

@@ -112,8 +112,7 @@ class Pusher:
         return replace(report, num_repeats=num_repeats), lost
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which pushes bring the policy's average weights, if learner.ema_decay is set. Collective.
-        """
+        """Return a context: inside, pushes bring the average weights if learner.ema_decay is set. Collective."""
         return self._updater.averaged()
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,5 +163,5 @@ def open_pushers(config: Config, updater: Updater, engine_urls: Sequence[str], r
         for pool, of_pool in urls.items() if of_pool
     }  # fmt: skip
     if "eval" in pushers:
-        pushers["eval"].publisher.loses_slow_servers = True  # training goes on without them
+        pushers["eval"].publisher.loses_slow_servers = True  # training continues without them
     return pushers

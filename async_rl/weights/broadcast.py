@@ -1,4 +1,4 @@
-"""Both halves of the transport that broadcasts weights by torch.distributed, with NCCL between GPUs or gloo on CPU.
+"""The transports nccl (between GPUs) and gloo (on CPUs): both halves of a broadcast by torch.distributed.
 
 One process group holds learner rank 0 as its rank 0 and all ranks of all servers (1, 2, ...).
 """
@@ -204,7 +204,7 @@ class Receiver:
 def join_group(
     store: Store, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Wait for all members and return a new process group beside the default one, made as SGLang makes its half.
+    """Wait for all members and return a new process group, made as SGLang makes its half.
 
     `torch.distributed.new_group` can't make one: it requires that all members are in one default group.
     """
@@ -251,7 +251,7 @@ class Announcement:
     dtypes: list[str]
     shapes: list[list[int]]
     place: str
-    """The memory in which it is to be kept: device or host."""
+    """Where the server keeps it: device or host memory."""
     is_first: bool
     """Whether it begins a push."""
     is_last: bool
@@ -292,7 +292,7 @@ class BucketAnnouncer:
         for used in (key, *receipts):  # else the store would grow with every push
             self._store.delete_key(used)
         if why := next(filter(None, failures), ""):
-            raise WeightSyncError(f"the server could not receive a bucket beside its weights: {why}")
+            raise WeightSyncError(f"the server could not receive a bucket next to its weights: {why}")
 
     def _wait(self, receipts: list[str], limit: Limit, is_alive: Callable[[], bool]) -> None:
         deadline = time.monotonic() + limit.seconds
@@ -343,7 +343,7 @@ def receive_announced(
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which this thread works on a GPU beside what the server computes; none is needed on a CPU."""
+    """Return a context: on a GPU this thread gets its own stream, next to the server's computation."""
     if device.type == "cpu":
         return nullcontext()
     torch.cuda.set_device(device)  # of this thread

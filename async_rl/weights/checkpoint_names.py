@@ -1,8 +1,8 @@
-"""Translates a model's weights between transformers' names for them and those of model folders, which servers load.
+"""Translates weights between the names of transformers and the names of model folders, which servers load.
 
 Transformers keeps some weights in another form than model folders do: all experts of a mixture-of-experts layer, for
 example, are one tensor `mlp.experts.gate_up_proj`, while folders have `mlp.experts.0.gate_proj.weight` and so on.
-Servers know the names of folders only; SGLang skips others in silence.
+Servers know only the names of folders. SGLang skips other names without an error.
 
 Transformers is imported where it is needed: with these modules that takes seconds, and a process which receives weights
 that nothing converts does without.
@@ -82,15 +82,14 @@ def from_checkpoint(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 @dataclass(slots=True)
 class Source:
-    """The tensors of a model folder of which one weight of a transformers model is made, or several at once."""
+    """The tensors of a model folder that make one weight of a transformers model, or several weights together."""
 
     weight: str
     """The model's name of the weight, of the first one if they are several."""
     converter: Any = None
     """Makes the weights of the tensors; None: the only tensor is the weight."""
     tensors: dict[str, str] = field(default_factory=dict)
-    """The pattern of `converter` that each tensor is for, by its name in the folder, in the order in which they are
-    joined."""
+    """The pattern of `converter` for each tensor, by the tensor's name in the folder, in the order of joining."""
 
     def convert(self, lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of `lm` by name, given the tensors of the folder."""

@@ -155,7 +155,7 @@ class RankWords:
 
 
 class RankSignals:
-    """The barriers of pushes in which every rank gives weights to servers of its own GPU.
+    """The barriers of a push if every rank gives weights to the servers of its own GPU.
 
     Args:
         ranks: number of learner ranks, which all make as many pushes.

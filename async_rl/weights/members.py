@@ -160,7 +160,7 @@ class Members:
         return self.calls(lambda admin: admin.is_ready())
 
     def call(self, call: Callable[[ServerAdmin], Any], what: str) -> dict[str, Any]:
-        """Make `call` for all servers in parallel and return the results by name. The first error is raised at once.
+        """Make `call` for all servers in parallel and return the results by name. Raises the first error immediately.
 
         Args:
             what: names the calls in errors, as in "pause before a weight push".

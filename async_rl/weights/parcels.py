@@ -1,10 +1,10 @@
-"""Both halves of compact pushes: changed values, or adapters, travel in place of whole weights.
+"""Both halves of compact pushes: changed values or adapters travel instead of whole weights.
 
 The weight NAME travels as the uint8 tensor NAME + SUFFIX, its parcel: the length of a header (8 bytes), the header in
 JSON, and data. The header's `form` says how the server makes the weight:
 
     dense    data: the weight's values
-    delta    data: the values that differ from those of version `base`, and their positions as gaps
+    delta    data: the values that changed since version `base`, and their positions as gaps
     adapter  data: A and B; the weight is W + scaling * B A, with W from the model folder that the server started from
     base     no data: the weight is W
 
@@ -139,7 +139,7 @@ def holds_nan(weight: Tensor) -> bool:
 
 
 class Rebuilder:
-    """The server's half: makes weights of parcels, from what it holds of the push before or from its model folder.
+    """The server's half: makes weights from parcels and the weights of the last push, or of its model folder.
 
     Args:
         base_files: returns the safetensors files of the model folder that the server was started from.

@@ -11,8 +11,8 @@ States on rank 0 (`PushState`):
 
     gathering   The servers generate with the old weights. The transport connects to exactly the current members, and
                 gathers the first tensors or stages all of them.
-    sending     The servers are paused and receive the weights. With weight_sync.staging they receive first, beside the
-                weights in use, and are paused then.
+    sending     The servers are paused and receive the weights. With weight_sync.staging they receive first, next to
+                the weights in use, and are paused then.
     verifying   Each server has loaded the new weights and is still paused. The first push checks that every weight has
                 arrived. Then the servers resume.
     serving     Every member serves the version.
@@ -265,7 +265,7 @@ class WeightPublisher:
         is_staged = self.config.weight_sync.staging != "none"
 
         def end(admin: ServerAdmin) -> None:
-            if is_staged:  # it drops what it received, maybe everything: it may still sample with the old weights
+            if is_staged:  # drop the staged weights, maybe all of them: it may still sample with the old ones
                 with suppress(WeightSyncError):
                     admin.begin_update()
             admin.end_update()

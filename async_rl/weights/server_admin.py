@@ -1,4 +1,4 @@
-"""The interface by which a learner pauses one rollout server, gives it new weights and lets it go on."""
+"""The interface of one rollout server for the learner: pause, receive weights, resume. An engine implements it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ServerAdmin(Protocol):
 
     With weight_sync.staging, whose values the engine's entry declares, `begin_update` and the calls that bring weights
     come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and `end_update`. If
-    that push fails before the pause, the server goes on with the old weights.
+    that push fails before the pause, the server continues with the old weights.
     """
 
     def is_ready(self) -> bool:
@@ -65,7 +65,7 @@ class ServerAdmin(Protocol):
         """Resume sampling after `pause`, with the weights and the version of the last complete update."""
 
     def begin_update(self) -> None:
-        """Prepare to receive weights; drops those of an earlier update that was not completed."""
+        """Prepare to receive weights. Weights of an earlier, incomplete update are dropped."""
 
     def end_update(self) -> None:
         """Load the weights received since `begin_update` with their version; sampling uses them from `resume` on."""

@@ -33,7 +33,7 @@ class Transport(ABC):
         self.device = device
         self.bucket_bytes = config.weight_sync.bucket_bytes
         self.dtype = torch.uint8 if config.weight_sync.is_compact else serving_dtype(config, device.type)
-        """The type in which tensors travel: the servers' type, or bytes in a compact push."""
+        """The type of tensors on the way: the servers' type, or bytes in a compact push."""
 
     def connect(self) -> None:  # noqa: B027 - a transport may need none
         """Connect to all current members, on rank 0. Does nothing if exactly these are connected.
@@ -98,7 +98,7 @@ class BucketTransport(Transport):
 
     @abstractmethod
     def start_sending(self, bucket: Bucket, version: int) -> Callable[[], Any]:
-        """Start to send `bucket`; returns at once a function that waits until every server has received it."""
+        """Start to send `bucket`. Returns immediately a function that waits until every server has received it."""
 
     def stage(self, named_tensors: Iterator[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
         """Gather the first bucket, and return it with those that follow, which are gathered when they are needed."""

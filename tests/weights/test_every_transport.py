@@ -76,8 +76,10 @@ class ObjectReceiver:
         self._receive(dict(unpack(bucket.data, bucket.names, bucket.dtypes, bucket.shapes)), version)
 
     def load_folder(self, folder: Path, version: int | None) -> None:
-        for file in folder.glob("*.safetensors"):
-            self._receive(load_file(file), version)
+        tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+        if sorted(tensors) != self.names:  # the folder of a push that has failed is being removed
+            raise WeightSyncError("the folder is not whole")
+        self._receive(tensors, version)
 
     def _receive(self, tensors: dict[str, Tensor], version: int | None) -> None:
         self._check_alive()

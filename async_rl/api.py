@@ -201,7 +201,7 @@ def evaluate(model: str | Path, config: Configuration | None = None, overrides: 
     Args:
         model: a Hugging Face folder, such as RUN_DIR/model, or the name of a model on the hub.
         config: the configuration; None: that of the run in whose folder the model is.
-        overrides: settings over it, such as "eval.samples=4".
+        overrides: settings over it, such as "eval.samples_per_prompt=4".
 
     Raises:
         ConfigError: there is no such folder or configuration, or a setting can't work.

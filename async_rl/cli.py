@@ -153,7 +153,7 @@ def _add_commands(commands: Any) -> None:
     export.add_argument("target", type=Path, metavar="OUT_DIR")
 
     about = "measure the held-out accuracy of a model folder"
-    evaluate = add("eval", _eval, about, "runs/quickstart/model eval.samples=4")
+    evaluate = add("eval", _eval, about, "runs/quickstart/model eval.samples_per_prompt=4")
     about = "Hugging Face folder, e.g. RUN_DIR/model, or OWNER/NAME of the hub"
     evaluate.add_argument("model", type=os.path.expanduser, metavar="MODEL", help=about)
     _add_config(evaluate, is_needed=False)

@@ -231,7 +231,7 @@ def _find_files(
     with NamedTemporaryFile(dir=config.run_dir.absolute(), prefix=".shared-") as marker:
         finding = {name: each.find_files.remote() for name, each in servers.items()}
         finding |= {name: each.find_files.remote(marker.name) for name, each in learners.items()}
-        processes.gather(finding, config.timeouts.limit("work_s"), "the models and data of its host")
+        processes.gather(finding, config.timeouts.limit("batch_s"), "the models and data of its host")
 
 
 def check_cluster_memory(
@@ -255,11 +255,11 @@ def check_cluster_memory(
 
 
 def _evaluate(config: Config, processes: ActorGroup, log: RunLog, name: str, version: int) -> None:
-    if config.eval.size == 0:
+    if config.eval.num_prompts == 0:
         return
     report = processes.gather(
         {name: processes.actors[name].evaluate.remote(version, beside_training=False)},
-        config.timeouts.limit("work_s"), f"the evaluation of version {version}",
+        config.timeouts.limit("batch_s"), f"the evaluation of version {version}",
     )[name]
     log.add_eval(report)
 
@@ -269,7 +269,7 @@ def evaluate_trained(config: Config, processes: ActorGroup, log: RunLog, servers
 
     If no server answers, log how the user can evaluate the saved model later.
     """
-    if config.eval.size == 0:
+    if config.eval.num_prompts == 0:
         return
     for name in servers:
         try:
@@ -290,7 +290,7 @@ async def revive_buffer(
 ) -> None:
     """Start a new buffer with the journal and at the address of the one that died, and wait until it runs.
 
-    Workers and learner repeat an unanswered request for timeouts.wire_s, which is long enough for a restart. One that
+    Workers and learner repeat an unanswered request for timeouts.buffer_s, which is long enough for a restart. One that
     is killed while it starts is replaced too, within that time.
 
     Raises:
@@ -308,7 +308,7 @@ async def revive_buffer(
             await processes.call("buffer", buffer.start.remote(), config.timeouts.limit("startup_s"), "the restart")
             return
         except ProcessKilledError:
-            if time.monotonic() - began_s > config.timeouts.wire_s:
+            if time.monotonic() - began_s > config.timeouts.buffer_s:
                 raise
 
 

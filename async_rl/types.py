@@ -105,7 +105,7 @@ class Row:
     turn_rewards: Annotated[tuple[float, ...], PerTurn("<f8", column="reward")] = ()
     """The reward of each of these turns. Over all rows of an episode they add up to its reward."""
     too_old: BoolArray | None = None
-    """[T] True where a token is masked only because it is too old (`staleness.late: mask`); None: none is."""
+    """[T] True where a token is masked only because it is too old (`staleness.on_late: mask`); None: none is."""
 
     @property
     def sampled(self) -> BoolArray:

@@ -2,7 +2,7 @@
 
     pip install -r benchmarks/requirements.txt
     python -m benchmarks.against_trl configs/quickstart.yaml --steps 20 rollout.max_response_tokens=64
-    async-rl train configs/quickstart.yaml run.steps=20 eval.size=0 rollout.max_response_tokens=64
+    async-rl train configs/quickstart.yaml run.steps=20 eval.num_prompts=0 rollout.max_response_tokens=64
 
 Model folder, prompts, group size, lengths, learning rate and reward are the config's. TRL's first two steps do not
 count. `async-rl train` prints its episodes per second in its summary. `python -m benchmarks.engines` runs both in turn.

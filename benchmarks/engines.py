@@ -51,7 +51,7 @@ def train(engine: str, config: str, overrides: Sequence[str], seconds: float, fo
         words = ["async_rl.cli", "train", config, f"rollout.engine={engine}", f"run.steps={STEPS}"]
         words += [f"run.seconds={seconds}", f"run.dir={folder}", f"run.name={name}", "checkpoint.every_steps=0"]
     done = subprocess.run(
-        [sys.executable, "-m", *words, "eval.size=0", "logging.wandb=disabled", *overrides],
+        [sys.executable, "-m", *words, "eval.num_prompts=0", "logging.wandb=disabled", *overrides],
         capture_output=True, text=True, timeout=TIMEOUT_S,
     )
     if done.returncode:

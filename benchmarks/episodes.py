@@ -49,7 +49,7 @@ from rollout_server.engines.base import Engine, open_engine
 from rollout_server.tasks.base import Task, open_task
 
 SETTINGS = (
-    "run.name=episodes", "rollout.engine=sglang", "rollout.group_size=4", "rollout.concurrency=50",
+    "run.name=episodes", "rollout.engine=sglang", "rollout.group_size=4", "rollout.max_groups_in_flight=50",
     "rollout.max_turns=8", "rollout.max_response_tokens=6", "rollout.max_episode_tokens=256",
     "task.tools=[benchmarks.tool_load:look_up]", "rollout.tool_parser=benchmarks.tool_load:read_reply",
 )  # fmt: skip
@@ -124,7 +124,7 @@ async def bare_load(config: Config, url: str, groups: Sequence[list[list[Turn]]]
         When each group ended, sorted, and for each group, in their order, the time that it took: that of the engine for
         its requests plus that of its tools, as long as that takes in its longest episode.
     """
-    slots, ends_s, start_s = asyncio.Semaphore(config.rollout.concurrency), [], time.monotonic()
+    slots, ends_s, start_s = asyncio.Semaphore(config.rollout.max_groups_in_flight), [], time.monotonic()
     timeout = aiohttp.ClientTimeout(total=config.timeouts.generate_s)
 
     async with aiohttp.ClientSession(
@@ -177,11 +177,11 @@ async def measure_round(config: Config, engine: Engine, task: Task, batches: int
     ends_s, durations_s = await bare_load(config, engine.url, turns)
     hang_s = 0.0
     if with_hang:
-        slots = config.rollout.concurrency + 1
-        more = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, concurrency=slots))
+        slots = config.rollout.max_groups_in_flight + 1
+        more = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_groups_in_flight=slots))
         Hang.is_due = True
         hang_s = (await roll_out(more, engine, task, batches)).taken_s[-2]
-    schedule_s = end_times(durations_s, config.rollout.concurrency)[last]
+    schedule_s = end_times(durations_s, config.rollout.max_groups_in_flight)[last]
     return Round(rolled.taken_s[-2], ends_s[last], schedule_s, hang_s)
 
 
@@ -221,7 +221,8 @@ def report(command: str, config: Config, rounds: Sequence[Round], episodes: int)
 
 Command: `{command}`, {machine_text()}.
 
-{rollout.concurrency} groups of {rollout.group_size} episodes at once on SGLang with an untrained tiny model, tools with
+{rollout.max_groups_in_flight} groups of {rollout.group_size} episodes at once on SGLang with an untrained tiny model,
+tools with
 lognormal times (mean {MEAN_S:g} s, cv {CV:g}). The schedule has the same tools' times, and the engine's times for the
 same requests from a bare client.
 

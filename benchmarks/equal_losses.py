@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "equal_losses"
 CASES: dict[str, list[str]] = {
     "GRPO": [],
-    "PPO: a critic, two minibatches": ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2"],
+    "PPO: a critic, two minibatches": ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.num_minibatches=2"],
     "adapters, KL to the reference": ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"],
     "GSPO": ["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean", "algorithm.entropy_coef=0.01"],
     "two ranks, small micro-batches": ["placement.learner.ranks=2", "learner.max_tokens_per_microbatch=128"],
@@ -73,7 +73,7 @@ def write_inputs(folder: Path, steps: int) -> Path:
             "max_prompt_tokens": 80, "reward": "letters:vowels",
         },
         "rollout": {"engine": "hf", "group_size": 4, "max_response_tokens": 12}, "staleness": {"max": 0},
-        "learner": {"prompts_per_step": 4, "lr": 1e-3, "max_tokens_per_microbatch": 1024}, "eval": {"size": 0},
+        "learner": {"prompts_per_step": 4, "lr": 1e-3, "max_tokens_per_microbatch": 1024}, "eval": {"num_prompts": 0},
         "logging": {"wandb": "disabled"},
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))

@@ -61,7 +61,7 @@ async def plain_load(config: Config, engine: Engine, task: Task, groups: int) ->
     """Send `groups` plain HTTP requests of group_size samples to the server; return (episodes/s, tokens/s)."""
     rollout = config.rollout
     ends = end_tokens(config.model.path)
-    gate = asyncio.Semaphore(rollout.concurrency)
+    gate = asyncio.Semaphore(rollout.max_groups_in_flight)
 
     async def one(session: aiohttp.ClientSession, index: int) -> int:
         request = GenerationRequest(
@@ -159,7 +159,7 @@ def sglang_bench(config: Config, engine: Engine, groups: int) -> float:
                 "--random-input-len", str(config.task.max_prompt_tokens),
                 "--random-output-len", str(rollout.max_response_tokens), "--random-range-ratio", "1.0",
                 "--num-prompts", str(groups * rollout.group_size), "--return-logprob", "--temperature", "1.0",
-                "--max-concurrency", str(rollout.concurrency * rollout.group_size),
+                "--max-concurrency", str(rollout.max_groups_in_flight * rollout.group_size),
                 "--output-file", result.name, "--disable-tqdm", "--disable-stream",  # the pipeline streams none either
             ],
             capture_output=True, text=True, timeout=config.timeouts.generate_s,

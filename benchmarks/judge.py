@@ -238,9 +238,9 @@ def settings(port: int) -> list[str]:
     rewards = json.dumps([{"reward": "judge", "params": {"prompt": PROMPT, "structured": False}}])
     return [
         f"task.rewards={rewards}", f"judge.urls=['http://127.0.0.1:{port}/v1']",
-        f"judge.concurrency={GROUPS_AT_ONCE * GROUP}", f"rollout.concurrency={GROUPS_AT_ONCE}",
-        f"staleness.max={STALENESS}", "rollout.engine=hf", "eval.size=0", "logging.wandb=disabled",
-        "checkpoint.every_steps=0", "learner.decay_fraction=0",
+        f"judge.concurrency={GROUPS_AT_ONCE * GROUP}", f"rollout.max_groups_in_flight={GROUPS_AT_ONCE}",
+        f"staleness.max={STALENESS}", "rollout.engine=hf", "eval.num_prompts=0", "logging.wandb=disabled",
+        "checkpoint.every_steps=0", "learner.lr_decay_fraction=0",
     ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.kill_matrix CONFIG --times 5 --kinds server,worker,silent,buffer,learner,driver ...
 
 The committed rows are of configs/quickstart.yaml with rollout.engine=sglang for the kind server, hf for the others,
-placement.rollout.servers=2, placement.learner.ranks=2, eval.size=0; other pushes than whole ones also with
+placement.rollout.servers=2, placement.learner.ranks=2, eval.num_prompts=0; other pushes than whole ones also with
 weight_sync.bucket_bytes=65536, so that a push has many buckets.
 
 kind     killed process                                           expected outcome
@@ -15,7 +15,7 @@ buffer   the buffer                                               the run goes o
 learner  a learner rank                                           the run ends with an error that names the rank
 driver   `async-rl train` itself                                  every process ends
 
-Settings after the kinds are those of any run: with weight_sync.staging=device, weight_sync.delta=true and
+Settings after the kinds are those of any run: with weight_sync.double_buffer=device, weight_sync.delta=true and
 model.dtype=bfloat16 (with learner.lr=1e-5), or weight_sync.lora=adapter and model.lora.rank=4 other pushes are
 disturbed. Each engine and each way to push has rows of its own.
 
@@ -195,7 +195,7 @@ def _steps(run_dir: Path) -> int:
 def push_of(sync: WeightSyncConfig) -> str:
     """Return in words how weights are pushed: what travels, and by which transport if one is named."""
     what = "changes" if sync.delta else "adapters" if sync.lora == "adapter" else "whole"
-    words = [what, *([f"staged ({sync.staging})"] if sync.staging != "none" else [])]
+    words = [what, *([f"staged ({sync.double_buffer})"] if sync.double_buffer != "none" else [])]
     return ", ".join([*words, *([sync.transport] if sync.transport != "auto" else [])])
 
 

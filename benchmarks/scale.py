@@ -114,11 +114,11 @@ class SleepingEngine:
 
 def configured(cell: ScaleCell, folder: str) -> Config:
     return load_config(str(CONFIG), [
-        f"run.dir={folder}", "run.name=scale", "run.steps=1000000", "eval.size=0", f"staleness.max={BOUND}",
+        f"run.dir={folder}", "run.name=scale", "run.steps=1000000", "eval.num_prompts=0", f"staleness.max={BOUND}",
         f"learner.prompts_per_step={cell.batch}", f"rollout.group_size={GROUP_SIZE}",
-        f"rollout.max_response_tokens={cell.tokens}", f"rollout.concurrency={-(-cell.groups // cell.workers)}",
+        f"rollout.max_response_tokens={cell.tokens}", f"rollout.max_groups_in_flight={-(-cell.groups // cell.workers)}",
         f"placement.rollout.servers={cell.workers}", "algorithm.filter_zero_variance=false", "logging.wandb=disabled",
-        "checkpoint.every_steps=0", "buffer.journal_keep_steps=0", "timeouts.work_s=600",
+        "checkpoint.every_steps=0", "buffer.journal_keep_steps=0", "timeouts.batch_s=600",
         f"learner.max_tokens_per_microbatch={GROUP_SIZE * (cell.tokens + 1000)}",
     ])  # fmt: skip
 

@@ -208,7 +208,8 @@ def main() -> None:
         base = Config(
             model=ModelConfig(path=folder), run=RunConfig(dir=folder), task=TaskConfig(name="reasoning_gym/chain_sum"),
             rollout=RolloutConfig(
-                engine="sglang" if arguments.sglang else "hf", mem_fraction=0.3, server_args=arguments.server_args
+                engine="sglang" if arguments.sglang else "hf", gpu_memory_utilization=0.3,
+                    server_args=arguments.server_args
             ),
         )  # fmt: skip
         if arguments.sglang:

@@ -1,7 +1,8 @@
 """Defines the buffer's clients: one for the learner, which blocks, and one for a rollout worker, with asyncio.
 
 A request without an answer is repeated with the same id, so a lost message costs time and nothing else; after
-timeouts.wire_s the wait ends with an error that says who waited for what. A request that lets the buffer wait with its
+timeouts.buffer_s the wait ends with an error that says who waited for what. A request that lets the buffer wait with
+its
 answer waits that much longer, each time it is sent.
 """
 
@@ -37,13 +38,13 @@ from buffer.protocol.wire import (
 )
 
 ATTEMPTS = 4
-"""Number of times that a request is sent within timeouts.wire_s."""
+"""Number of times that a request is sent within timeouts.buffer_s."""
 
 
 class LearnerClient:
     """Sends the learner's requests. Each call blocks until the buffer answers; only one thread may use it.
 
-    Every method raises WaitTimeoutError if the buffer does not answer within timeouts.wire_s, and WireError if it
+    Every method raises WaitTimeoutError if the buffer does not answer within timeouts.buffer_s, and WireError if it
     refuses the request. `keys` is the folder network.keys; "" connects without keys.
     """
 
@@ -54,7 +55,7 @@ class LearnerClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         use_client_keys(self._socket, keys)
-        self._socket.sndtimeo = math.ceil(1000 * timeouts.wire_s / ATTEMPTS)
+        self._socket.sndtimeo = math.ceil(1000 * timeouts.buffer_s / ATTEMPTS)
         self._socket.connect(address)
 
     def take(self, version: int) -> Batch:
@@ -67,7 +68,7 @@ class LearnerClient:
         The list is empty if `interrupted`, asked every few seconds, returns True before there is a batch.
 
         Raises:
-            WaitTimeoutError: there was no batch within timeouts.work_s; the message says what is missing.
+            WaitTimeoutError: there was no batch within timeouts.batch_s; the message says what is missing.
             NothingToLearnError: there will be no further batch.
         """
         reply = self._poll("take", version, f"for batch {version}", interrupted)
@@ -82,7 +83,7 @@ class LearnerClient:
         is when no group runs, and no slot is granted until `served`. Otherwise it is at once.
 
         Raises:
-            WaitTimeoutError: it may not be pushed within timeouts.work_s; the message says what is missing.
+            WaitTimeoutError: it may not be pushed within timeouts.batch_s; the message says what is missing.
             NothingToLearnError: in exact mode, there will be no further batch, so the groups waited for never come.
         """
         purpose = (
@@ -113,9 +114,9 @@ class LearnerClient:
     def _poll(self, op: str, version: int, purpose: str, interrupted: Callable[[], bool]) -> BufferReply | None:
         """Repeat the request `op` until it is fulfilled, and return the answer; None once `interrupted()` is True.
 
-        Raises WaitTimeoutError after timeouts.work_s, which says what the learner waited for: `purpose`.
+        Raises WaitTimeoutError after timeouts.batch_s, which says what the learner waited for: `purpose`.
         """
-        limit, start_s = self._timeouts.limit("work_s"), time.monotonic()
+        limit, start_s = self._timeouts.limit("batch_s"), time.monotonic()
         while not interrupted():
             left_s = limit.seconds - (time.monotonic() - start_s)
             reply = self._call(op, version=version, wait_s=min(LONG_POLL_S, max(0.0, left_s)))
@@ -135,7 +136,7 @@ class LearnerClient:
                 self._socket.send(message)
             except zmq.Again:  # there is no connection to send it on
                 continue
-            retry_s = time.monotonic() + wait_s + self._timeouts.wire_s / ATTEMPTS
+            retry_s = time.monotonic() + wait_s + self._timeouts.buffer_s / ATTEMPTS
             while self._socket.poll(max(0, math.ceil(1000 * (retry_s - time.monotonic())))):
                 reply = read_reply(receive(self._socket))
                 if request_id in reply.ids:
@@ -153,7 +154,7 @@ class WorkerClient:
     def __init__(self, address: str, worker: str, timeouts: TimeoutsConfig, keys: str = "") -> None:
         self._address = address
         self._worker = worker
-        self._wire_s = timeouts.wire_s
+        self._wire_s = timeouts.buffer_s
         self.flat_groups = (0, 0)
         """Two counts of groups in a row, of all workers, at the last `put`. The first counts groups whose answers all
         had the same reward, for example only zeros; the second counts groups with one reward each, whichever it was."""
@@ -283,6 +284,6 @@ def _unanswered(who: str, request: str, address: str, waited_s: float, poll_s: f
     """
     polls = f" and up to {ATTEMPTS} times the {poll_s:.0f} s for which it may wait with its answer" if poll_s else ""
     return WaitTimeoutError(
-        f"{who} waited {waited_s:.0f} s (timeouts.wire_s{polls}) for the buffer at {address} to answer "
+        f"{who} waited {waited_s:.0f} s (timeouts.buffer_s{polls}) for the buffer at {address} to answer "
         f"{request}, sent {ATTEMPTS} times: the buffer is down, or rejected this client's CURVE keys (network.keys)"
     )

@@ -83,6 +83,6 @@ class FlatGroups:
             return f"the task seems to be out of reach {left}. Choose an easier one, or raise rollout.group_size."
         return (
             f"the task seems to have nothing left to teach at version {version}. This reward is neither that of a "
-            "right answer (eval.right_above) nor 0 or less: see what gives it to every answer, and raise "
+            "right answer (eval.correct_threshold) nor 0 or less: see what gives it to every answer, and raise "
             "rollout.temperature or choose a reward that tells answers apart."
         )

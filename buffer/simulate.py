@@ -81,7 +81,7 @@ class Result:
     """The learner's training time as a share of the whole time."""
     mean_staleness: float
     """The mean over trained groups of the batch's version minus the version of the oldest trained token. The oldest
-    token has the group's start version, or with staleness.late=mask the oldest version that is not masked."""
+    token has the group's start version, or with staleness.on_late=mask the oldest version that is not masked."""
     max_staleness: int
     rollout: float
     """The share of time with at least one group in flight and no push that pauses it."""

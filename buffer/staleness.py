@@ -3,7 +3,8 @@
 Summary: no token is more than `staleness.max` versions old when the learner trains on it. Two rules ensure this.
 Admission limits the number of groups that exist at a time, so that the coming batches have room for all of them before
 they are too old; `staleness.depth` limits it further, so that most groups are younger than that. Hand-out chooses the
-groups of a batch, those with the earliest deadline first. With the default, `staleness.late: wait`, the learner waits
+groups of a batch, those with the earliest deadline first. With the default, `staleness.on_late: wait`, the learner
+waits
 for a running group if a batch without it would leave later batches too little room. The proof comes first; the policies
 `drop` and `mask` and the exact mode, which have other rules, come after it.
 buffer/modes.py has a class for each of the four: Wait, Drop, Mask and Exact.
@@ -58,12 +59,12 @@ and
 training take turns. The largest staleness is M all the same: with S < (M + 1) F the look-ahead has room to spare, so
 the learner waits only for groups that have run for nearly M versions, and short ones are trained meanwhile.
 
-Mode `drop` (`staleness.late: drop`): the learner does not wait for running groups, so (*) need not hold. Batch v is
+Mode `drop` (`staleness.on_late: drop`): the learner does not wait for running groups, so (*) need not hold. Batch v is
 taken from finished groups with deadline >= v, so it is within the bound. After its hand-out every live group with
 deadline <= v would miss its deadline and is dropped; no other group is dropped. A batch needs nothing but B finished
 groups, and v does not change while the learner waits: no deadlock.
 
-Mode `mask` (`staleness.late: mask`): the learner does not wait for running groups, and there are no deadlines. A
+Mode `mask` (`staleness.on_late: mask`): the learner does not wait for running groups, and there are no deadlines. A
 finished group may be in batch v while it has a token of version >= v - M. Its older tokens are masked (`young_enough`),
 so none of them is trained on. Groups with the oldest start version go first, ties broken by id. As with `drop`, there
 is no deadlock.
@@ -110,7 +111,7 @@ class Rules:
         return cls(
             max_staleness=config.staleness.max, prompts_per_step=config.learner.prompts_per_step,
             fresh_per_step=config.fresh_per_step, every_steps=config.weight_sync.every_steps, slots=config.slots,
-            max_uses=config.buffer.max_uses, late=config.staleness.late, exact=config.staleness.mode == "exact",
+            max_uses=config.buffer.max_uses, late=config.staleness.on_late, exact=config.staleness.mode == "exact",
             drain=config.weight_sync.on_update == "drain",
         )
 

@@ -33,7 +33,7 @@ class Store:
     Nothing is admitted before the first `served`. Every call that changes state is idempotent, because a client that
     missed the answer asks again. After each call `state` is consistent, so a journal may commit it. `draw` decides
     which prompts are skipped; None: none is. `is_right` says whether a reward means a right answer; None: as
-    eval.right_above does by default.
+    eval.correct_threshold does by default.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def ask_buffer(
     pause the buffer is not asked: it may have a batch at once.
 
     Raises:
-        WaitTimeoutError: there was no batch within timeouts.work_s, and no other reason to end the wait.
+        WaitTimeoutError: there was no batch within timeouts.batch_s, and no other reason to end the wait.
     """
     if (wanted := asked()) and wanted.why == "paused":
         return NoBatch("push wanted") if is_push_wanted() else wanted
@@ -71,7 +71,7 @@ def await_push(
         client: rank 0's; the other ranks have none, and do what it is told.
 
     Raises:
-        WaitTimeoutError: it may not be pushed within timeouts.work_s.
+        WaitTimeoutError: it may not be pushed within timeouts.batch_s.
     """
 
     def asked_end() -> NoBatch | None:
@@ -109,13 +109,14 @@ def share_taken(taken: Taken | None) -> Taken:
 
 
 def check_staleness(batch: Batch, version: int, staleness: StalenessConfig) -> tuple[Batch, list[Metric]]:
-    """Check that no trained token is too old, and return the batch; `staleness.late: mask` masks such tokens first.
+    """Check that no trained token is too old, and return the batch; `staleness.on_late: mask` masks such tokens first.
 
     Returns:
-        The batch, and metrics of its staleness before masking, none without `staleness.late: mask`. An episode has the
+        The batch, and metrics of its staleness before masking, none without `staleness.on_late: mask`. An episode has
+        the
         staleness of its oldest trained token. A turn is masked if all of its tokens are.
     """
-    if staleness.late != "mask":
+    if staleness.on_late != "mask":
         check_bound(batch, version, staleness.max)
         return batch, []
     groups = []

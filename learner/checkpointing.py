@@ -44,7 +44,7 @@ class Checkpointer:
     def __init__(self, config: Config, optimizers: Mapping[str, Optimizer], device: torch.device) -> None:
         self._optimizers = optimizers
         self._device = device
-        self._timeout_s = config.timeouts.work_s
+        self._timeout_s = config.timeouts.batch_s
         # A group of its own, because the writer runs collectives while those of training go on.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         pinned = device.type == "cuda"
@@ -81,14 +81,14 @@ class Checkpointer:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            WaitTimeoutError: the checkpoint is not complete after timeouts.work_s.
+            WaitTimeoutError: the checkpoint is not complete after timeouts.batch_s.
             AsyncRLError: the checkpoint could not be written.
         """
         if self._running is None:
             return
         if not wait([self._running], self._timeout_s).done:
             raise WaitTimeoutError(
-                f"learner/{dist.get_rank()} waited {self._timeout_s:.0f} s (timeouts.work_s) for its checkpoint "
+                f"learner/{dist.get_rank()} waited {self._timeout_s:.0f} s (timeouts.batch_s) for its checkpoint "
                 f"{self._target} to be written: is the disk slow or full, or another rank gone?"
             )
         try:

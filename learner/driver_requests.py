@@ -112,4 +112,4 @@ class GpuTurns:
 
 def start_limit(timeouts: TimeoutsConfig) -> Limit:
     """Return how long a step waits for servers: each may take timeouts.startup_s to start, and to reach the others."""
-    return Limit(timeouts.work_s + 2 * timeouts.startup_s, "timeouts.work_s + 2 * timeouts.startup_s")
+    return Limit(timeouts.batch_s + 2 * timeouts.startup_s, "timeouts.batch_s + 2 * timeouts.startup_s")

@@ -121,7 +121,7 @@ class EvalSchedule:
 
     def __init__(self, config: Config) -> None:
         self._eval = config.eval
-        self._timeout_s = config.timeouts.work_s
+        self._timeout_s = config.timeouts.batch_s
         self._push_every = config.weight_sync.every_steps
         # Version 0 is due on evaluation servers; else the driver has it evaluated before training.
         self._served = -1 if config.placement.eval.servers else 0
@@ -145,7 +145,7 @@ class EvalSchedule:
 
     def is_due(self, version: int) -> bool:
         """Return whether an evaluation of `version` is due once every server serves it, as the next one."""
-        if self._eval.every_steps == 0 or self._eval.size == 0:
+        if self._eval.every_steps == 0 or self._eval.num_prompts == 0:
             return False
         return self._served // self._eval.every_steps < version // self._eval.every_steps
 
@@ -166,11 +166,12 @@ class EvalSchedule:
         """Wait until the running evaluation has ended.
 
         Raises:
-            WaitTimeoutError: the evaluation did not end within timeouts.work_s.
+            WaitTimeoutError: the evaluation did not end within timeouts.batch_s.
         """
         if not self._idle.wait(self._timeout_s):
             raise WaitTimeoutError(
-                f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.work_s) for the held-out "
-                f"evaluation before it, which has not ended. Make eval.size smaller or eval.every_steps larger, or "
+                f"the learner held its push back for {self._timeout_s:.0f} s (timeouts.batch_s) for the held-out "
+                f"evaluation before it, which has not ended. Make eval.num_prompts smaller or eval.every_steps "
+                f"larger, or "
                 "unset what needs each evaluation: eval.pin_version, checkpoint.keep_best, watch.action"
             )

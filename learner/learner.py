@@ -177,7 +177,7 @@ class Learner:
         """Wait for the next batch and return it, or a NoBatch that says why there is none, the same on every rank.
 
         `stop` ends the wait. A server that came back ends it too, because it needs a push: the batch may be waiting for
-        this server's groups. After timeouts.work_s rank 0 raises WaitTimeoutError.
+        this server's groups. After timeouts.batch_s rank 0 raises WaitTimeoutError.
         """
         if self._no_batch:
             return self._no_batch
@@ -381,10 +381,10 @@ def rank_status(
     match state:
         case "eval":
             on = "the held-out evaluation"
-            return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.work_s)
+            return Status(doing="holds its push", waits_on=on, since_s=since_s, limit_s=timeouts.batch_s)
         case "wait_data":
             doing = "waits for running groups to end" if name == "drain" else "waits for a batch"
-            return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.work_s)
+            return Status(doing=doing, waits_on=others, since_s=since_s, limit_s=timeouts.batch_s)
         case "sync":
             servers = pushed_to.get(name, pushed_to["push"])  # each may die in a push: it is repeated without that one
             limit_s = 2 * timeouts.push_s * (1 + len(servers))  # to join the weight group, and to push

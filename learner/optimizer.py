@@ -54,7 +54,7 @@ def non_finite(module: nn.Module) -> str:
 def lr_decay(version: int, config: Config) -> float:
     """Return the factor of all learning rates in the step that is made of `version`, see `decayed`."""
     learner = config.learner
-    return decayed(version, config.run.steps, learner.decay_fraction, learner.decay, learner.decay_to)
+    return decayed(version, config.run.steps, learner.lr_decay_fraction, learner.lr_decay, learner.lr_decay_to)
 
 
 def decayed(done: int, steps: int, fraction: float, shape: str = "linear", end: float = 0.0) -> float:

@@ -71,7 +71,7 @@ class PretrainingTerm:
         algorithm = config.algorithm
         self._config = config
         self._coef = algorithm.ptx_coef
-        self._rows_per_step = max(1, algorithm.ptx_rows * config.episodes_per_step // algorithm.minibatches)
+        self._rows_per_step = max(1, algorithm.ptx_rows * config.episodes_per_step // algorithm.num_minibatches)
         self._rows = read_texts(config)
         self._policy, self._ranks, self._layout, self._device = policy, ranks, layout, device
 

@@ -198,7 +198,7 @@ class Updater:
         rng = np.random.default_rng((config.run.seed, batch.version))
         budget, ranks = config.learner.max_tokens_per_forward, self.ranks
         minibatches = []
-        for pairs in split_minibatches(batch.groups, config.algorithm.minibatches, rng):
+        for pairs in split_minibatches(batch.groups, config.algorithm.num_minibatches, rng):
             pieces = make_pieces(batch.groups, pairs, budget, -(-len(pairs) // ranks.shares), self._layout)
             cuts = plan_microbatches(pieces, ranks.shares, budget, self._layout)[ranks.share]
             filler = [[min(pieces, key=lambda piece: piece.length)]]  # for a rank with fewer micro-batches

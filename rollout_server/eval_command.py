@@ -23,14 +23,15 @@ _log = logging.getLogger(__name__)
 
 
 async def evaluate_model(config: Config) -> dict[str, float]:
-    """Return the metrics {`eval/...`: value} of model.path on eval.size held-out prompts, eval.samples answers each."""
+    """Return the metrics {`eval/...`: value} of model.path on eval.num_prompts held-out prompts,
+    eval.samples_per_prompt answers each."""
     config = located(pinned(config, ["model.path", *DATA_KEYS]), ["model.path"])
     check_model_folder(config.model.path, config.longest_tokens)
     load_without_weights("model.path", config.model.path, config.model.attn_implementation)
     values = await _evaluate(config)
     if not values:
         raise ConfigError(
-            f"eval.size and task.eval_path must give held-out prompts, got {config.eval.size} and "
+            f"eval.num_prompts and task.eval_path must give held-out prompts, got {config.eval.num_prompts} and "
             f"{config.task.eval_path!r}"
         )
     return values

@@ -46,18 +46,21 @@ class Evaluation:
     async def run(self, version: int, *, beside_training: bool, part: tuple[int, int] = (0, 1)) -> EvaluationDone:
         """Answer and score the held-out prompts; return `eval/accuracy` and more, or no metrics if there are none.
 
-        eval.size prompts get eval.samples answers each. If the reward of one fails, all answers to its prompt count as
+        eval.num_prompts prompts get eval.samples_per_prompt answers each. If the reward of one fails, all answers to
+        its prompt count as
         reward 0, and in `eval/failed`. One on which a reward gave no verdict counts only in `eval/no_verdict`.
 
         Args:
             version: the policy version that the engine serves.
-            beside_training: keep at most rollout.concurrency prompts in flight, because all at once would delay the
+            beside_training: keep at most rollout.max_groups_in_flight prompts in flight, because all at once would
+            delay the
                 groups that the learner waits for. With eval.pin_version the next push waits, so there is no limit.
             part: (number, count) to answer one of `count` equal parts of the prompts. The metrics of all parts,
                 reduced together, are those of the whole.
         """
         is_limited = beside_training and not self._config.eval.pin_version
-        places = asyncio.Semaphore(self._config.rollout.concurrency if is_limited else max(1, self._config.eval.size))
+        places = asyncio.Semaphore(self._config.rollout.max_groups_in_flight if is_limited else max(1,
+            self._config.eval.num_prompts))
         with self._stats.evaluating():
             held_out = await asyncio.to_thread(self._task.eval_prompts)
             prompts = held_out[part[0] :: part[1]]
@@ -153,12 +156,13 @@ class Evaluation:
     async def _group(
         self, prompt: Prompt, places: asyncio.Semaphore
     ) -> Sequence[Episode | None]:
-        """Return the eval.samples episodes of a prompt with their rewards, or as many None if a reward failed."""
+        """Return the eval.samples_per_prompt episodes of a prompt with their rewards, or as many None if a reward
+        failed."""
         rollout, evaluation = self._config.rollout, self._config.eval
         temperature, top_p = evaluation.sampling(rollout)
         request = GenerationRequest(
             purpose=Purpose.EVALUATION, group_id=next(self._numbers), prompt=prompt, start_version=0,
-            seed=self._config.run.seed + _SEED_OFFSET, n=evaluation.samples,
+            seed=self._config.run.seed + _SEED_OFFSET, n=evaluation.samples_per_prompt,
             max_tokens=rollout.max_response_tokens, temperature=temperature, top_p=top_p,
         )
         try:
@@ -178,15 +182,16 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def at_k_metrics(rewards: Sequence[Sequence[float | None]], evaluation: EvalConfig) -> Iterator[Metric]:
-    """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples is 1.
+    """Yield the share of right answers and the mean pass@k for k in eval.pass_at; nothing if eval.samples_per_prompt
+    is 1.
 
     A prompt counts for pass@k if it has at least k answers.
     """
-    if evaluation.samples == 1:
+    if evaluation.samples_per_prompt == 1:
         return
     correct = [(sum(map(evaluation.is_right, group)), len(group)) for group in rewards]
     right, asked = map(sum, zip(*correct, strict=True))
-    yield _mean(f"eval/avg_at_{evaluation.samples}", right, asked)
+    yield _mean(f"eval/avg_at_{evaluation.samples_per_prompt}", right, asked)
     for k in evaluation.pass_at:
         if chances := [pass_at_k(c, n, k) for c, n in correct if n >= k]:
             yield _mean(f"eval/pass_at_{k}", sum(chances), len(chances))

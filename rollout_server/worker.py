@@ -95,16 +95,17 @@ class Worker(EvalWorker):
             await asyncio.gather(self._admitting, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """Get slots from the buffer and make a group for each, rollout.concurrency at a time; an error ends all."""
+        """Get slots from the buffer and make a group for each, rollout.max_groups_in_flight at a time; an error ends
+        all."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                if self._config.staleness.late == "drop":
+                if self._config.staleness.on_late == "drop":
                     tasks.create_task(self._abort_dropped())
                 await self._client.tell_prompts(self.player.task.order.sources)
                 while True:
-                    while (num_free := self._config.rollout.concurrency - self._stats.in_flight) <= 0:
+                    while (num_free := self._config.rollout.max_groups_in_flight - self._stats.in_flight) <= 0:
                         self._group_ended.clear()
-                        await self._group_ended.wait()  # startup_s, generate_s, reward_s and wire_s limit a group
+                        await self._group_ended.wait()  # startup_s, generate_s, reward_s and buffer_s limit a group
                     slots = await self._client.admit(num_free)
                     granted_s = asyncio.get_running_loop().time()
                     # All prompts are made before the first task starts: groups that are granted together reach the
@@ -166,7 +167,7 @@ class Worker(EvalWorker):
             baseline_reward=baseline, keeps_kv=self._config.weight_sync.on_update == "in_place",
             data_row=prompt.data_row, messages=prompt.messages, **rows._asdict(),
         )
-        with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
+        with self._stats.waiting("sends", "buffer", self._config.timeouts.buffer_s):
             await self._client.put(group)
         self._failures_in_a_row = 0
         self._counts.update(groups=1, rows=len(group.rows), tokens=group.num_tokens)
@@ -217,7 +218,7 @@ class Worker(EvalWorker):
                 f"(on {prompt.origin})"
             ) from error
         # The prompt is not granted again: it would most likely fail the same way.
-        with self._stats.waiting("sends", "buffer", self._config.timeouts.wire_s):
+        with self._stats.waiting("sends", "buffer", self._config.timeouts.buffer_s):
             await self._client.fail(slot.group_id, str(error), requeue=False, data_row=prompt.data_row)
 
     async def _report(self) -> WorkerReport:

@@ -145,8 +145,8 @@ class Config:
     @property
     def max_running_replies(self) -> int:
         """The largest number of replies that one server can be asked for at once, evaluations included."""
-        groups = min(self.rollout.concurrency, self.slots)
-        return groups * self.rollout.group_size + self.eval.size * self.eval.samples
+        groups = min(self.rollout.max_groups_in_flight, self.slots)
+        return groups * self.rollout.group_size + self.eval.num_prompts * self.eval.samples_per_prompt
 
     @property
     def journal_kept_steps(self) -> int:
@@ -244,7 +244,7 @@ class Config:
         algorithm = self.algorithm
         if algorithm.correction.kind != "auto":
             return algorithm.correction.kind
-        corrects = algorithm.proximal == "behaviour" or algorithm.advantage_entry.carries_correction
+        corrects = algorithm.old_logprobs == "rollout" or algorithm.advantage_entry.carries_correction
         return "none" if self.staleness.max == 0 or corrects else "token_tis"
 
     @property

@@ -77,7 +77,7 @@ class CorrectionConfig:
 
     kind: Annotated[str, Named(CORRECTIONS, "algorithm.correction.kind", also=("auto",))] = "auto"
     """Which weight a token has. auto: none at staleness.max 0 and where the loss or the advantage corrects already
-    (algorithm.proximal behaviour, algorithm.advantage vtrace), else token_tis."""
+    (algorithm.old_logprobs rollout, algorithm.advantage vtrace), else token_tis."""
     floor: NonNegativeFloat = 0.0
     """Weights below this are raised to it. Floor and cap together clip on both sides, e.g. {floor: 0.5, cap: 2.0}."""
     cap: Annotated[Unbounded, Field(gt=0)] = 2.0
@@ -138,14 +138,14 @@ class AlgorithmConfig:
     """How rewards become advantages. gae and vtrace train a critic; the others compare rewards."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The discount of rewards from one token to the next."""
-    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     """The lambda of gae and vtrace."""
     whiten: bool = False
     """Subtract the mean of the advantages and divide them by their standard deviation, both over the trained tokens of
     the batch. The REINFORCE++ advantages always are whitened."""
     loss: Annotated[str, Named(LOSSES, "algorithm.loss")] = "ppo_clip"
     """The loss of the policy."""
-    proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
+    old_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
     """Which policy the loss's ratio is taken against. recompute: the learner's own at the start of the step
     (decoupled), which takes a forward pass with several optimizer steps a batch and in some other cases. interpolate:
     log-linear between behaviour and learner by version, without a forward pass. behaviour: the policy that sampled the
@@ -169,8 +169,8 @@ class AlgorithmConfig:
     """Rows of that text for each episode of a minibatch. InstructGPT takes 8."""
     epochs: PositiveInt = 1
     """How often the learner goes through a batch."""
-    minibatches: PositiveInt = 1
-    """Parts into which a batch is split. Optimizer steps per batch are epochs * minibatches."""
+    num_minibatches: PositiveInt = 1
+    """Parts into which a batch is split. Optimizer steps per batch are epochs * num_minibatches."""
     early_stop_kl: NonNegativeFloat = 0.0
     """When a minibatch's KL(proximal || learner) is above this, in nats a token, the policy's remaining optimizer steps
     of the batch are left out. A critic still takes all of its steps. 0 turns it off."""
@@ -193,7 +193,7 @@ class AlgorithmConfig:
     @property
     def steps_per_batch(self) -> int:
         """The number of optimizer steps per batch: epochs * minibatches."""
-        return self.epochs * self.minibatches
+        return self.epochs * self.num_minibatches
 
     @property
     def advantage_entry(self) -> Advantage:
@@ -246,39 +246,41 @@ class AlgorithmConfig:
     def _check_limits(self) -> None:
         for name in ("early_stop_kl", "skip_batch_kl"):
             check(
-                getattr(self, name) == 0 or self.proximal != "interpolate", f"algorithm.{name}", getattr(self, name),
-                "0 with algorithm.proximal interpolate", "Interpolated logprobs don't show how far the policy is.",
+                getattr(self, name) == 0 or self.old_logprobs != "interpolate",
+                f"algorithm.{name}", getattr(self, name),
+                "0 with algorithm.old_logprobs interpolate", "Interpolated logprobs don't show how far the policy is.",
             )
         check(
             self.early_stop_kl == 0 or self.steps_per_batch > 1, "algorithm.early_stop_kl", self.early_stop_kl,
-            "0 with one optimizer step per batch", "Set algorithm.epochs or algorithm.minibatches above 1.",
+            "0 with one optimizer step per batch", "Set algorithm.epochs or algorithm.num_minibatches above 1.",
         )
 
     def _check_proximal(self) -> None:
         kind, normalised, m2po = self.correction.kind, self.correction.batch_normalised, self.correction.masks.m2po
         check(
-            self.proximal != "interpolate" or self.steps_per_batch > 1, "algorithm.proximal", self.proximal,
+            self.old_logprobs != "interpolate" or self.steps_per_batch > 1, "algorithm.old_logprobs", self.old_logprobs,
             "recompute or behaviour with one optimizer step per batch",
             "The forward pass of that step gives the proximal logprobs: there is no other pass to save.",
         )
         check(
-            not normalised or self.proximal == "recompute", "algorithm.correction.batch_normalised", normalised,
-            f"false with algorithm.proximal {self.proximal}",
+            not normalised or self.old_logprobs == "recompute", "algorithm.correction.batch_normalised", normalised,
+            f"false with algorithm.old_logprobs {self.old_logprobs}",
             "Weights of a whole minibatch need its proximal logprobs before its first step. Use recompute.",
         )
         check(
-            self.proximal != "interpolate" or m2po == 0, "algorithm.correction.masks.m2po", m2po,
-            "0 with algorithm.proximal interpolate",
+            self.old_logprobs != "interpolate" or m2po == 0, "algorithm.correction.masks.m2po", m2po,
+            "0 with algorithm.old_logprobs interpolate",
             "The mask needs the proximal logprobs of a whole minibatch before its first step. Use recompute.",
         )
         check(
-            self.proximal != "interpolate" or not self.whitens_at_start, "algorithm.proximal", self.proximal,
+            self.old_logprobs != "interpolate" or not self.whitens_at_start, "algorithm.old_logprobs",
+            self.old_logprobs,
             "recompute or behaviour with whitened advantages of a critic or of algorithm.kl.kind k1_reward",
             "They are whitened before the first optimizer step, by a forward pass. Use recompute.",
         )
         check(
-            self.proximal != "behaviour" or not self.correction.is_asked_for, "algorithm.correction.kind", kind,
-            "auto or none with algorithm.proximal behaviour",
+            self.old_logprobs != "rollout" or not self.correction.is_asked_for, "algorithm.correction.kind", kind,
+            "auto or none with algorithm.old_logprobs rollout",
             "The ratio to the behaviour policy is in the loss: a weight would count it twice.",
         )
 
@@ -295,7 +297,7 @@ class AlgorithmConfig:
             "These advantages carry the truncated ratio already.",
         )
         check(
-            not entry.carries_correction or self.proximal != "behaviour", "algorithm.proximal", self.proximal,
+            not entry.carries_correction or self.old_logprobs != "rollout", "algorithm.old_logprobs", self.old_logprobs,
             f"recompute or interpolate with algorithm.advantage {self.advantage}",
             "These advantages carry the ratio to the behaviour policy already.",
         )

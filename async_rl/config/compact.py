@@ -51,7 +51,8 @@ def check_compact(
             "The weights that a server makes of parts have the type model.dtype; it can't make quantised ones of them.",
         ),
         (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts make weights of parts."),
-        (sync.staging != "none", f"weight_sync.staging {sync.staging}", "Staged weights must come whole."),
+        (sync.double_buffer != "none", f"weight_sync.double_buffer {sync.double_buffer}",
+         "Staged weights must come whole."),
     ):
         check(not unfit, key, got, f"{default} with {setting}", reason)
     check_compact_transport(sync, working)

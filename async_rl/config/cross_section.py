@@ -56,7 +56,7 @@ def check_cross_section(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    learner, shares, parts = config.learner, config.batch_shares, config.algorithm.minibatches
+    learner, shares, parts = config.learner, config.batch_shares, config.algorithm.num_minibatches
     slices = learner.sequence_parallel
     shared_by = "" if slices == 1 else f" / learner.sequence_parallel = {slices}"
     answered = "task.max_prompt_tokens + rollout.max_response_tokens"
@@ -71,7 +71,7 @@ def _check_sizes(config: Config) -> None:
         "Each rank trains on at least one.",
     )
     check(
-        config.episodes_per_step >= parts * shares, "algorithm.minibatches", parts,
+        config.episodes_per_step >= parts * shares, "algorithm.num_minibatches", parts,
         f"at most {config.episodes_per_step} episodes per step / {shares} learner ranks{shared_by}",
     )
     check(
@@ -121,10 +121,11 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_interpolated(config: Config) -> None:
-    by_ess, is_interpolated = config.learner.lr_by_ess, config.algorithm.proximal == "interpolate"
+    by_ess, is_interpolated = config.learner.lr_by_ess, config.algorithm.old_logprobs == "interpolate"
     check(
-        by_ess == "off" or not is_interpolated, "learner.lr_by_ess", by_ess, "off with algorithm.proximal interpolate",
-        "Interpolated logprobs don't show how far the policy is. Or set algorithm.proximal: recompute.",
+        by_ess == "off" or not is_interpolated, "learner.lr_by_ess", by_ess,
+        "off with algorithm.old_logprobs interpolate",
+        "Interpolated logprobs don't show how far the policy is. Or set algorithm.old_logprobs: recompute.",
     )
 
 
@@ -205,22 +206,22 @@ def _check_judge(config: Config) -> None:
 
 
 def _check_updates(config: Config) -> None:
-    """Check that weight_sync.on_update goes with staleness.late, with the time limits and with rollout.server_args.
+    """Check that weight_sync.on_update goes with staleness.on_late, with the time limits and with rollout.server_args.
 
     With SGLang's overlap schedule and speculative decoding, tokens that are being sampled during a pause in place would
     get a wrong version.
     """
-    late, on_update, server_args = config.staleness.late, config.weight_sync.on_update, config.rollout.server_args
+    late, on_update, server_args = config.staleness.on_late, config.weight_sync.on_update, config.rollout.server_args
     timeouts = config.timeouts
     check(
-        late != "mask" or on_update != "drain", "staleness.late", late,
+        late != "mask" or on_update != "drain", "staleness.on_late", late,
         "wait or drop with weight_sync.on_update drain",
         "All tokens of a drained answer are of one version: no single token can be too old. "
         "Or set weight_sync.on_update: in_place, retract or abort.",
     )
     check(
-        on_update != "drain" or not config.task.has_turns or timeouts.work_s >= timeouts.episode_s,
-        "timeouts.work_s", timeouts.work_s, f"at least timeouts.episode_s = {timeouts.episode_s:g} with "
+        on_update != "drain" or not config.task.has_turns or timeouts.batch_s >= timeouts.episode_s,
+        "timeouts.batch_s", timeouts.batch_s, f"at least timeouts.episode_s = {timeouts.episode_s:g} with "
         "weight_sync.on_update drain and episodes of several turns",
         "A push waits until the episodes that run have ended. Raise it, or lower timeouts.episode_s.",
     )
@@ -328,11 +329,11 @@ def _engines_with(can: Callable[[EngineEntry], bool]) -> str:
 
 
 def _check_exact(config: Config) -> None:
-    """Check for staleness.mode exact that staleness.late is wait, on_update drain, every_steps 1 and max_uses 1."""
-    late, on_update = config.staleness.late, config.weight_sync.on_update
+    """Check for staleness.mode exact that staleness.on_late is wait, on_update drain, every_steps 1 and max_uses 1."""
+    late, on_update = config.staleness.on_late, config.weight_sync.on_update
     every_steps, uses = config.weight_sync.every_steps, config.buffer.max_uses
     for key, got, needed, reason in (
-        ("staleness.late", late, "wait", "A push waits for the groups of a batch, so none is ever late."),
+        ("staleness.on_late", late, "wait", "A push waits for the groups of a batch, so none is ever late."),
         ("weight_sync.on_update", on_update, "drain", "An answer that spans two versions has no exact staleness."),
         ("weight_sync.every_steps", every_steps, 1, "Every version trains a batch of its own."),
         ("buffer.max_uses", uses, 1, "A group used again is older."),

@@ -207,9 +207,9 @@ class RolloutConfig(OnePart):
     forbid_special_tokens: bool = False
     """Never sample a special token of the tokenizer but those that end an answer: no reward has seen one in an answer.
     The learner's logprobs are those of the same narrowed distribution, so that importance ratios stay right."""
-    concurrency: Annotated[int, Field(ge=1, le=2**20)] = 256
+    max_groups_in_flight: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Groups that one worker keeps in flight at most; the buffer grants 2^20 at once, and admission may keep fewer."""
-    mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """The share of a GPU's memory for a server's weights and KV cache: --mem-fraction-static of SGLang,
     --gpu-memory-utilization of vLLM. Servers that share a GPU start one after the other, and divide it."""
     server_url: Annotated[str, checked(lambda url: not url or is_server_url(url), (
@@ -248,7 +248,7 @@ class StalenessConfig:
     mode: Literal["bounded", "exact"] = "bounded"
     """bounded is for training. exact makes staleness exactly `max` from batch `max` on, to isolate its effect on the
     algorithm; its utilisation says nothing about the trade-off."""
-    late: Literal["wait", "drop", "mask"] = "wait"
+    on_late: Literal["wait", "drop", "mask"] = "wait"
     """The policy for a group that would miss its deadline. wait: the learner waits for it. drop: it is dropped and its
     prompt granted again (biased to short answers). mask: it is trained on, with the tokens that are too old masked."""
 
@@ -292,16 +292,17 @@ class EvalConfig:
     every_steps: NonNegativeInt = 0
     """Versions between two evaluations beside training; 0: only at start and end. One that is due during another is
     skipped, but its push waits if it gets a checkpoint with keep_best, or if watch.action acts on gold rewards. Prompts
-    in flight: rollout.concurrency; with pin_version, or on servers of its own (placement.eval.servers), all."""
-    size: NonNegativeInt = 256
+    in flight: rollout.max_groups_in_flight; with pin_version, or on servers of its own (placement.eval.servers),
+    all."""
+    num_prompts: NonNegativeInt = 256
     """The number of held-out prompts. 0: no evaluation."""
-    samples: PositiveInt = 1
+    samples_per_prompt: PositiveInt = 1
     """The number of answers to each held-out prompt."""
     temperature: NonNegativeFloat | Literal["rollout"] = "rollout"
     """The temperature at which held-out prompts are answered. rollout: that of training. 0: greedy, one answer each."""
     top_p: Annotated[float, Field(gt=0, le=1)] | Literal["rollout"] = "rollout"
     """Nucleus sampling of these answers. rollout: that of training. Greedy answers have none."""
-    right_above: float = 1.0
+    correct_threshold: float = 1.0
     """An answer with this reward or more counts as right, 1e-6 less being allowed for. Verifiers may give partial
     credit, and several rewards add up to more than 1: eval/reward has all of it, eval/accuracy only what is right."""
     gold_reward: str = ""
@@ -319,8 +320,9 @@ class EvalConfig:
             "false with eval.every_steps 0", "Nothing is evaluated beside training then. Set eval.every_steps.",
         )
         check(
-            self.temperature != 0 or self.samples == 1, "eval.samples", self.samples, "1 with eval.temperature 0",
-            "All greedy answers to a prompt are the same. Set eval.samples=1, or a temperature above 0.",
+            self.temperature != 0 or self.samples_per_prompt == 1, "eval.samples_per_prompt", self.samples_per_prompt,
+            "1 with eval.temperature 0",
+            "All greedy answers to a prompt are the same. Set eval.samples_per_prompt=1, or a temperature above 0.",
         )
 
     def sampling(self, rollout: RolloutConfig) -> tuple[float, float]:
@@ -330,10 +332,10 @@ class EvalConfig:
 
     def is_right(self, reward: float | None) -> bool:
         """Return whether an answer with this reward counts as right; None: there is none, because the reward failed."""
-        return reward is not None and reward >= self.right_above - 1e-6
+        return reward is not None and reward >= self.correct_threshold - 1e-6
 
     @property
     def pass_at(self) -> tuple[int, ...]:
         """Each k for which pass@k is measured: 2, 4, 8, ... up to `samples`, and `samples`; () with one sample."""
-        powers = (2**i for i in range(1, self.samples.bit_length()))
-        return tuple(sorted({*powers, self.samples} - {1}))
+        powers = (2**i for i in range(1, self.samples_per_prompt.bit_length()))
+        return tuple(sorted({*powers, self.samples_per_prompt} - {1}))

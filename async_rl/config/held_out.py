@@ -24,10 +24,10 @@ def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig, task: TaskC
     """Check, if checkpoint.keep_best is set, that held-out prompts are answered at the version of each checkpoint."""
     if not checkpoint.keep_best:
         return
-    size, evals, every = evaluation.size, evaluation.every_steps, checkpoint.every_steps
+    size, evals, every = evaluation.num_prompts, evaluation.every_steps, checkpoint.every_steps
     user, by = "checkpoint.keep_best", f"eval/{checkpoint.best_by}"
     measured = f"It chooses by {by}, measured on held-out prompts."
-    check(size > 0, "eval.size", size, f"above 0 with {user}", measured)
+    check(size > 0, "eval.num_prompts", size, f"above 0 with {user}", measured)
     check_eval_path(task, user, measured)
     check(
         evals > 0 and every % evals == 0, "checkpoint.every_steps", every,
@@ -46,8 +46,8 @@ def check_gold(evaluation: EvalConfig, task: TaskConfig, *, has_rule: bool) -> N
     if not gold:
         return
     check(
-        evaluation.size > 0 and evaluation.every_steps > 0, "eval.gold_reward", gold,
-        "empty without eval.size and eval.every_steps", "It scores the answers of evaluations beside training.",
+        evaluation.num_prompts > 0 and evaluation.every_steps > 0, "eval.gold_reward", gold,
+        "empty without eval.num_prompts and eval.every_steps", "It scores the answers of evaluations beside training.",
     )
     check_eval_path(
         task, "eval.gold_reward",
@@ -71,7 +71,8 @@ def check_eval_servers(servers: int, evaluation: EvalConfig, task: TaskConfig, s
         return
     for unfit, key, hint in (
         (server_url, "rollout.server_url", "The URL names the run's only server. Leave it empty."),
-        (evaluation.size == 0, "eval.size 0", "There are no held-out prompts then. Set eval.size."),
+        (evaluation.num_prompts == 0, "eval.num_prompts 0",
+         "There are no held-out prompts then. Set eval.num_prompts."),
         (evaluation.every_steps == 0, "eval.every_steps 0", "Nothing is evaluated beside training. Set it."),
     ):
         check(not unfit, "placement.eval.servers", servers, f"0 with {key}", hint)

@@ -195,12 +195,12 @@ class LearnerConfig:
     lr_by_ess: Literal["off", "token", "sequence"] = "off"
     """Multiply the policy's learning rate on a batch by sqrt(ESS/N) of its importance weights, of tokens or of whole
     rows: a batch that few samples carry takes a smaller step (VCPO). No gain of it is shown yet."""
-    decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    lr_decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Over this last share of run.steps all learning rates fall, so that a run does not end on a large step. 0: no
     decay."""
-    decay: Literal["linear", "cosine"] = "linear"
-    """How they fall. With decay_fraction 1 and warmup_steps, cosine is the usual cosine schedule."""
-    decay_to: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lr_decay: Literal["linear", "cosine"] = "linear"
+    """How they fall. With lr_decay_fraction 1 and warmup_steps, cosine is the usual cosine schedule."""
+    lr_decay_to: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of a learning rate to which it falls."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are split over all ranks. hybrid: they are split over the ranks of
@@ -245,7 +245,7 @@ class LearnerConfig:
 
 def check_average(learner: LearnerConfig, evaluation: EvalConfig, placement: PlacementConfig) -> None:
     """Check that the average weights are evaluated by servers that training does not sample with."""
-    beside = evaluation.size > 0 and evaluation.every_steps > 0
+    beside = evaluation.num_prompts > 0 and evaluation.every_steps > 0
     check(
         not learner.ema_decay or not beside or placement.eval.servers > 0, "learner.ema_decay", learner.ema_decay,
         "0 with eval.every_steps and without placement.eval.servers",

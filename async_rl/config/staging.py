@@ -1,4 +1,4 @@
-"""The checks of weight_sync.staging: who can take weights beside generation, and where it would be of no use."""
+"""The checks of weight_sync.double_buffer: who can take weights beside generation, and where it would be of no use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_rl.config.data import RolloutConfig
 from async_rl.config.system import WeightSyncConfig
 from async_rl.seams import ENGINES, TRANSPORTS
 
-KEY = "weight_sync.staging"
+KEY = "weight_sync.double_buffer"
 
 
 def check_staging(
@@ -26,11 +26,11 @@ def check_staging(
         SettingsError: one of these is not so. The message gives the reason and the alternative.
     """
     engine = rollout.engine_entry
-    if sync.staging == "none":
+    if sync.double_buffer == "none":
         return
-    able = [name for name, entry in ENGINES.items() if sync.staging in entry.staging]
+    able = [name for name, entry in ENGINES.items() if sync.double_buffer in entry.staging]
     check(
-        sync.staging in engine.staging, KEY, sync.staging,
+        sync.double_buffer in engine.staging, KEY, sync.double_buffer,
         f"{', '.join(('none', *engine.staging))} with rollout.engine {rollout.engine}",
         f"Or set rollout.engine: {' or '.join(able)}.",
     )
@@ -43,7 +43,7 @@ def check_staging(
         ),
         (bool(rollout.server_url), "rollout.server_url", "Only servers that the run starts can stage weights."),
     ):
-        check(not unfit, KEY, sync.staging, f"none with {setting}", reason)
+        check(not unfit, KEY, sync.double_buffer, f"none with {setting}", reason)
     check_staging_transport(sync, working)
 
 
@@ -60,7 +60,7 @@ def check_staging_transport(sync: WeightSyncConfig, working: Collection[str]) ->
         "for each."
     )
     check(
-        sync.staging == "none" or entry is None or entry.stages, KEY, sync.staging,
+        sync.double_buffer == "none" or entry is None or entry.stages, KEY, sync.double_buffer,
         f"none with weight_sync.transport {sync.transport}",
         f"Weights that do not travel through a network are loaded within the pause. {others}",
     )

@@ -53,7 +53,7 @@ class WeightSyncConfig(OnePart):
     """Learner steps between two pushes."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     """Bytes of weights that are sent at once."""
-    staging: Literal["none", "device", "host"] = "none"
+    double_buffer: Literal["none", "device", "host"] = "none"
     """The memory of servers for weights that are not complete yet, while the old ones go on sampling. The pause is
     then the swap alone. device, host: memory of the GPU or of the host, which holds the weights once more; for the
     transports nccl and gloo. none: servers stand still while weights travel."""
@@ -172,7 +172,7 @@ class PlacementConfig:
     eval: Section[EvalPlacement] = field(default_factory=EvalPlacement)
     judge: Section[JudgePlacement] = field(default_factory=JudgePlacement)
     colocated: bool = False
-    """Learner ranks and servers share GPUs, one of each on a GPU; rollout.mem_fraction splits the memory."""
+    """Learner ranks and servers share GPUs, one of each on a GPU; rollout.gpu_memory_utilization splits the memory."""
     pin_cpus: bool = False
     """Each server and learner rank gets cores of its own, an equal share of this host's. Without GPUs, rollout and
     learner work at the same time only with this."""
@@ -261,16 +261,16 @@ class TimeoutsConfig:
     """How long one episode may take. After that `task.on_timeout` says what it is worth."""
     reward_s: Seconds = 30.0
     """How long one call of the reward function may take, from when a thread begins with it."""
-    work_s: Seconds = 3600.0
+    batch_s: Seconds = 3600.0
     """How long one large piece of work may take: the batch that the learner waits for, the groups that a push waits for
     with weight_sync.on_update drain, an evaluation, the writing of a checkpoint."""
     push_s: Seconds = 300.0
     """How long each part of a weight push may take: that all servers join it, pause, get a bucket, or go on."""
-    wire_s: Seconds = 30.0
+    buffer_s: Seconds = 30.0
     """How long one request to the buffer may take."""
     silent_s: Seconds = 60.0
     """A process that tells the driver nothing for this long counts as dead; a buffer with a journal counts as dead
-    after wire_s / 3."""
+    after buffer_s / 3."""
     shutdown_s: Seconds = 30.0
     """How long a process that was asked to end may take."""
     pause_s: Seconds = 259_200.0

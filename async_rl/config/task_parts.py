@@ -121,7 +121,7 @@ class DifficultyConfig:
     """
 
     solved: Chance = 1.0
-    """The lowest chance of a prompt whose answers were all right, by eval.right_above."""
+    """The lowest chance of a prompt whose answers were all right, by eval.correct_threshold."""
     unsolved: Chance = 1.0
     """The lowest chance of a prompt whose answers were not right, and all had one reward. A higher one than `solved`
     gives hard prompts more tries."""

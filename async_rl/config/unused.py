@@ -24,16 +24,17 @@ def unused_settings(config: Config) -> list[str]:
             found.append(f"{key} {value} has no effect with {beside}.")
 
     if not entry.needs_critic:
-        compare("algorithm.lam", algorithm.lam, (AlgorithmConfig.lam, preset.get("lam")), advantage)
+        compare("algorithm.gae_lambda", algorithm.gae_lambda, (AlgorithmConfig.gae_lambda, preset.get("gae_lambda")),
+            advantage)
         compare("critic.path", critic.path, (CriticConfig.path,), advantage)
         compare("critic.warmup_steps", critic.warmup_steps, (CriticConfig.warmup_steps,), advantage)
     if not algorithm.loss_entry.reads_clip:
         for name, value in dataclasses.asdict(algorithm.clip).items():
             usual = (getattr(ClipConfig, name), preset.get("clip", {}).get(name))
             compare(f"algorithm.clip.{name}", value, usual, f"algorithm.loss {algorithm.loss}")
-    if learner.decay_fraction == 0:
-        compare("learner.decay", learner.decay, (LearnerConfig.decay,), "learner.decay_fraction 0")
-        compare("learner.decay_to", learner.decay_to, (LearnerConfig.decay_to,), "learner.decay_fraction 0")
+    if learner.lr_decay_fraction == 0:
+        compare("learner.lr_decay", learner.lr_decay, (LearnerConfig.lr_decay,), "learner.lr_decay_fraction 0")
+        compare("learner.lr_decay_to", learner.lr_decay_to, (LearnerConfig.lr_decay_to,), "learner.lr_decay_fraction 0")
     if entry.carries_correction:
         normalised = algorithm.correction.batch_normalised
         compare("algorithm.correction.batch_normalised", normalised, (False,), advantage)

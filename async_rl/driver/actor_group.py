@@ -160,7 +160,7 @@ class ActorGroup:
             # With a lost host its processes die, and Ray moves their bundle at once: this one was where it was known.
             return ProcessKilledError(
                 f"{self.on_host(name)} died ({_first_line(error)}). If nothing is logged, the system may have ended "
-                "it for memory: see `dmesg`, lower rollout.concurrency or learner.max_tokens_per_microbatch."
+                "it for memory: see `dmesg`, lower rollout.max_groups_in_flight or learner.max_tokens_per_microbatch."
                 + self.log_tail(name)
             )
         self._reservation.follow_moves()
@@ -174,7 +174,7 @@ class ActorGroup:
             return ProcessKilledError(
                 f"{self.on_host(name)} was killed by Ray's memory monitor, because the memory of its host was full"
                 f"{_memory_use(str(error))}. The monitor kills processes of the run whoever uses the memory. End other "
-                "programs there, or lower rollout.concurrency or learner.max_tokens_per_microbatch; or set "
+                "programs there, or lower rollout.max_groups_in_flight or learner.max_tokens_per_microbatch; or set "
                 "RAY_memory_usage_threshold (a share, 0.95 if unset) or RAY_memory_monitor_refresh_ms=0 (no monitor) "
                 "in the environment of `async-rl train`, or of `ray start` for a cluster" + self.log_tail(name)
             )

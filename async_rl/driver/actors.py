@@ -240,8 +240,9 @@ class LearnerActor:
             server_bytes: 0: no GPU of a server is known, and their memory is not checked.
         """
         config = located(self._config)
-        share = config.rollout.mem_fraction * servers_per_gpu(host_demands(config, gpus_there))  # see resolve_placement
-        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, mem_fraction=share))
+        share = config.rollout.gpu_memory_utilization * servers_per_gpu(host_demands(config,
+            gpus_there))  # see resolve_placement
+        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, gpu_memory_utilization=share))
         plan = plan_memory(config, gpus_there, rank_bytes)
         if server_bytes:
             same = server_bytes == rank_bytes
@@ -291,10 +292,10 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def join_server(self, name: str, url: str) -> int:
-        """Wait, for timeouts.work_s, until a restarted server at `url` has got the weights; returns their version. The
+        """Wait, for timeouts.batch_s, until a restarted server at `url` has got the weights; returns their version. The
         server's turn on a shared GPU ends at once: a step that begins from now on makes it release its memory.
         """
-        limit, added = self._config.timeouts.limit("work_s"), self._learner.gpu_turns.end_start
+        limit, added = self._config.timeouts.limit("batch_s"), self._learner.gpu_turns.end_start
         self._learner.servers["rollout"].join(name, url, limit, added)
         return self._learner.version
 
@@ -310,8 +311,8 @@ class LearnerActor:
 
     @ray.method(concurrency_group="join")
     def begin_start(self, name: str) -> None:
-        """Wait, for timeouts.work_s, until a lost server may start again on a GPU that it shares with the learner."""
-        self._learner.gpu_turns.begin_start(name, self._config.timeouts.limit("work_s"))
+        """Wait, for timeouts.batch_s, until a lost server may start again on a GPU that it shares with the learner."""
+        self._learner.gpu_turns.begin_start(name, self._config.timeouts.limit("batch_s"))
 
     @ray.method(concurrency_group="control")
     def end_start(self, name: str) -> None:

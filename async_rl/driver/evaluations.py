@@ -28,7 +28,7 @@ class RunningEvaluations:
         self, config: Config, processes: ActorGroup, log: RunLog, running: Set[str],
         declare_lost: Callable[[str, AsyncRLError], None],
     ) -> None:
-        self._limit = config.timeouts.limit("work_s")
+        self._limit = config.timeouts.limit("batch_s")
         self._processes = processes
         self._log = log
         self._running = running
@@ -59,7 +59,7 @@ class RunningEvaluations:
         """Evaluate a version, and log the result.
 
         Each evaluation server answers an equal part of the prompts. The part of one that dies is given to another that
-        still serves the version. After timeouts.work_s in all, for which the learner may hold a push back, or after
+        still serves the version. After timeouts.batch_s in all, for which the learner may hold a push back, or after
         another error of a server, the task or a reward, the version stays without an evaluation.
         """
         limit, end_s = self._limit, time.monotonic() + self._limit.seconds

@@ -141,11 +141,12 @@ def ray_bundles(
 
 def resolve_placement(config: Config, reservation: Reservation) -> Config:
     """Return the config with what depends on the placement: the weight transport in place of `auto`, and for servers of
-    one GPU their part of rollout.mem_fraction.
+    one GPU their part of rollout.gpu_memory_utilization.
     """
     parts = reservation.bundles
     if (servers := servers_per_gpu(parts)) > 1:
-        config = replace(config, rollout=replace(config.rollout, mem_fraction=config.rollout.mem_fraction / servers))
+        config = replace(config, rollout=replace(config.rollout,
+            gpu_memory_utilization=config.rollout.gpu_memory_utilization / servers))
     check_compact_type(config.weight_sync, config.model, "cuda" if any(_shares(parts)) else "cpu")
     if config.weight_sync.transport == "auto":
         working = _working_transports(config, parts)

@@ -37,7 +37,7 @@ class ServerMemory:
             return
         learner: Any = self._processes.actors["learner/0"]
         timeouts = self._config.timeouts
-        limit = Limit(timeouts.work_s + timeouts.silent_s, "timeouts.work_s + timeouts.silent_s")
+        limit = Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
         await self._processes.call("learner/0", learner.begin_start.remote(name), limit, f"the turn of {name}")
         try:
             yield
@@ -58,5 +58,5 @@ class ServerMemory:
             self._log.logger.note(
                 f"{name} came back with room for {tokens} tokens in its KV cache, at first it had {first}: other "
                 "processes hold more of its GPU now, so it samples fewer answers at once. A lower "
-                "rollout.mem_fraction leaves them room from the start"
+                "rollout.gpu_memory_utilization leaves them room from the start"
             )

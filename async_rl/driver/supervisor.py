@@ -7,7 +7,7 @@
     the buffer's process dies                   starts a new one from the journal; without a journal the run ends
     a learner rank fails or dies                ends the run with one error that names it, its host and its last log
     a process does not answer                   treats it as dead after timeouts.silent_s; a buffer with a journal
-                                                already after timeouts.wire_s / 3
+                                                already after timeouts.buffer_s / 3
     a process waits longer than its limit       treats it as dead
 """
 
@@ -182,7 +182,7 @@ class Supervisor:
         while True:
             await self._changed.wait_until(lambda: self._buffer is not None, restart_limit, "another buffer")
             buffer: Any = self._buffer
-            limit, what = timeouts.limit("wire_s"), f"an answer about the groups of {name}"
+            limit, what = timeouts.limit("buffer_s"), f"an answer about the groups of {name}"
             try:
                 return int(await self._processes.call("buffer", buffer.abandon.remote(name), limit, what))
             except ProcessKilledError:  # `_keep_buffer` starts a new buffer, or ends the run
@@ -192,7 +192,7 @@ class Supervisor:
     async def _join(self, name: str, url: str) -> int:
         """Wait until the learner has pushed its weights to a restarted server; returns their policy version."""
         timeouts = self._config.timeouts
-        limit = Limit(timeouts.work_s + timeouts.silent_s, "timeouts.work_s + timeouts.silent_s")
+        limit = Limit(timeouts.batch_s + timeouts.silent_s, "timeouts.batch_s + timeouts.silent_s")
         call: Any = self._processes.actors["learner/0"].join_server.remote(name, url)
         try:
             version: int = await self._processes.call("learner/0", call, limit, f"a push to {name}")

@@ -96,9 +96,9 @@ class Watchdog:
         found: list[tuple[str, AsyncRLError]] = []
         for name in sorted((unanswered & self._processes.actors.keys()) - self._starting):
             silent_s, setting = self._config.timeouts.silent_s, "timeouts.silent_s"
-            outlived_s = self._config.timeouts.wire_s / 3
+            outlived_s = self._config.timeouts.buffer_s / 3
             if name == "buffer" and self._config.buffer.journal and outlived_s < silent_s:
-                silent_s, setting = outlived_s, "a third of timeouts.wire_s: its clients give up after all of it"
+                silent_s, setting = outlived_s, "a third of timeouts.buffer_s: its clients give up after all of it"
             if time.monotonic() - self._heard_s[name] <= silent_s:
                 continue
             last = self._statuses.get(name)

@@ -32,7 +32,7 @@ class EngineEntry:
     nccl, gloo: broadcast of buckets in a process group. shared_memory: buckets to map. folder: a model folder.
     """
     staging: tuple[str, ...] = ()
-    """The values of weight_sync.staging, besides none, with which a server takes new weights while it samples."""
+    """The values of weight_sync.double_buffer, besides none, with which a server takes new weights while it samples."""
     rebuilds_weights: bool = False
     """A server makes whole weights of the parcels of a compact push (weight_sync.lora adapter, weight_sync.delta)."""
     quantises_by: tuple[str, ...] = ()

@@ -337,7 +337,7 @@ def upload_model(config: Config, folder: Path, note: Callable[[str], None]) -> N
     if not folder.is_dir():
         note(f"nothing is uploaded to {name}: there is no {folder} here")
         return
-    limit = config.timeouts.limit("work_s")
+    limit = config.timeouts.limit("batch_s")
     failures = [f"no answer after {limit}"]
 
     def upload() -> None:

@@ -23,9 +23,9 @@ MODES: dict[str, tuple[str, ...]] = {
     "exact": ("staleness.mode=exact", "weight_sync.on_update=drain"),
 }
 CORRECTIONS: dict[str, tuple[str, ...]] = {
-    "none": ("algorithm.proximal=recompute", "algorithm.correction.kind=none"),
-    "coupled": ("algorithm.proximal=behaviour", "algorithm.correction.kind=none"),
-    "decoupled_tis": ("algorithm.proximal=recompute", "algorithm.correction.kind=token_tis"),
+    "none": ("algorithm.old_logprobs=recompute", "algorithm.correction.kind=none"),
+    "coupled": ("algorithm.old_logprobs=rollout", "algorithm.correction.kind=none"),
+    "decoupled_tis": ("algorithm.old_logprobs=recompute", "algorithm.correction.kind=token_tis"),
 }
 
 

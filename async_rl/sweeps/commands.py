@@ -61,7 +61,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     seconds.add_argument("--cv", type=float, dest="group_cv", help="standard deviation of a group's time over its mean")
     seconds.add_argument("--concurrency", type=int, help="largest number of groups in flight")
     seconds.add_argument("--prompts-per-step", type=int)
-    seconds.add_argument("--late", choices=["wait", "drop", "mask"], help="staleness.late")
+    seconds.add_argument("--late", choices=["wait", "drop", "mask"], help="staleness.on_late")
 
 
 def _sweep(args: argparse.Namespace) -> int:

@@ -150,7 +150,7 @@ def rules_text(workload: Workload) -> str:
     """Return as `key=value, ...` those settings of staleness, pushes and replay that differ from their defaults."""
     w, default = workload, Workload()
     settings = {
-        "staleness.late": (w.late, default.late), "weight_sync.every_steps": (w.every_steps, default.every_steps),
+        "staleness.on_late": (w.late, default.late), "weight_sync.every_steps": (w.every_steps, default.every_steps),
         "weight_sync.on_update": ("drain" if w.drain else "", ""), "buffer.max_uses": (w.max_uses, default.max_uses),
         "buffer.fresh_fraction": (w.fresh_fraction, default.fresh_fraction),
     }  # fmt: skip

@@ -215,9 +215,9 @@ def rules_of(run: Run) -> Workload:
         )
     staleness, buffer, push = config["staleness"], config["buffer"], config["weight_sync"]
     return Workload(
-        concurrency=int(config["rollout"]["concurrency"] * config["placement"]["rollout"]["servers"]),
+        concurrency=int(config["rollout"]["max_groups_in_flight"] * config["placement"]["rollout"]["servers"]),
         prompts_per_step=config["learner"]["prompts_per_step"],
-        late=staleness["late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
+        late=staleness["on_late"], max_uses=buffer["max_uses"], fresh_fraction=buffer["fresh_fraction"],
         every_steps=push["every_steps"], drain=push["on_update"] == "drain",
     )
 

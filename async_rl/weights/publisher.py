@@ -11,7 +11,8 @@ States on rank 0 (`PushState`):
 
     gathering   The servers generate with the old weights. The transport connects to exactly the current members, and
                 gathers the first tensors or stages all of them.
-    sending     The servers are paused and receive the weights. With weight_sync.staging they receive first, next to
+    sending     The servers are paused and receive the weights. With weight_sync.double_buffer they receive first, next
+    to
                 the weights in use, and are paused then.
     verifying   Each server has loaded the new weights and is still paused. The first push checks that every weight has
                 arrived. Then the servers resume.
@@ -160,7 +161,7 @@ class WeightPublisher:
         """Do the work of `push` on rank 0, except for gathering what is left after an error."""
         self.members.apply_reports()
         self.state = PushState.GATHERING
-        is_staged = self.config.weight_sync.staging != "none"
+        is_staged = self.config.weight_sync.double_buffer != "none"
         try:
             if self._changes is not None:
                 self._changes.is_sparse = False  # as of the push before
@@ -262,7 +263,7 @@ class WeightPublisher:
         hanging = self.transport.give_up(was_sending)
         if not was_sending:
             return hanging
-        is_staged = self.config.weight_sync.staging != "none"
+        is_staged = self.config.weight_sync.double_buffer != "none"
 
         def end(admin: ServerAdmin) -> None:
             if is_staged:  # drop the staged weights, maybe all of them: it may still sample with the old ones

@@ -47,7 +47,8 @@ class ServerAdmin(Protocol):
     `receives`. The call with the last weights also gets their policy version, all others get None. If the last call
     never comes, the push has failed, and the server is not resumed before another push has sent all weights.
 
-    With weight_sync.staging, whose values the engine's entry declares, `begin_update` and the calls that bring weights
+    With weight_sync.double_buffer, whose values the engine's entry declares, `begin_update` and the calls that bring
+    weights
     come while the server samples with the old weights, then `pause`, `erase_weights` if at all, and `end_update`. If
     that push fails before the pause, the server continues with the old weights.
     """

@@ -54,7 +54,7 @@ class Transport(ABC):
     def send(self, staged: Any, version: int) -> int:
         """Move the weights into every server, and return the number of bytes.
 
-        The servers are paused meanwhile, but with weight_sync.staging they are paused only afterwards.
+        The servers are paused meanwhile, but with weight_sync.double_buffer they are paused only afterwards.
         """
 
     def help(  # noqa: B027 - in most transports only rank 0 sends

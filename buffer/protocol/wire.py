@@ -13,7 +13,7 @@ one client with the same answer may be answered together, as requests `put` ofte
     put, fail   A worker delivers a finished group, or gives one up with the cause and the row of its prompt. The answer
                 comes at once. For a group it is {stored: whether it was new, flat_groups: [how many groups in a row,
                 of all workers, had one and the same reward for every answer, how many had one reward each]}.
-    aborts      A worker asks for the groups that were dropped while it runs them (staleness.late: drop). The answer
+    aborts      A worker asks for the groups that were dropped while it runs them (staleness.on_late: drop). The answer
                 {groups: ids} comes as soon as there are some, and is empty after wait_s. The worker cancels them and
                 sends their ids as {acknowledged: ids} with its next request; until then they are listed again.
     take        The learner asks for a batch. Without frames the answer is {state: what the batch waits for}, after

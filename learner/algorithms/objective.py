@@ -99,7 +99,7 @@ class Objective:
         takes_several = algorithm.steps_per_batch > 1
         has_dropout = config.model.lora.rank > 0 and config.model.lora.dropout > 0
         early = correction.masks.m2po > 0 or correction.batch_normalised or self._whitens_at_start
-        self.computes_proximal = early or (algorithm.proximal != "interpolate" and (takes_several or has_dropout))
+        self.computes_proximal = early or (algorithm.old_logprobs != "interpolate" and (takes_several or has_dropout))
         """Whether a forward pass at step start computes the proximal logprobs. Otherwise they are interpolated, or
         the pass with gradient gives them: with one optimizer step a batch and no dropout the two passes agree."""
         self.computes_values = takes_several or self._whitens_at_start
@@ -172,7 +172,7 @@ class Objective:
             advantages = (advantages - mean) * scale * trained
 
         output = self._loss(LossInputs(
-            logprobs=logprobs, centre=response.behaviour if algorithm.proximal == "behaviour" else proximal,
+            logprobs=logprobs, centre=response.behaviour if algorithm.old_logprobs == "rollout" else proximal,
             advantages=advantages, trained=trained, rows=rows, count=count, clip=algorithm.clip,
         ))
         check_output(output, algorithm.loss, trained)
@@ -225,12 +225,12 @@ class Objective:
         if not is_first_epoch:
             return
         # At staleness 0 interpolated logprobs equal the behaviour logprobs: they can't show a mismatch.
-        shows_mismatch = algorithm.proximal != "interpolate"
+        shows_mismatch = algorithm.old_logprobs != "interpolate"
         add_offpolicy(sums, response, of.log_rho, of.weights, of.truncated, of.dropped, shows_mismatch)
         if self.needs_reference:
             sums.add(reference_k3=torch.where(trained, kl_k3(of.proximal, _computed(micro.reference)), 0.0).sum())
         if self.advantage.has_traces:
-            log_traces = math.log(max(algorithm.lam, 1e-9)) + of.log_rho.clamp(max=0.0)
+            log_traces = math.log(max(algorithm.gae_lambda, 1e-9)) + of.log_rho.clamp(max=0.0)
             sums.add(log_trace=torch.where(trained, log_traces, 0.0).sum())
 
     def finish(self, totals: Totals, batch: Batch, *, has_trained_policy: bool) -> list[Metric]:
@@ -260,7 +260,7 @@ class Objective:
         They are interpolated between behaviour and `logprobs` if so configured, else those of step start, or `logprobs`
         where step start computed none.
         """
-        if self.config.algorithm.proximal == "interpolate":
+        if self.config.algorithm.old_logprobs == "interpolate":
             return interpolated_proximal(logprobs, micro.response.behaviour, micro.response.staleness)
         return logprobs.detach() if micro.proximal is None else micro.proximal
 

@@ -64,7 +64,7 @@ def critic_advantages(
         function: `gae`, `vtrace` or the user's own, the `of_tokens` of an entry in async_rl/seams/algorithms.py.
         values, log_rho, penalty: [N] each; the penalty is subtracted from the reward of each token.
     """
-    mask, gamma, lam = _rows(response.trained, response), config.algorithm.gamma, config.algorithm.lam
+    mask, gamma, lam = _rows(response.trained, response), config.algorithm.gamma, config.algorithm.gae_lambda
     rewards = _rows(response.rewards - penalty, response)
     both = function(rewards, _rows(values, response), _rows(log_rho, response), mask, gamma, lam)
     return _tokens(both[0], response), _tokens(both[1], response)

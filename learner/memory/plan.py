@@ -56,7 +56,7 @@ def free_room(config: Config, device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         if config.shares_gpus:
             return total - IN_TURNS_BYTES
-        if total - free < config.rollout.mem_fraction * total / 2:
+        if total - free < config.rollout.gpu_memory_utilization * total / 2:
             return free
         model = AutoConfig.from_pretrained(config.model.path).get_text_config()
         servers = 1 if config.placement.colocated else config.placement.num_servers
@@ -113,8 +113,8 @@ class MemoryPlan:
             per_gpu = 1 if placement.colocated or not is_shared else placement.num_servers
             rank = total - IN_TURNS_BYTES if config.shares_gpus else total
             if self.is_shared:
-                rank = round(total * (1 - rollout.mem_fraction)) - per_gpu * self.extra
-            server = round(total * rollout.mem_fraction / per_gpu)
+                rank = round(total * (1 - rollout.gpu_memory_utilization)) - per_gpu * self.extra
+            server = round(total * rollout.gpu_memory_utilization / per_gpu)
         else:
             servers = placement.eval.servers if rollout.server_url else placement.num_servers
             taken = servers * (self.weights + self.kv_token * self.answer_tokens + PROCESS_BYTES)
@@ -124,7 +124,7 @@ class MemoryPlan:
         """The bytes that a learner rank may use, and a server for weights and KV cache."""
         asked = config.learner.gradient_checkpointing
         self.checkpoints = asked is True or (asked == "auto" and not self.estimate.fits_plain(self.rank_room))
-        self.staged = self.weights if config.weight_sync.staging == "device" else 0
+        self.staged = self.weights if config.weight_sync.double_buffer == "device" else 0
         """The bytes of a server's device that hold its next weights while they arrive."""
         left = max(0, self.server_room - self.weights) // self.kv_token
         self.kv_tokens = left if self.on_gpu else min(left, self.answer_tokens)
@@ -156,7 +156,7 @@ class MemoryPlan:
         has = f"of {'a GPU' if self.on_gpu else 'this host'} with {_size(self.total)} it has {_size(self.rank_room)}"
         text = f"a learner rank needs {_size(needed)}, {has}"
         offload = "learner.offload: moments or all, more learner ranks on GPUs of their own, or " if self.on_gpu else ""
-        mend = f"{'a lower rollout.mem_fraction, ' if self.is_shared else ''}{offload}a smaller model"
+        mend = f"{'a lower rollout.gpu_memory_utilization, ' if self.is_shared else ''}{offload}a smaller model"
         least = -(-self.config.longest_tokens // self.config.learner.sequence_parallel)
         fewest = self.estimate.rank_memory(checkpoints=True, max_tokens=least).peak
         if fewest > self.rank_room:
@@ -175,25 +175,30 @@ class MemoryPlan:
             return
         if self.staged and left < self.staged + self.extra:
             raise ConfigError(
-                f"weight_sync.staging device needs {_size(self.staged)} of a server's GPU once more, and activations "
-                f"{_size(self.extra)}; rollout.mem_fraction {rollout.mem_fraction} leaves {_size(left)} of {total}. "
-                "Lower it, or set weight_sync.staging: host"
+                f"weight_sync.double_buffer device needs {_size(self.staged)} of a server's GPU once more, and "
+                f"activations "
+                f"{_size(self.extra)}; rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} leaves "
+                f"{_size(left)} of {total}. "
+                "Lower it, or set weight_sync.double_buffer: host"
             )
         if rollout.server_url:
             return
         least, share = self.weights + self.config.longest_tokens * self.kv_token, _size(self.server_room)
         if self.server_room < least:
             raise ConfigError(
-                f"rollout.mem_fraction {rollout.mem_fraction} gives a server {share} of a GPU with {total}: too little "
+                f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} gives a server {share} of a GPU "
+                f"with {total}: too little "
                 f"for its weights and one answer, {_size(least)}. Raise it, or placement.rollout.tp"
             )
         kept = self.estimate.kept()
         if self.config.shares_gpus and left < self.extra + kept:
             fits = max(0, int(100 * (self.total - self.extra - kept) / self.total)) / 100
             raise ConfigError(
-                f"memory: in its turn a server has rollout.mem_fraction {rollout.mem_fraction} of a GPU with {total}, "
+                f"memory: in its turn a server has rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} of "
+                f"a GPU with {total}, "
                 f"{share}, and {_size(self.extra)} for activations; the learner keeps {_size(kept)} there: together "
-                f"more than the GPU has. Set rollout.mem_fraction to {fits} or less, learner.offload: moments or all, "
+                f"more than the GPU has. Set rollout.gpu_memory_utilization to {fits} or less, learner.offload: "
+                f"moments or all, "
                 "or more learner ranks"
             )
 

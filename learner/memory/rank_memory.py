@@ -104,7 +104,7 @@ class RankMemoryEstimate:
         config, learner, longest = self._config, self._config.learner, self._config.longest_tokens
         tokens = (max_tokens or learner.max_tokens_per_microbatch) * self._slices
         in_step = learner.prompts_per_step * config.max_rows_per_group
-        of_rank = -(-in_step // (config.algorithm.minibatches * (config.placement.learner.ranks // self._slices)))
+        of_rank = -(-in_step // (config.algorithm.num_minibatches * (config.placement.learner.ranks // self._slices)))
         rows = min(of_rank, max(1, tokens // longest))
         parts: dict[str, int] = {}
         host: dict[str, int] = {}

@@ -131,7 +131,7 @@ class HttpEngine(ABC):
         """Tell the server to end each request whose caller was cancelled; runs for as long as the engine."""
         while True:
             path, body = self._abort_request(await self.cancelled.get())
-            timeout = aiohttp.ClientTimeout(total=self._config.timeouts.wire_s)
+            timeout = aiohttp.ClientTimeout(total=self._config.timeouts.buffer_s)
             # A server that is gone has no request left to end, and its other callers raise their own errors.
             with suppress(TimeoutError, aiohttp.ClientError):
                 async with self.session.post(self.url + path, json=body, timeout=timeout):

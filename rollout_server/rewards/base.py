@@ -126,12 +126,12 @@ def open_rewards(config: Config, task: Verifier, alone: str = "task.reward") -> 
 def _check_evaluations(config: Config, task: Verifier, reward: Reward, of: RewardConfig, key: str) -> None:
     """Check that a judge that compares answers has several of them in an evaluation, or else counts for nothing."""
     compares = reward in (JUDGE_PAIRWISE, JUDGE_LISTWISE) and bool(of.weight or of.weights)
-    if compares and config.eval.size and config.eval.samples == 1:
+    if compares and config.eval.num_prompts and config.eval.samples_per_prompt == 1:
         prompts: list[Any] = getattr(task, "eval_prompts", list)()
         check(
-            not prompts, key, of.reward, "a reward that compares no answers with eval.samples 1",
+            not prompts, key, of.reward, "a reward that compares no answers with eval.samples_per_prompt 1",
             f"An answer alone never gets its verdict, so none of the {len(prompts)} held-out prompts would count. Set "
-            "eval.samples: 2 or more, or eval.size: 0.",
+            "eval.samples_per_prompt: 2 or more, or eval.num_prompts: 0.",
         )
 
 

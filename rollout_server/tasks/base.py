@@ -41,7 +41,7 @@ class Task(ABC):
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         """Held while questions are made, not while they are tokenized."""
-        self.eval_size = config.eval.size
+        self.eval_size = config.eval.num_prompts
         """The number of held-out questions that are asked for."""
         self.params = config.task.params
         """The task's own settings."""
@@ -57,7 +57,8 @@ class Task(ABC):
 
     @abstractmethod
     def eval_questions(self) -> list[Question]:
-        """Return at most eval.size held-out questions, of at most max_prompt_tokens, the same for every run.seed."""
+        """Return at most eval.num_prompts held-out questions, of at most max_prompt_tokens, the same for every
+        run.seed."""
 
     @abstractmethod
     def verify(self, question: Question, response: str) -> float:

@@ -14,7 +14,8 @@ from rollout_server.tasks.base import Task
 
 
 class EnvTask(Task):
-    """The task of a run without questions: it has task.size training episodes 0, 1, ... and eval.size held-out ones.
+    """The task of a run without questions: it has task.size training episodes 0, 1, ... and eval.num_prompts held-out
+    ones.
 
     The held-out ones are numbered -1, -2, ... A prompt has no tokens, because only the environment knows what the
     model sees first. Its question has the number as `answer`.

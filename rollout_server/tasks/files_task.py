@@ -60,9 +60,9 @@ class FilesTask(Task):
         self.num_prompts = sum(source.per_epoch for source in self._train)
         self._eval: list[tuple[int, str, int, Question]] = []
         """(row among all sources, name of its source, row in it, question) of each held-out question."""
-        if config.eval.size and config.task.eval_data:
+        if config.eval.num_prompts and config.task.eval_data:
             self._eval = self._held_out(self._read_all(config.task.eval_data, "task.eval_path"))
-        elif config.eval.size:
+        elif config.eval.num_prompts:
             warnings.warn("task.eval_path is not set: no held-out accuracy is measured", stacklevel=2)
         self._tell_repeated()
 
@@ -103,7 +103,8 @@ class FilesTask(Task):
         return [(len(source.questions), source.per_epoch) for source in self._train]
 
     def _held_out(self, sources: Sequence[_Source]) -> list[tuple[int, str, int, Question]]:
-        """Return the first eval.size held-out questions, of several sources in turn, so that each has its share."""
+        """Return the first eval.num_prompts held-out questions, of several sources in turn, so that each has its
+        share."""
         of_sources = [
             [(each.first_row + row, each.data.short_name, row, question) for row, question in each.questions]
             for each in sources

@@ -121,13 +121,13 @@ class ReasoningGymTask(Task):
         raise ConfigError(
             f"{self._config.name} with task.params {self._config.params} has nothing left to train on: "
             f"{_MAX_DRAWS} questions drawn one after the other were held out or longer than "
-            f"task.max_prompt_tokens = {self._config.max_prompt_tokens}. Lower eval.size (now "
+            f"task.max_prompt_tokens = {self._config.max_prompt_tokens}. Lower eval.num_prompts (now "
             f"{self.eval_size}), raise task.max_prompt_tokens, or widen task.params."
         )
 
     @cached_property
     def _held_out(self) -> dict[str, Question]:
-        """The eval.size held-out questions as {text: question}, all generated at the first access."""
+        """The eval.num_prompts held-out questions as {text: question}, all generated at the first access."""
         found: dict[str, Question] = {}
         num_draws = num_fruitless = 0
         while num_fruitless < _FRUITLESS_DRAWS * max(_MAX_DRAWS, len(found)):
@@ -142,7 +142,8 @@ class ReasoningGymTask(Task):
         raise ConfigError(
             f"{self._config.name} with task.params {self._config.params} gave only {len(found)} different "
             f"questions of at most {self._config.max_prompt_tokens} tokens in {num_draws} draws: too few for "
-            f"eval.size = {self.eval_size}. Set eval.size to at most {len(found) // 4}, or widen task.params."
+            f"eval.num_prompts = {self.eval_size}. Set eval.num_prompts to at most {len(found) // 4}, or widen "
+            f"task.params."
         )
 
     def _question(self, kind: int, draw: int, position: int) -> Question:

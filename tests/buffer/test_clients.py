@@ -140,12 +140,12 @@ def test_a_failed_or_abandoned_group_is_granted_again(buffer: BufferServer, lear
 
 
 def test_a_learner_that_waits_too_long_says_what_for(buffer: BufferServer) -> None:
-    learner = LearnerClient(buffer.address, dataclasses.replace(TIMEOUTS, work_s=0.1))
-    with pytest.raises(WaitTimeoutError, match=r"timeouts\.work_s.* batch 0: 1 of 1 rollout workers"):
+    learner = LearnerClient(buffer.address, dataclasses.replace(TIMEOUTS, batch_s=0.1))
+    with pytest.raises(WaitTimeoutError, match=r"timeouts\.batch_s.* batch 0: 1 of 1 rollout workers"):
         learner.take(0)
     learner.served(0)
     with_worker(buffer.address, lambda worker: worker.admit(3))
-    with pytest.raises(WaitTimeoutError, match=r"timeouts\.work_s.* batch 0: 0 of 4 .* 3 running .*rollout/0"):
+    with pytest.raises(WaitTimeoutError, match=r"timeouts\.batch_s.* batch 0: 0 of 4 .* 3 running .*rollout/0"):
         learner.take(0)
     learner.close()
 
@@ -153,9 +153,9 @@ def test_a_learner_that_waits_too_long_says_what_for(buffer: BufferServer) -> No
 def test_a_buffer_that_does_not_answer_is_named() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
-        slow = dataclasses.replace(TIMEOUTS, wire_s=0.2)
+        slow = dataclasses.replace(TIMEOUTS, buffer_s=0.2)
         learner = LearnerClient(address, slow)
-        with pytest.raises(WaitTimeoutError, match=rf"timeouts\.wire_s.*{address}.*trained"):
+        with pytest.raises(WaitTimeoutError, match=rf"timeouts\.buffer_s.*{address}.*trained"):
             learner.trained(1)
         learner.close()
         group = make_group(Slot(group_id=12, prompt_index=0, start_version=0))
@@ -164,12 +164,12 @@ def test_a_buffer_that_does_not_answer_is_named() -> None:
 
 
 def test_the_error_of_a_long_poll_says_which_times_the_wait_was_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times 0.05 s of timeouts.wire_s and 0.6 s that the buffer may take."""
+    """Four times 0.05 s of timeouts.buffer_s and 0.6 s that the buffer may take."""
     monkeypatch.setattr("buffer.client.LONG_POLL_S", 0.6)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
-        said = r"timeouts\.wire_s and up to 4 times the 1 s .*{}"
-        slow = dataclasses.replace(TIMEOUTS, wire_s=0.2)
+        said = r"timeouts\.buffer_s and up to 4 times the 1 s .*{}"
+        slow = dataclasses.replace(TIMEOUTS, buffer_s=0.2)
         learner = LearnerClient(address, slow)
         with pytest.raises(WaitTimeoutError, match=said.format("take")):
             learner.take(0)

@@ -1,4 +1,4 @@
-"""The gain of `staleness.late: drop`, compared with a plain simulation that shares no code with the buffer.
+"""The gain of `staleness.on_late: drop`, compared with a plain simulation that shares no code with the buffer.
 
 The design's figures are those of a learner that sees who is late when it asks for the next batch. The buffer knows it
 one training earlier: once batch v is handed out, a group with deadline v can only miss it. It aborts such a group then,

@@ -108,7 +108,7 @@ def test_a_worker_tells_the_size_of_an_epoch_and_a_buffer_that_starts_again_know
             await worker.put(make_group(slot))
 
     with serving(config) as again:
-        learner = LearnerClient(again.address, replace(TIMEOUTS, work_s=0.1))
+        learner = LearnerClient(again.address, replace(TIMEOUTS, batch_s=0.1))
         for number, error in ((16, WaitTimeoutError), (1, NothingToLearnError)):
             with_worker(again.address, lambda worker, number=number: put_flat(worker, number))
             with pytest.raises(error):
@@ -116,18 +116,18 @@ def test_a_worker_tells_the_size_of_an_epoch_and_a_buffer_that_starts_again_know
         learner.close()
 
 
-@pytest.mark.parametrize(("reward", "right_above", "verdict"), [
+@pytest.mark.parametrize(("reward", "correct_threshold", "verdict"), [
     (1.0, 1.0, "solved"), (0.5, 0.5, "solved"), (-0.2, -0.5, "solved"), (0.0, 1.0, "out of reach"),
-    (-1.0, 1.0, "out of reach"), (0.1, 1.0, "right_above"),
+    (-1.0, 1.0, "out of reach"), (0.1, 1.0, "correct_threshold"),
 ])
 def test_the_end_tells_a_solved_task_by_the_reward_of_a_right_answer(
-    reward: float, right_above: float, verdict: str
+    reward: float, correct_threshold: float, verdict: str
 ) -> None:
-    flat = FlatGroups(1, lambda value: value >= right_above)
+    flat = FlatGroups(1, lambda value: value >= correct_threshold)
     groups_until_the_end(flat, reward)
     reason = flat.why_nothing_is_left(7, 0)
     assert f" {reward:g}," in reason
-    assert [word for word in ("solved", "out of reach", "right_above") if word in reason] == [verdict]
+    assert [word for word in ("solved", "out of reach", "correct_threshold") if word in reason] == [verdict]
 
 
 def test_the_groups_dropped_for_equal_rewards_are_told_since_the_last_batch() -> None:

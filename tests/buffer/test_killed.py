@@ -51,7 +51,7 @@ def test_a_killed_buffer_loses_nothing_and_trains_nothing_twice(
     port = 61000 + random.randrange(4000)
     config = dataclasses.replace(
         buffer_config(max_staleness=2, workers=2),
-        timeouts=TimeoutsConfig(wire_s=20.0, work_s=60.0),
+        timeouts=TimeoutsConfig(buffer_s=20.0, batch_s=60.0),
         run=RunConfig(name="killed", dir=str(tmp_path)),
         network=NetworkConfig(port=port),
         buffer=BufferConfig(journal=True),

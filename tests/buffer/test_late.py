@@ -20,7 +20,7 @@ from tests.kit.groups import make_group, make_row
 
 
 def test_a_worker_is_told_of_dropped_groups_until_it_acknowledges_them() -> None:
-    config = buffer_config(prompts_per_step=2, staleness={"max": 1, "late": "drop"})
+    config = buffer_config(prompts_per_step=2, staleness={"max": 1, "on_late": "drop"})
     with serving(config) as server, learner_at(server) as learner:
 
         async def run(worker: WorkerClient) -> None:
@@ -62,8 +62,8 @@ def test_a_push_in_exact_mode_waits_for_the_groups_of_the_old_version(monkeypatc
                 await worker.put(make_group(slot))
             learner.take(0)
             learner.trained(1)
-            hasty = LearnerClient(server.address, replace(QUICK, work_s=0.2))
-            with pytest.raises(WaitTimeoutError, match=r"timeouts\.work_s.* version 1, .* 1 of 2 .* batch 1 .* 1 run"):
+            hasty = LearnerClient(server.address, replace(QUICK, batch_s=0.2))
+            with pytest.raises(WaitTimeoutError, match=r"timeouts\.batch_s.* version 1, .* 1 of 2 .* batch 1 .* 1 run"):
                 hasty.await_push(1)
             hasty.close()
             await worker.fail(slots[3].group_id, "drawn", requeue=True)
@@ -125,7 +125,8 @@ def test_a_push_that_shuts_admission_is_not_ended_by_a_solved_task() -> None:
 
 
 def test_a_solved_task_ends_the_run() -> None:
-    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig(), eval=EvalConfig(size=0, right_above=0.5))
+    config = buffer_config(prompts_per_step=2, algorithm=AlgorithmConfig(), eval=EvalConfig(num_prompts=0,
+        correct_threshold=0.5))
     with serving(config) as server, learner_at(server) as learner:
 
         async def counts(worker: WorkerClient) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The learner's waits for a batch, and for late groups alone, which `staleness.late: wait` costs."""
+"""The learner's waits for a batch, and for late groups alone, which `staleness.on_late: wait` costs."""
 
 from __future__ import annotations
 

@@ -79,9 +79,9 @@ def test_a_worker_may_keep_as_many_groups_in_flight_as_the_buffer_grants_at_once
     assert len(with_worker(buffer.address, lambda worker: worker.admit(most))) == 4, "all slots that there are"
     with pytest.raises(WireError, match=r"max_groups: got 1048577"):
         with_worker(buffer.address, lambda worker: worker.admit(most + 1))
-    assert buffer_config(rollout={"concurrency": most}).rollout.concurrency == most
-    with pytest.raises(SettingsError, match=r"^rollout\.concurrency .*1048576, got 1048577"):
-        buffer_config(rollout={"concurrency": most + 1})
+    assert buffer_config(rollout={"max_groups_in_flight": most}).rollout.max_groups_in_flight == most
+    with pytest.raises(SettingsError, match=r"^rollout\.max_groups_in_flight .*1048576, got 1048577"):
+        buffer_config(rollout={"max_groups_in_flight": most + 1})
 
 
 def test_a_refusal_reaches_the_worker_as_an_error_and_the_group_goes_on(

@@ -36,7 +36,8 @@ def test_a_judge_shares_the_only_gpu_of_a_host() -> None:
 
 
 def test_the_server_has_the_judges_model_and_flags() -> None:
-    config = load(*JUDGE, "judge.server_args={context_length: 99}", "placement.judge.tp=4", "rollout.mem_fraction=0.5")
+    config = load(*JUDGE, "judge.server_args={context_length: 99}", "placement.judge.tp=4",
+        "rollout.gpu_memory_utilization=0.5")
     on_gpu = chat_server_flags(config, on_gpu=True)
     assert on_gpu["model-path"].endswith("/j") and on_gpu["context-length"] == 99
     assert (on_gpu["tp-size"], on_gpu["mem-fraction-static"]) == (4, 0.5)

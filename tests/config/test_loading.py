@@ -126,7 +126,7 @@ def test_names_of_other_frameworks_lead_to_keys_that_there_are() -> None:
         ("run.seconds=.inf", "inf"), ("rollout.engine=trt", "'trt'"), ("learner.betas=[0.9]", "[0.9] (list)"),
         ("learner.lr=fast", "'fast' (str)"), ("model.lora.target_modules=q_proj", "'q_proj' (str)"),
         ("weight_sync.verify=1", "1 (int)"), ("critic.lr=.inf", "inf"), ("eval.temperature=-1", "-1"),
-        ("timeouts.push_s=.inf", "inf"), ("timeouts.wire_s=1e7", "10000000.0"), ("task.params={1: 2}", "1 (int)"),
+        ("timeouts.push_s=.inf", "inf"), ("timeouts.buffer_s=1e7", "10000000.0"), ("task.params={1: 2}", "1 (int)"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key_and_the_place(tmp_path: Path, override: str, got: str) -> None:
@@ -292,7 +292,7 @@ def test_another_preset_replaces_the_old_one_in_a_resolved_configuration(tmp_pat
 
 def test_what_was_changed_in_a_resolved_configuration_outlasts_another_preset(tmp_path: Path) -> None:
     resolved = dump_config(load(tmp_path, MINIMAL, "algorithm.clip.low=0.1", "algorithm.epochs=2"))
-    given = "algorithm.proximal=recompute", "algorithm.preset=ppo", "algorithm.clip.high=0.28"
+    given = "algorithm.old_logprobs=recompute", "algorithm.preset=ppo", "algorithm.clip.high=0.28"
     found = load(tmp_path, resolved, *given).algorithm
     assert (found.preset, found.advantage, found.params["dual"]) == ("ppo", "gae", 0.0)
-    assert (found.clip.low, found.clip.high, found.epochs, found.proximal) == (0.1, 0.28, 2, "recompute")
+    assert (found.clip.low, found.clip.high, found.epochs, found.old_logprobs) == (0.1, 0.28, 2, "recompute")

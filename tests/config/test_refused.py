@@ -21,7 +21,7 @@ BY_MAGIC = TransportEntry(open="no_module:publisher", delivers="magic", devices=
 TURNS = ("task.tools=[calculator]",)
 EXACT = ("staleness.mode=exact", "weight_sync.on_update=drain")
 BEST = ("checkpoint.keep_best=1", "checkpoint.every_steps=10", "eval.every_steps=5")
-STAGED = ("weight_sync.staging=device",)
+STAGED = ("weight_sync.double_buffer=device",)
 SMALL = (f"rollout.engine={__name__}:SMALL_ENGINE", "weight_sync.on_update=drain")
 LOSS = (f"algorithm.loss={__name__}:PER_ANSWER_LOSS",)
 JUDGE = ("judge.path=j", "placement.judge.servers=2")
@@ -43,13 +43,13 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("buffer.fresh_fraction", "buffer.fresh_fraction=0"),
         ("buffer.max_uses", "buffer.max_uses=0"),
         ("buffer.max_uses", "buffer.max_uses=2", "buffer.fresh_fraction=0.96"),
-        ("algorithm.minibatches", "algorithm.minibatches=65", "placement.learner.ranks=2"),
+        ("algorithm.num_minibatches", "algorithm.num_minibatches=65", "placement.learner.ranks=2"),
         ("algorithm.kl.target", "algorithm.kl.target=0.1"),
         ("learner.betas", "learner.optimizer=SGD", "learner.betas=[0.9,0.95]"),
         ("learner.sharding", "learner.sharding=hybrid"),
         ("eval.pin_version", "eval.pin_version=true"),
         ("sft.oracle", "sft.oracle=my_envs:oracle"),
-        ("staleness.late", "staleness.late=mask", "weight_sync.on_update=drain"),
+        ("staleness.on_late", "staleness.on_late=mask", "weight_sync.on_update=drain"),
         ("placement.rollout.tp", "placement.rollout.tp=2", "rollout.engine=hf"),
         ("rollout.server_args", "rollout.server_args={disable_overlap_schedule: false, speculative_algorithm: EAGLE}"),
         ("weight_sync.on_update", "staleness.mode=exact"),
@@ -73,17 +73,17 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
         ("algorithm.gamma", "algorithm.gamma=0.9"), ("reference.path", "reference.path=x"),
         ("algorithm.correction.floor", "algorithm.correction.floor=3.0"),
         ("algorithm.correction.masks.token", "algorithm.correction.masks.token=[2.0, 0.5]"),
-        ("algorithm.proximal", "algorithm.proximal=interpolate"),
+        ("algorithm.old_logprobs", "algorithm.old_logprobs=interpolate"),
         ("reward_model.path", "algorithm.advantage=remax", "reward_model.path=x"),
-        ("algorithm.correction.kind", "algorithm.proximal=behaviour", "algorithm.correction.kind=token_tis"),
+        ("algorithm.correction.kind", "algorithm.old_logprobs=rollout", "algorithm.correction.kind=token_tis"),
         ("algorithm.correction.kind", "algorithm.advantage=vtrace", "algorithm.correction.kind=token_tis"),
-        ("algorithm.proximal", "algorithm.advantage=vtrace", "algorithm.proximal=behaviour"),
+        ("algorithm.old_logprobs", "algorithm.advantage=vtrace", "algorithm.old_logprobs=rollout"),
     ],
-    ("algorithm.proximal=interpolate", "algorithm.epochs=2"): [
+    ("algorithm.old_logprobs=interpolate", "algorithm.epochs=2"): [
         ("algorithm.correction.masks.m2po", "algorithm.correction.masks.m2po=0.04"),
-        ("algorithm.proximal", "algorithm.advantage=gae", "algorithm.whiten=true"),
-        ("algorithm.proximal", "algorithm.advantage=reinforce_pp", "algorithm.kl.kind=k1_reward"),
-        ("algorithm.proximal", "algorithm.whiten=true", "algorithm.kl.kind=k1_reward"),
+        ("algorithm.old_logprobs", "algorithm.advantage=gae", "algorithm.whiten=true"),
+        ("algorithm.old_logprobs", "algorithm.advantage=reinforce_pp", "algorithm.kl.kind=k1_reward"),
+        ("algorithm.old_logprobs", "algorithm.whiten=true", "algorithm.kl.kind=k1_reward"),
     ],
     ("algorithm.preset=gspo",): [
         ("algorithm.loss", "algorithm.advantage=gae"), ("algorithm.aggregation", "algorithm.aggregation=token_mean"),
@@ -101,19 +101,20 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
     TURNS: [
         ("rollout.max_episode_tokens", "rollout.max_episode_tokens=512"),
         ("learner.max_tokens_per_microbatch", "rollout.max_episode_tokens=20000"),
-        ("staleness.late", "staleness.late=mask", "weight_sync.on_update=drain", "timeouts.work_s=3600"),
-        ("timeouts.work_s", "weight_sync.on_update=drain", "timeouts.work_s=60"),
+        ("staleness.on_late", "staleness.on_late=mask", "weight_sync.on_update=drain", "timeouts.batch_s=3600"),
+        ("timeouts.batch_s", "weight_sync.on_update=drain", "timeouts.batch_s=60"),
     ],
     EXACT: [
-        ("staleness.late", "staleness.late=drop"),
+        ("staleness.on_late", "staleness.on_late=drop"),
         ("weight_sync.every_steps", "weight_sync.every_steps=2", "staleness.max=2"),
         ("buffer.max_uses", "staleness.max=2", "buffer.max_uses=2", "buffer.fresh_fraction=0.5"),
     ],
-    BEST: [("eval.size", "eval.size=0"), ("task.eval_path", "task={path: x.jsonl}")],
+    BEST: [("eval.num_prompts", "eval.num_prompts=0"), ("task.eval_path", "task={path: x.jsonl}")],
     STAGED: [
-        ("weight_sync.staging", "rollout.engine=hf", "weight_sync.staging=host"),
-        ("weight_sync.staging", "placement.rollout={servers: 2, engines: [hf, sglang]}", "weight_sync.staging=host"),
-        *(("weight_sync.staging", each) for each in (
+        ("weight_sync.double_buffer", "rollout.engine=hf", "weight_sync.double_buffer=host"),
+        ("weight_sync.double_buffer", "placement.rollout={servers: 2, engines: [hf, sglang]}",
+        "weight_sync.double_buffer=host"),
+        *(("weight_sync.double_buffer", each) for each in (
             "weight_sync.on_update=drain", "placement.colocated=true", "rollout.server_url=http://there",
             "placement.rollout.tp=2", "weight_sync.transport=disk", "weight_sync.transport=cuda_ipc",
         )),
@@ -135,21 +136,21 @@ REFUSED: dict[tuple[str, ...], list[tuple[str, ...]]] = {  # [settings that work
     ],
     EVAL: [
         *(("placement.eval.servers", each) for each in (
-            "placement.colocated=true", "rollout.server_url=http://h:1", "eval.size=0", "eval.every_steps=0",
+            "placement.colocated=true", "rollout.server_url=http://h:1", "eval.num_prompts=0", "eval.every_steps=0",
         )),
         ("task.eval_path", "task={path: x.jsonl}"), ("task.eval_path", 'task={path: x.jsonl, env: "my_envs:Env"}'),
     ],
     ADAPTER: [
         ("weight_sync.delta", *DELTA),
         *(("weight_sync.lora", each) for each in (
-            "weight_sync.transport=cuda_ipc", "weight_sync.staging=device",
+            "weight_sync.transport=cuda_ipc", "weight_sync.double_buffer=device",
             "rollout.server_args={quantization: fp8}", "rollout.engine=tests.extensions.engine:COUNTING",
         )),
     ],
     DELTA: [
         ("weight_sync.delta", "rollout.engine=vllm", "rollout.server_args={quantization: fp8}"),
         *(("weight_sync.delta", each) for each in (
-            "model.dtype=float32", "weight_sync.transport=cuda_ipc", "weight_sync.staging=host",
+            "model.dtype=float32", "weight_sync.transport=cuda_ipc", "weight_sync.double_buffer=host",
             "rollout.server_url=http://there",
         )),
     ],
@@ -200,7 +201,7 @@ def test_settings_that_do_not_work_together_are_refused_at_the_key_that_is_wrong
     "overrides",
     [
         [*BEST, "task={path: x.jsonl, eval_path: y.jsonl}"],
-        [*STAGED, "rollout.engine=hf"], [*STAGED, "weight_sync.staging=host", "weight_sync.transport=gloo"],
+        [*STAGED, "rollout.engine=hf"], [*STAGED, "weight_sync.double_buffer=host", "weight_sync.transport=gloo"],
         [*SMALL, "weight_sync.transport=disk", "placement.rollout.tp=4"],
         [f"algorithm.advantage={__name__}:ADVANTAGE", "rollout.group_size=1"],
         [f"weight_sync.transport={__name__}:BY_FOLDER"],
@@ -224,7 +225,7 @@ def test_settings_that_do_not_work_together_are_refused_at_the_key_that_is_wrong
             for engine in ("sglang", "vllm", "hf")
         ),
         *(
-            [f"staleness.late={late}", f"weight_sync.on_update={on_update}", "staleness.max=2"]
+            [f"staleness.on_late={late}", f"weight_sync.on_update={on_update}", "staleness.max=2"]
             for late in ("wait", "drop", "mask") for on_update in ("in_place", "retract", "drain", "abort")
             if (late, on_update) != ("mask", "drain")
         ),

@@ -49,8 +49,8 @@ def test_a_transport_is_taken_exactly_where_the_placement_leaves_room_for_it(
 @pytest.mark.parametrize("placement", ["placement.learner.gpus_per_node=1", PAIRS])
 def test_weights_in_a_form_that_a_transport_does_not_carry_are_refused(placement: str) -> None:
     not_here = {"nccl": "weight_sync.transport", OWN: "weight_sync.transport"} if placement == PAIRS else {}
-    staged = refused("staleness.max=1", placement, "weight_sync.staging=host")
-    assert staged == {**dict.fromkeys(("cuda_ipc", "disk", OWN), "weight_sync.staging"), **not_here}
+    staged = refused("staleness.max=1", placement, "weight_sync.double_buffer=host")
+    assert staged == {**dict.fromkeys(("cuda_ipc", "disk", OWN), "weight_sync.double_buffer"), **not_here}
     sparse = refused("staleness.max=1", placement, *SPARSE)
     assert sparse == {"cuda_ipc": "weight_sync.delta", OWN: sparse.get(OWN), **not_here}
 

@@ -26,15 +26,15 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ("algorithm.clip.high=0.5", ["algorithm.loss=dppo_tv"], ["algorithm.loss=cispo"], "algorithm.loss dppo_tv"),
         ("algorithm.clip.low=0.1", ["algorithm.preset=dppo_tv"], ["algorithm.loss=ppo_clip"], "algorithm.loss dppo_tv"),
         (
-            "algorithm.lam=0.5", ["algorithm.advantage=reinforce_pp"], ["algorithm.advantage=vtrace"],
+            "algorithm.gae_lambda=0.5", ["algorithm.advantage=reinforce_pp"], ["algorithm.advantage=vtrace"],
             "algorithm.advantage reinforce_pp",
         ),
         ("critic.path=models/critic", [], ["algorithm.advantage=gae"], "algorithm.advantage grpo"),
         ("critic.warmup_steps=10", [], ["algorithm.advantage=gae"], "algorithm.advantage grpo"),
-        ("learner.decay=cosine", [], ["learner.decay_fraction=0.5"], "learner.decay_fraction 0"),
+        ("learner.lr_decay=cosine", [], ["learner.lr_decay_fraction=0.5"], "learner.lr_decay_fraction 0"),
         (
-            "learner.decay_to=0.1", ["learner.decay_fraction=0"], ["learner.decay_fraction=1"],
-            "learner.decay_fraction 0",
+            "learner.lr_decay_to=0.1", ["learner.lr_decay_fraction=0"], ["learner.lr_decay_fraction=1"],
+            "learner.lr_decay_fraction 0",
         ),
         (
             "algorithm.correction.batch_normalised=True", ["algorithm.advantage=vtrace", "staleness.max=2"],

@@ -42,9 +42,9 @@ def test_limits_are_those_of_the_table_or_of_the_configuration_and_off_drops_a_r
 
 
 def test_a_gold_reward_needs_held_out_answers_and_no_second_one() -> None:
-    gold = {"eval": {"gold_reward": "task", "every_steps": 5, "size": 8}}
+    gold = {"eval": {"gold_reward": "task", "every_steps": 5, "num_prompts": 8}}
     make_config(**gold)
-    assert refused(eval={"gold_reward": "task", "every_steps": 0, "size": 8}) == "eval.gold_reward"
+    assert refused(eval={"gold_reward": "task", "every_steps": 0, "num_prompts": 8}) == "eval.gold_reward"
     assert refused(**gold, reward_model={"path": "x"}) == "eval.gold_reward"
     make_config(**gold, reward_model={"path": "x", "task_weight": 0.5})
     assert refused(**gold, task={"name": "", "path": "x.jsonl"}) == "task.eval_path"

@@ -134,7 +134,7 @@ def test_a_preset_on_the_command_line_wins_and_an_unknown_one_is_refused() -> No
     [
         (["staleness.max=0"], "none"),
         (["staleness.max=1"], "token_tis"),
-        (["staleness.max=1", "algorithm.proximal=behaviour"], "none"),
+        (["staleness.max=1", "algorithm.old_logprobs=rollout"], "none"),
         (["staleness.max=1", "algorithm.advantage=vtrace"], "none"),
         (["staleness.max=0", "algorithm.correction.kind=sequence_tis"], "sequence_tis"),
     ],

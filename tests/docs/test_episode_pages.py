@@ -244,7 +244,7 @@ def test_the_shipped_tool_user_passes_the_dry_run(folder: Path, monkeypatch: pyt
 def test_the_settings_of_the_pages_train(folder: Path, name: str) -> None:
     small = [
         "run.steps=2", "rollout.engine=hf", "learner.prompts_per_step=2", "rollout.group_size=2",
-        "rollout.max_response_tokens=12", "eval.size=0", "algorithm.filter_zero_variance=false",
+        "rollout.max_response_tokens=12", "eval.num_prompts=0", "algorithm.filter_zero_variance=false",
         "logging.wandb=disabled", "weight_sync.transport=disk",
         "rollout.max_episode_tokens=1024",  # the tokenizer of tests takes many tokens for the tools
     ]  # fmt: skip

@@ -75,9 +75,10 @@ ELSEWHERE = {
     "async-rl train configs/quickstart.yaml --resume auto": "tests/e2e/test_resume.py",
     "async-rl export runs/quickstart runs/quickstart-export": "tests/learner/models/test_export.py",
     "async-rl eval runs/quickstart/model": "tests/rollout_server/test_run_eval.py",
-    "async-rl eval runs/quickstart/model eval.temperature=0.6 eval.top_p=0.95 eval.samples=8":
+    "async-rl eval runs/quickstart/model eval.temperature=0.6 eval.top_p=0.95 eval.samples_per_prompt=8":
         "tests/rollout_server/test_run_eval.py",
-    "async-rl eval runs/quickstart/model eval.temperature=0 eval.samples=1": "tests/rollout_server/test_run_eval.py",
+    "async-rl eval runs/quickstart/model eval.temperature=0 eval.samples_per_prompt=1":
+        "tests/rollout_server/test_run_eval.py",
     "async-rl view runs/quickstart": "tests/view/test_browser.py",
     "async-rl train configs/quickstart.yaml --view": "tests/view/test_command.py, without the training",
     "bash scripts/chromium.sh": ".ci/run",

@@ -63,7 +63,7 @@ def test_as_many_nodes_as_serve_rollouts_need_not_share_the_runs_folder() -> Non
 
 def test_another_host_needs_the_files_of_the_run(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    overrides = ["task.name=", f"task.path={tmp_path}/rows.jsonl", "task.reward=gsm8k", "eval.size=0"]
+    overrides = ["task.name=", f"task.path={tmp_path}/rows.jsonl", "task.reward=gsm8k", "eval.num_prompts=0"]
 
     def checked() -> dict[str, Check]:
         config = load_config(config_file, overrides)

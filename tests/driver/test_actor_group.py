@@ -295,7 +295,7 @@ class Endless:
 
 def test_a_call_that_is_cancelled_ends_in_its_process(group: ActorGroup) -> None:
     actor: Any = group.start("rollout/0", Endless)
-    working, limit = actor.work.remote(), Limit(60.0, "timeouts.work_s")
+    working, limit = actor.work.remote(), Limit(60.0, "timeouts.batch_s")
     group.gather({"rollout/0": actor.begun.remote()}, limit, "the begin of the call")
     group.cancel(working)
     group.gather({"rollout/0": actor.ended.remote()}, limit, "the end of the call")

@@ -127,7 +127,7 @@ def test_the_part_of_a_server_that_dies_goes_to_one_that_still_serves_the_versio
 
 
 def test_a_part_that_another_server_takes_over_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner holds a push back for timeouts.work_s, which all parts together must not exceed."""
+    """The learner holds a push back for timeouts.batch_s, which all parts together must not exceed."""
     now_s = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
 

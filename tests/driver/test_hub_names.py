@@ -39,7 +39,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 
 def config_of(*overrides: str) -> Config:
-    small = ["rollout.engine=hf", "rollout.max_response_tokens=8", "eval.size=2", "logging.wandb=disabled"]
+    small = ["rollout.engine=hf", "rollout.max_response_tokens=8", "eval.num_prompts=2", "logging.wandb=disabled"]
     return load_config(None, [f"model.path={MODEL}", *SPLITS, *small, *overrides])
 
 

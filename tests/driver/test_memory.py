@@ -156,14 +156,15 @@ def test_a_model_that_no_setting_makes_fit_is_refused(folder: Path) -> None:
 
 
 def test_weights_that_are_staged_on_the_gpu_need_what_the_servers_share_leaves(folder: Path) -> None:
-    def staged(staging: str, mem_fraction: float) -> MemoryPlan:
-        return plan(folder, 2, rollout={"mem_fraction": mem_fraction}, weight_sync={"staging": staging})
+    def staged(staging: str, gpu_memory_utilization: float) -> MemoryPlan:
+        return plan(folder, 2, rollout={"gpu_memory_utilization": gpu_memory_utilization},
+            weight_sync={"double_buffer": staging})
 
     assert staged("device", 0.6).check() == staged("host", 0.97).check() == []
     found = staged("device", 0.6)
     lines = {" ".join(line.split()[:-2]): float(line.split()[-2]) for line in found.table() if "weights" in line}
     assert lines["staged weights"] == lines["weights"] == pytest.approx(found.weights / 2**20, abs=0.1)
-    with pytest.raises(ConfigError, match=r"rollout\.mem_fraction.*weight_sync\.staging"):
+    with pytest.raises(ConfigError, match=r"rollout\.gpu_memory_utilization.*weight_sync\.double_buffer"):
         staged("device", 0.97).check()
 
 
@@ -176,7 +177,7 @@ def test_the_weights_that_changes_are_pushed_against_are_in_the_table(folder: Pa
 
 
 def test_at_once_on_one_gpu_the_servers_share_is_lowered_or_moments_are_offloaded(folder: Path) -> None:
-    config: dict[str, Any] = {"staleness": {"max": 2}, "rollout": {"mem_fraction": 0.8}}
+    config: dict[str, Any] = {"staleness": {"max": 2}, "rollout": {"gpu_memory_utilization": 0.8}}
     shared = plan(folder, 1, 24 * 10**9, **config)
     assert shared.is_shared and shared.rank_room < 5 * 10**9
     found: list[str] = []
@@ -184,14 +185,14 @@ def test_at_once_on_one_gpu_the_servers_share_is_lowered_or_moments_are_offloade
         found = shared.check()
     except ConfigError as error:
         found = [str(error)]
-    assert "rollout.mem_fraction" in found[0]
+    assert "rollout.gpu_memory_utilization" in found[0]
     alone = plan(folder, 2, 24 * 10**9, **config)
     assert not alone.is_shared and alone.rank_room == 24 * 10**9 and alone.check() == []
 
 
 def test_a_share_too_small_for_the_weights_and_an_answer_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.mem_fraction.*placement\.rollout\.tp"):
-        plan(folder, 1, 24 * 10**9, rollout={"mem_fraction": 0.01}).check()
+    with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_utilization.*placement\.rollout\.tp"):
+        plan(folder, 1, 24 * 10**9, rollout={"gpu_memory_utilization": 0.01}).check()
 
 
 def test_in_turns_a_share_too_large_beside_what_the_learner_keeps_is_refused(folder: Path) -> None:
@@ -201,13 +202,13 @@ def test_in_turns_a_share_too_large_beside_what_the_learner_keeps_is_refused(fol
     room = 2 * (kept + extra)  # of which a server has the half
 
     def check(gpu_bytes: int, **sections: Any) -> None:
-        turns: dict[str, Any] = {"placement": {"colocated": True}, "rollout": {"mem_fraction": 0.5}}
+        turns: dict[str, Any] = {"placement": {"colocated": True}, "rollout": {"gpu_memory_utilization": 0.5}}
         plan(folder, 1, gpu_bytes, **turns | sections).check_servers()
 
     check(room)
-    with pytest.raises(ConfigError, match=r"3\.\d\d GiB.*rollout\.mem_fraction to 0\.49"):
+    with pytest.raises(ConfigError, match=r"3\.\d\d GiB.*rollout\.gpu_memory_utilization to 0\.49"):
         check(room - 100)
-    check(room - 100, rollout={"mem_fraction": 0.49})
+    check(room - 100, rollout={"gpu_memory_utilization": 0.49})
     check(room - 100, learner={"offload": "moments"})
     check(room - 100, staleness={"max": 1}, placement={})  # at once the rank has what the servers leave
 
@@ -270,11 +271,11 @@ def test_in_turns_a_share_is_checked_however_small_the_model(
     monkeypatch.setattr(memory, "smallest_gpu_bytes", lambda: 24 * 10**9)
 
     def check(share: float) -> list[str]:
-        turns: dict[str, Any] = {"placement": {"colocated": True}, "rollout": {"mem_fraction": share}}
+        turns: dict[str, Any] = {"placement": {"colocated": True}, "rollout": {"gpu_memory_utilization": share}}
         return memory.check_memory(make_config(model_folder, learner={"max_tokens_per_microbatch": 1024}, **turns))
 
     assert check(0.6) == []
-    with pytest.raises(ConfigError, match=r"^memory:.*rollout\.mem_fraction"):
+    with pytest.raises(ConfigError, match=r"^memory:.*rollout\.gpu_memory_utilization"):
         check(0.9)  # 20.1 GiB, and 2 and 1.5 for two processes, of 22.35
 
 
@@ -291,7 +292,8 @@ def test_gpus_of_unknown_size_are_told_and_not_refused(model_folder: Path, monke
 
 def test_a_servers_fullest_batch_follows_from_replies_and_vocabulary(folder: Path) -> None:
     """1,024 replies of Qwen's 151,936 words: 2 GiB that no server has yet when the learner measures what is free."""
-    small, large = plan(folder), plan(folder, rollout={"concurrency": 1000}, learner={"prompts_per_step": 1000})
+    small, large = plan(folder), plan(folder, rollout={"max_groups_in_flight": 1000},
+        learner={"prompts_per_step": 1000})
     model = small.estimate.networks[0].config
     assert batch_bytes(large.config, model) == 14 * 1024 * 151_936 > 2 * GIB
     more = 1024 - small.config.max_running_replies
@@ -303,7 +305,7 @@ def test_a_servers_fullest_batch_follows_from_replies_and_vocabulary(folder: Pat
 def test_a_rank_beside_servers_leaves_room_for_their_fullest_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(folder, staleness={"max": 2}, rollout={"mem_fraction": 0.5})
+    config = make_config(folder, staleness={"max": 2}, rollout={"gpu_memory_utilization": 0.5})
     gpu = torch.device("cuda")
     found = {}
     for held in (1, 60):

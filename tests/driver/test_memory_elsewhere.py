@@ -136,7 +136,7 @@ def test_a_start_on_several_hosts_is_checked_by_its_smallest_gpus(two_nodes: Con
     assert " 87." in caution and "74.51 GiB" in caution
     with pytest.raises(ConfigError, match=r"^memory:.*learner\.offload"):
         check(learner_0=64 * gb, rollout_0=80 * gb)
-    with pytest.raises(ConfigError, match=r"^rollout\.mem_fraction"):
+    with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_utilization"):
         check(learner_0=141 * gb, rollout_0=16 * gb)
     none = [check(learner_0=141 * gb, rollout_0=0), check(learner_0=0, rollout_0=80 * gb)]
     assert none == [[], []]  # a host without GPUs, or whose driver names none

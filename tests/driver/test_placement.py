@@ -180,9 +180,9 @@ REFUSED = "weight_sync.transport"
         (placed_on(), {"transport": "nccl"}, {0: REFUSED, 1: REFUSED, 2: "nccl"}),
         (placed_on(), {"transport": "cuda_ipc"}, {0: "cuda_ipc", 1: "cuda_ipc", 2: REFUSED}),
         (placed_on(colocated=True), {"transport": "cuda_ipc"}, {2: "cuda_ipc"}),
-        (placed_on(), {"staging": "device"}, {0: "gloo", 1: "weight_sync.staging", 2: "nccl"}),
+        (placed_on(), {"double_buffer": "device"}, {0: "gloo", 1: "weight_sync.double_buffer", 2: "nccl"}),
         (placed_on(), {"delta": True}, {1: "weight_sync.delta"}),
-        (TWO_PAIRS, {"staging": "device"}, {2: "weight_sync.staging"}),
+        (TWO_PAIRS, {"double_buffer": "device"}, {2: "weight_sync.double_buffer"}),
         (TWO_PAIRS, {"delta": True}, {2: "weight_sync.delta"}),
         # a shared GPU uses files where no memory can be mapped
         (ALONE, {}, {2: "disk"}), (ALONE, {"transport": "cuda_ipc"}, {2: REFUSED}),

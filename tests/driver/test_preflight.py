@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A run on a task without files, from the folder in which the modules of a user are."""
     monkeypatch.syspath_prepend(tmp_path)
-    return make_config(model, run={"dir": tmp_path / "runs"}, eval={"size": 0})
+    return make_config(model, run={"dir": tmp_path / "runs"}, eval={"num_prompts": 0})
 
 
 def rewritten(model: Path, tmp_path: Path, **described: Any) -> Path:
@@ -178,9 +178,9 @@ def test_a_chat_template_that_raises_is_refused_with_its_words(base: Config, mod
 def test_a_held_out_set_larger_than_a_task_can_give_is_refused(base: Config) -> None:
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     small = changed(base, task={"params": params})
-    with pytest.raises(ConfigError, match=r"200 .*eval\.size = 256"):
-        check_inputs(changed(small, eval={"size": 256}))
-    check_inputs(changed(small, eval={"size": 50}))
+    with pytest.raises(ConfigError, match=r"200 .*eval\.num_prompts = 256"):
+        check_inputs(changed(small, eval={"num_prompts": 256}))
+    check_inputs(changed(small, eval={"num_prompts": 50}))
 
 
 def test_a_network_host_that_is_not_of_this_machine_is_refused_with_those_that_are(base: Config) -> None:

@@ -35,9 +35,9 @@ class Buffers:
         if len(self.ports) <= self.kills:
             raise ProcessKilledError(f"the buffer died again, the {len(self.ports)}. time")
 
-    def revive(self, wire_s: float = 600.0, journal: bool = True) -> None:
+    def revive(self, buffer_s: float = 600.0, journal: bool = True) -> None:
         config = make_config(
-            Path("model"), timeouts=TimeoutsConfig(wire_s=wire_s), buffer=BufferConfig(journal=journal)
+            Path("model"), timeouts=TimeoutsConfig(buffer_s=buffer_s), buffer=BufferConfig(journal=journal)
         )
         asyncio.run(revive_buffer(config, cast(ActorGroup, self), self.log, "tcp://127.0.0.1:5007", FIRST))
 
@@ -53,7 +53,7 @@ def test_a_buffer_that_is_killed_while_it_starts_is_replaced_too(kills: int) -> 
 def test_a_buffer_killed_in_every_start_ends_the_run_once_its_clients_give_up() -> None:
     buffers = Buffers(kills=float("inf"))
     with pytest.raises(ProcessKilledError):
-        buffers.revive(wire_s=0.2)
+        buffers.revive(buffer_s=0.2)
     assert len(buffers.ports) > 2
 
 

@@ -31,7 +31,7 @@ def test_servers_of_one_gpu_divide_its_fraction(asked: Config, gpus_there: int, 
     parts = bundles(asked, gpus_there)
     assert servers_per_gpu(parts) == servers
     resolved = resolve_placement(asked, Reservation(None, parts, ["h"] * len(parts)))
-    assert resolved.rollout.mem_fraction == asked.rollout.mem_fraction / servers
+    assert resolved.rollout.gpu_memory_utilization == asked.rollout.gpu_memory_utilization / servers
 
 
 class Processes:

@@ -32,10 +32,10 @@ def start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     runs: list[FakeRun] = []
 
     def start(
-        servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, wire_s: float = 300,
+        servers: int = 1, ranks: int = 1, colocated: bool = False, silent_s: float = 60, buffer_s: float = 300,
         evals: int = 0, judges: int = 0, **more_s: float,
     ) -> FakeRun:
-        timeouts = TimeoutsConfig(silent_s=silent_s, wire_s=wire_s, **more_s)
+        timeouts = TimeoutsConfig(silent_s=silent_s, buffer_s=buffer_s, **more_s)
         runs.append(FakeRun(tmp_path, servers, ranks, timeouts, colocated, evals, judges))
         return runs[0]
 
@@ -64,13 +64,13 @@ def test_a_learner_rank_that_is_silent_ends_the_run_and_is_named_with_its_log(st
     assert "last words of learner-0" in str(caught.value)
 
 
-@pytest.mark.parametrize(("silent_s", "wire_s", "told"), [
-    (2, 60, "timeouts.silent_s"), (60, 6, "timeouts.wire_s"),
+@pytest.mark.parametrize(("silent_s", "buffer_s", "told"), [
+    (2, 60, "timeouts.silent_s"), (60, 6, "timeouts.buffer_s"),
 ])
 def test_a_silent_buffer_is_killed_and_another_takes_its_place(
-    start_run: Any, silent_s: float, wire_s: float, told: str
+    start_run: Any, silent_s: float, buffer_s: float, told: str
 ) -> None:
-    run = start_run(silent_s=silent_s, wire_s=wire_s)
+    run = start_run(silent_s=silent_s, buffer_s=buffer_s)
     deaths: list[ProcessKilledError] = []
 
     def revive(death: ProcessKilledError) -> None:
@@ -271,7 +271,7 @@ def kill(actor: Any) -> None:
 
 @pytest.mark.nightly
 def test_a_live_server_evaluates_the_trained_model_or_a_note_says_how_to(start_run: Any) -> None:
-    run = start_run(servers=2, work_s=3)
+    run = start_run(servers=2, batch_s=3)
     run.tell("rollout-1-answers", "learner-0-ends")
     servers = run.train().end_restarts()
     assert servers == ["rollout/0", "rollout/1"]

@@ -21,6 +21,6 @@ def fails(question: Question, response: str) -> float:
 def test_an_error_of_the_worker_ends_the_run(smoke_yaml: Path, tmp_path: Path) -> None:
     reward = [f"task.reward={__name__}:fails", "task.max_failures=3"]
     engine = ["rollout.engine=hf", "weight_sync.transport=disk"]
-    config = load_config(smoke_yaml, [f"run.dir={tmp_path}", "eval.size=0", *engine, *reward])
+    config = load_config(smoke_yaml, [f"run.dir={tmp_path}", "eval.num_prompts=0", *engine, *reward])
     with pytest.raises(RewardError, match="no unit"):
         run_assembled(config)

@@ -36,7 +36,7 @@ def test_a_run_outlives_its_buffer_and_trains_nothing_twice(
     run_dir = tmp_path / "killed"
     command = start(
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=killed", "run.steps=1000000", "staleness.max=2",
-        f"run.seconds={seconds}", f"rollout.engine={engine}", "timeouts.wire_s=20", "eval.size=0",
+        f"run.seconds={seconds}", f"rollout.engine={engine}", "timeouts.buffer_s=20", "eval.num_prompts=0",
     )
     wait_until(lambda: len(logged(run_dir)) > 2, 180, "two steps")
     rng = random.Random(kills)

@@ -39,7 +39,7 @@ def test_a_clock_that_is_set_stops_neither_the_run_nor_its_log(smoke_yaml: Path,
     command = MarkedCommand(
         [
             "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=r", "run.steps=10000", "rollout.engine=hf",
-            "staleness.max=1", "eval.size=0", "run.seconds=3600",
+            "staleness.max=1", "eval.num_prompts=0", "run.seconds=3600",
         ],
         tmp_path / "log",
         environment={"CLOCK_FILE": str(clock), "PYTHONPATH": f"{tmp_path / 'site'}:{Path.cwd()}"},

@@ -32,7 +32,7 @@ def trained(folder: Path, sft: str, train: str, timeout_s: float) -> list[dict[s
 @pytest.mark.e2e
 @needs_bubblewrap
 def test_a_run_scores_programs_in_the_sandbox_and_names_the_reward(tmp_path: Path) -> None:
-    lines = trained(tmp_path, "sft.batch_size=32", "run.steps=6 eval.size=32", timeout_s=140)
+    lines = trained(tmp_path, "sft.batch_size=32", "run.steps=6 eval.num_prompts=32", timeout_s=140)
     steps = [line for line in lines if "reward/mean" in line]
     assert len(steps) == 6 and all(line["reward/code"] == line["reward/mean"] for line in steps)
     assert all(line["reward/code/passed"] == line["reward/mean"] for line in steps)
@@ -60,7 +60,7 @@ def test_the_model_learns_to_write_the_programs(tmp_path: Path) -> None:
 
 
 def test_the_questions_have_one_program_each_and_held_out_ones_are_others() -> None:
-    config = changed(make_config(), task={"name": "rollout_server.tasks.programs:Programs"}, eval={"size": 1000})
+    config = changed(make_config(), task={"name": "rollout_server.tasks.programs:Programs"}, eval={"num_prompts": 1000})
     task = Programs(config, TOKENIZER)
     train = [task.train_question(number) for number in range(task.num_prompts)]
     held_out = task.eval_questions()

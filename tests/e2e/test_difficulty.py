@@ -37,7 +37,7 @@ def last_in_a_row(groups: list[tuple[bool, bool]]) -> tuple[int, bool]:
 @pytest.mark.timeout(180)
 def test_a_run_skips_prompts_by_the_groups_before_them(smoke_yaml: Path, tmp_path: Path) -> None:
     config = load_config(smoke_yaml, [
-        f"run.dir={tmp_path}", f"run.steps={STEPS}", f"task.size={SIZE}", "eval.size=0", "rollout.engine=hf",
+        f"run.dir={tmp_path}", f"run.steps={STEPS}", f"task.size={SIZE}", "eval.num_prompts=0", "rollout.engine=hf",
         "weight_sync.transport=disk", f"task.reward={__name__}:by_the_first_letter",
         f"task.difficulty.solved={LEAST[True]}", f"task.difficulty.unsolved={LEAST[False]}",
     ])

@@ -59,7 +59,8 @@ def test_evaluation_servers_measure_what_async_rl_eval_does_beside_training(
     """With a moving average of the weights it is this that they are served, and that `async-rl export` writes."""
     config = load_config(smoke_yaml, [
         f"run.dir={tmp_path}", "run.name=apart", f"rollout.engine={engine}", "staleness.max=2", f"task.reward={reward}",
-        f"placement.eval.servers={servers}", "eval.every_steps=2", "eval.size=25", "eval.samples=4", "learner.lr=1e-2",
+        f"placement.eval.servers={servers}", "eval.every_steps=2", "eval.num_prompts=25", "eval.samples_per_prompt=4",
+            "learner.lr=1e-2",
         "checkpoint.every_steps=2", "checkpoint.keep_last=9", "run.steps=6", f"placement.learner.ranks={ranks}",
         f"learner.ema_decay={ema_decay}",
     ])  # fmt: skip
@@ -94,7 +95,8 @@ def test_a_run_goes_on_and_says_so_when_its_evaluation_server_is_killed(
 ) -> None:
     command = start(
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=killed", "run.steps=1000000", "staleness.max=2",
-        "rollout.engine=hf", "placement.eval.servers=1", "eval.every_steps=1", "eval.size=400", "eval.samples=16",
+        "rollout.engine=hf", "placement.eval.servers=1", "eval.every_steps=1", "eval.num_prompts=400",
+        "eval.samples_per_prompt=16",
         "rollout.max_response_tokens=40",
     )
     run_dir = tmp_path / "killed"

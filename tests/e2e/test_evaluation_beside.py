@@ -19,7 +19,7 @@ def test_an_evaluation_is_pinned_to_its_version_or_says_which_ones_answered(
     config = load_config(smoke_yaml, [
         f"run.dir={tmp_path}", "run.steps=8", "rollout.engine=hf", "staleness.max=4", "checkpoint.every_steps=0",
         "weight_sync.transport=disk",  # engine and learner share a process, which gloo does not allow
-        "eval.size=150", "eval.every_steps=3", f"eval.pin_version={pin}",
+        "eval.num_prompts=150", "eval.every_steps=3", f"eval.pin_version={pin}",
     ])
     run = run_assembled(config)
     evaluated = sorted(run.evals)

@@ -21,7 +21,7 @@ OFF_POLICY = ("mismatch/mean_abs", "offpolicy/kl_behaviour_proximal", "offpolicy
 def trained(smoke_yaml: Path, folder: Path, engine: list[str]) -> Run:
     """Train on-policy with the setting; returns the run, after a look at its answers."""
     config = load_config(smoke_yaml, [
-        f"run.dir={folder}", f"run.steps={STEPS}", "staleness.max=0", "eval.size=0", "rollout.group_size=8",
+        f"run.dir={folder}", f"run.steps={STEPS}", "staleness.max=0", "eval.num_prompts=0", "rollout.group_size=8",
         "rollout.forbid_special_tokens=true", "algorithm.kl.kind=k2_loss", "algorithm.kl.coef=0.01",
         "algorithm.entropy_coef=0.1", *engine,
     ])  # fmt: skip

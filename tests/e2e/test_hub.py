@@ -45,7 +45,7 @@ def config_file(tmp_path: Path) -> Path:
         "task": {"path": f"hf://{DATA}:train", "eval_path": f"hf://{DATA}:test"}, "staleness": {"max": 1},
         "rollout": {"engine": "hf", "group_size": 2, "max_response_tokens": 8},
         "learner": {"prompts_per_step": 4, "lr": 1e-3, "max_tokens_per_microbatch": 2048},
-        "algorithm": {"filter_zero_variance": False}, "eval": {"size": 2}, "logging": {"wandb": "disabled"},
+        "algorithm": {"filter_zero_variance": False}, "eval": {"num_prompts": 2}, "logging": {"wandb": "disabled"},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path / "config.yaml"

@@ -56,7 +56,7 @@ def test_an_outage_of_the_endpoint_costs_waiting_and_no_zeros(
     with serving(fake) as url:
         command = start(
             "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=judged", "run.steps=14", "rollout.engine=hf",
-            "staleness.max=2", "eval.size=0", REWARDS, f"judge.urls=['{url}']",
+            "staleness.max=2", "eval.num_prompts=0", REWARDS, f"judge.urls=['{url}']",
         )
         wait_until(lambda: len(logged(run_dir)) > 3 or command.process.poll() is not None, 200, "three steps")
     steps = len(logged(run_dir))
@@ -93,7 +93,8 @@ def judged_by_sglang(reward: str, model_folder: Path, **changes: Any) -> list[st
     }  # fmt: skip
     return [
         f"task.rewards={json.dumps([{'reward': reward, 'params': params}])}", f"judge.path={model_folder}",
-        "placement.judge.servers=1", "judge.timeout_s=120", "rollout.engine=hf", "staleness.max=2", "eval.size=0",
+        "placement.judge.servers=1", "judge.timeout_s=120", "rollout.engine=hf", "staleness.max=2",
+        "eval.num_prompts=0",
     ]  # fmt: skip
 
 

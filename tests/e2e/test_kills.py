@@ -27,7 +27,7 @@ def nightly(kind: str, engine: str, seed: int) -> Any:
 
 def options(kind: str, engine: str, seed: int) -> list[str]:
     return [
-        "placement.rollout.servers=2", "placement.learner.ranks=2", "staleness.max=2", "eval.size=0",
+        "placement.rollout.servers=2", "placement.learner.ranks=2", "staleness.max=2", "eval.num_prompts=0",
         f"rollout.engine={engine}",
     ]
 
@@ -40,7 +40,7 @@ def test_a_server_that_dies_between_two_pushes_or_within_one_is_replaced(
     params = {"moment": moment, "version": 3, "log": str(tmp_path / "command-0.log")}
     command = start(
         "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=killed", "run.steps=1000000", "staleness.max=2",
-        "eval.size=0", "rollout.engine=hf", "placement.rollout.servers=2", f"weight_sync.transport={GLOO}",
+        "eval.num_prompts=0", "rollout.engine=hf", "placement.rollout.servers=2", f"weight_sync.transport={GLOO}",
         f"weight_sync.params={json.dumps(params)}",
     )
     wait_until(lambda: AGAIN in command.text() or command.process.poll() is not None, 300, "the server to come back")
@@ -93,7 +93,7 @@ ONCE = [("worker", "hf"), ("silent", "hf"), ("server", "sglang"), ("learner", "s
 def test_a_process_that_dies_where_pushes_are_staged_is_replaced_or_ends_the_run(
     smoke_yaml: Path, tmp_path: Path, kind: str, engine: str
 ) -> None:
-    staged = [*options(kind, engine, 1), "weight_sync.staging=device", "weight_sync.bucket_bytes=65536"]
+    staged = [*options(kind, engine, 1), "weight_sync.double_buffer=device", "weight_sync.bucket_bytes=65536"]
     check(kill_once(str(smoke_yaml), kind, staged, random.Random(1), tmp_path), tmp_path)
 
 

@@ -31,7 +31,7 @@ def test_experts_that_a_run_trains_are_those_that_its_servers_sample_with(
     model = save_moe(tmp_path / "moe", **SIZES)
     config = load_config(smoke_yaml, [
         f"model.path={model}", f"run.dir={tmp_path / 'runs'}", f"rollout.engine={engine}", "run.steps=3",
-        "staleness.max=0", "learner.lr=1e-2", "eval.size=0", "task.reward=tests.e2e.test_old_kv:vowels",
+        "staleness.max=0", "learner.lr=1e-2", "eval.num_prompts=0", "task.reward=tests.e2e.test_old_kv:vowels",
         "weight_sync.bucket_bytes=1000000", f"weight_sync.transport={GLOO}", "checkpoint.models_every_steps=1",
     ])
     run(config)

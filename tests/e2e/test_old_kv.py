@@ -33,7 +33,8 @@ def test_only_old_kv_separates_in_place_tokens_from_a_recompute(smoke_yaml: Path
     old, fresh, moved = ({rate: [math.nan] * STEPS for rate in RATES} for _ in range(3))
     for rate in RATES:
         config = load_config(smoke_yaml, [
-            f"run.dir={tmp_path}", f"run.name=rate-{rate}", f"run.steps={STEPS}", "staleness.max=1", "eval.size=0",
+            f"run.dir={tmp_path}", f"run.name=rate-{rate}", f"run.steps={STEPS}", "staleness.max=1",
+                "eval.num_prompts=0",
             f"rollout.max_response_tokens={TOKENS}", f"learner.lr={rate}",
             "task.reward=tests.e2e.test_old_kv:vowels", "rollout.engine=hf", "weight_sync.transport=disk",
         ])

@@ -20,7 +20,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 TWO_RANKS = ["placement.learner.ranks=2", "weight_sync.bucket_bytes=65536"]
-PPO = ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.minibatches=2"]
+PPO = ["algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.num_minibatches=2"]
 LORA_AND_REFERENCE = ["model.lora.rank=4", "learner.lr=1e-2", "algorithm.kl.kind=k2_loss"]
 
 IN_TURNS = ["placement.colocated=true", "weight_sync.transport=cuda_ipc", "weight_sync.bucket_bytes=65536"]

@@ -18,7 +18,7 @@ from tests.kit.assembled import Run, run_assembled
 from tests.kit.engines.in_thread import EngineInThread
 
 Case = tuple[str, str, str]
-"""staleness.mode, staleness.late, weight_sync.on_update"""
+"""staleness.mode, staleness.on_late, weight_sync.on_update"""
 STEPS = 6
 UPDATES = ("in_place", "retract", "drain", "abort")
 ALL = [
@@ -46,8 +46,8 @@ def configure(smoke_yaml: Path, tmp_path: Path, case: Case, bound: int, *overrid
     mode, late, on_update = case
     return load_config(smoke_yaml, [
         f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={bound}", f"staleness.mode={mode}",
-        f"staleness.late={late}", f"weight_sync.on_update={on_update}", "rollout.max_response_tokens=64",
-        "task.reward=tests.e2e.test_policies:slow_for_some", "eval.size=0",
+        f"staleness.on_late={late}", f"weight_sync.on_update={on_update}", "rollout.max_response_tokens=64",
+        "task.reward=tests.e2e.test_policies:slow_for_some", "eval.num_prompts=0",
         *overrides,
     ])
 

@@ -85,7 +85,7 @@ def test_a_push_waits_for_no_tool_and_loses_no_episode(
         f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={BOUND}", f"weight_sync.on_update={on_update}",
         *sglang_server.overrides, f"rollout.group_size={GROUP}",
         f"learner.prompts_per_step={BATCH}", f"timeouts.turn_s={TOOL_S}", f"timeouts.tool_s={TOOL_S}",
-        "task.name=", "task.params={}", f"task.env={LookUp.__module__}:LookUp", "task.size=100", "eval.size=0",
+        "task.name=", "task.params={}", f"task.env={LookUp.__module__}:LookUp", "task.size=100", "eval.num_prompts=0",
         "rollout.max_episode_tokens=64",
     ])
     inside: list[int] = []

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 FORMS = {
     "delta": ["weight_sync.delta=true", "model.dtype=bfloat16", "learner.lr=1e-5", "staleness.max=0"],
     "adapter": ["weight_sync.lora=adapter", "model.lora.rank=4", "learner.lr=1e-2", "staleness.max=0"],
-    "staging": ["weight_sync.staging=device", "staleness.max=1"],  # so that a push meets answers that run
+    "staging": ["weight_sync.double_buffer=device", "staleness.max=1"],  # so that a push meets answers that run
 }
 ROUNDING = {"delta": 2**-8, "adapter": 1e-4, "staging": 1e-4}
 """Allowed mean difference between logprobs of server and learner at one version. In bfloat16 both round their logits,
@@ -34,7 +34,7 @@ STEPS = 3
 
 def configured(smoke_yaml: Path, folder: Path, engine: str, form: str, *more: str) -> Config:
     return load_config(smoke_yaml, [
-        f"run.dir={folder}", f"run.steps={STEPS}", f"rollout.engine={engine}", "eval.size=0",
+        f"run.dir={folder}", f"run.steps={STEPS}", f"rollout.engine={engine}", "eval.num_prompts=0",
         "weight_sync.bucket_bytes=65536", "task.reward=tests.e2e.test_old_kv:vowels", *FORMS[form], *more,
     ])  # fmt: skip
 

@@ -48,7 +48,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 def options(tmp_path: Path, name: str, steps: int, *more: str) -> list[str]:
     return [
-        f"run.dir={tmp_path}", f"run.name={name}", f"run.steps={steps}", "rollout.engine=hf", "eval.size=0",
+        f"run.dir={tmp_path}", f"run.name={name}", f"run.steps={steps}", "rollout.engine=hf", "eval.num_prompts=0",
         "algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.filter_zero_variance=false", *more,
     ]
 
@@ -106,7 +106,7 @@ def test_losses_after_a_resume_are_those_of_an_uninterrupted_run(smoke_yaml: Pat
         run(newest)
     (run_dir / "summary.json").unlink()  # as if the run had been killed after its last step, while its model was saved
     shutil.rmtree(run_dir / "model")
-    ended = run(changed(newest, eval={"size": 4}))
+    ended = run(changed(newest, eval={"num_prompts": 4}))
     assert (ended["steps"], ended["resumes"], "ended" in ended) == (6, 2, False)
     same = ("reward_first", "reward_last", "reward_mean", "staleness_max", "utilisation/learner")
     assert {key: ended[key] for key in same} == {key: summary[key] for key in same}

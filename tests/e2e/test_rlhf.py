@@ -31,7 +31,7 @@ def stages(
 def test_each_stage_feeds_the_next(tmp_path: Path) -> None:
     lines = stages(
         tmp_path, "sft.steps=30", "--pairs 64 --held-out 32 --texts 100", "reward_training.epochs=2",
-        "run.steps=3 eval.size=16 critic.warmup_steps=0", timeout_s=140,
+        "run.steps=3 eval.num_prompts=16 critic.warmup_steps=0", timeout_s=140,
     )  # fmt: skip
     steps = [line for line in lines if "reward/mean" in line]
     assert len(steps) == 3

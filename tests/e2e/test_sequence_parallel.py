@@ -25,7 +25,7 @@ EXACT = ("policy/loss", "critic/loss", "policy/grad_norm", "kl/reference", "rewa
 def configured(smoke_yaml: Path, tmp_path: Path, name: str, *more: str) -> Config:
     """PPO with a KL term, so that policy, critic and reference are all split."""
     return load_config(smoke_yaml, [
-        f"run.dir={tmp_path}", f"run.name={name}", "run.steps=4", "rollout.engine=hf", "eval.size=0",
+        f"run.dir={tmp_path}", f"run.name={name}", "run.steps=4", "rollout.engine=hf", "eval.num_prompts=0",
         "algorithm.advantage=gae", "critic.lr=1e-3", "algorithm.filter_zero_variance=false", "staleness.max=0",
         "algorithm.kl.kind=k2_loss", "checkpoint.every_steps=2", "weight_sync.bucket_bytes=65536", *more,
     ])

@@ -58,7 +58,7 @@ def test_a_server_that_reads_no_calls_in_time_is_started_again_and_the_run_goes_
     save_tool_model(tmp_path / "model")
     command = MarkedCommand(
         [
-            "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=r", "run.steps=10000", "eval.size=0",
+            "train", str(smoke_yaml), f"run.dir={tmp_path}", "run.name=r", "run.steps=10000", "eval.num_prompts=0",
             "rollout.engine=hf", f"rollout.tool_parser={__name__}:PARSER", "rollout.max_episode_tokens=1024",
             f"model.path={tmp_path / 'model'}", "task.tools=[tests.kit.episodes.example_tools:add]",
             "task.max_prompt_tokens=800",

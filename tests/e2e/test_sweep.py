@@ -47,7 +47,7 @@ def test_a_setting_of_a_loss_from_outside_is_swept_and_its_metric_is_written(
     smoke_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--staleness", "1", "--seeds", "1", "--axis", "algorithm.params.bound=0.5,1.0,100.0", "--name", "s"]
-    settings = ["rollout.engine=hf", "run.steps=3", "eval.size=0", f"run.dir={tmp_path}"]
+    settings = ["rollout.engine=hf", "run.steps=3", "eval.num_prompts=0", f"run.dir={tmp_path}"]
     loss = "algorithm.loss=tests.extensions.loss:POLICY_GRADIENT"
     assert main(["sweep", str(smoke_yaml), *options, *settings, loss]) == 0
     learned = capsys.readouterr().out.partition("## What was learned")[2]
@@ -86,7 +86,7 @@ def test_two_cells_at_once_have_cores_of_their_own_and_a_killed_one_goes_on(
 ) -> None:
     words = (
         "sweep", str(smoke_yaml), "--staleness", "1", "--seeds", "2", "--parallel", "2", "--name", "s",
-        f"run.dir={tmp_path}", "rollout.engine=hf", "run.steps=200", "eval.size=0", "checkpoint.every_steps=1",
+        f"run.dir={tmp_path}", "rollout.engine=hf", "run.steps=200", "eval.num_prompts=0", "checkpoint.every_steps=1",
     )  # fmt: skip
     cells = [tmp_path / "s" / "cells" / f"staleness-1.seed-{seed}" for seed in (0, 1)]
     command = start(*words)

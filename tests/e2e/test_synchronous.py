@@ -27,7 +27,7 @@ def vowels(question: Question, response: str) -> float:
 
 def synchronous(smoke_yaml: Path, tmp_path: Path, *overrides: str) -> Config:
     return load_config(smoke_yaml, [
-        f"run.dir={tmp_path}", f"run.steps={STEPS}", "staleness.max=0", "eval.size=0",
+        f"run.dir={tmp_path}", f"run.steps={STEPS}", "staleness.max=0", "eval.num_prompts=0",
         "task.reward=tests.e2e.test_synchronous:vowels", *overrides,
     ])
 

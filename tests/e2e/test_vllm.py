@@ -69,7 +69,7 @@ def test_episodes_of_several_turns_keep_the_bound(vllm_yaml: Path, tmp_path: Pat
 def test_a_killed_process_comes_back_and_every_group_is_accounted_for(
     vllm_yaml: Path, tmp_path: Path, kind: str
 ) -> None:
-    options = ["staleness.max=2", "eval.size=0"]
+    options = ["staleness.max=2", "eval.num_prompts=0"]
     outcome = kill_once(str(vllm_yaml), kind, options, random.Random(0), tmp_path)
     log = (tmp_path / f"{kind}.log").read_text()
     assert outcome.exit_code == 130, log[-3000:]

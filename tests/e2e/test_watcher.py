@@ -52,10 +52,10 @@ def watched(folder: Path, action: str, *more: str) -> list[str]:
     """Settings of a run whose rewards fall to nothing while folder/fallen exists."""
     rewards = [{"reward": "tests.e2e.test_watcher:SWITCHED", "params": {"file": str(folder / "fallen")}}]
     return [
-        f"run.dir={folder}", "run.name=watched", "run.steps=1000", "rollout.engine=hf", "eval.size=0",
+        f"run.dir={folder}", "run.name=watched", "run.steps=1000", "rollout.engine=hf", "eval.num_prompts=0",
         "algorithm.kl.kind=k2_loss", "algorithm.kl.coef=0.01", "algorithm.entropy_coef=0.1",
         "checkpoint.every_steps=1", "checkpoint.keep_last=1", "staleness.max=0", "learner.warmup_steps=0",
-        "learner.decay_fraction=0", f"task.rewards={json.dumps(rewards)}", f"watch.action={action}",
+        "learner.lr_decay_fraction=0", f"task.rewards={json.dumps(rewards)}", f"watch.action={action}",
         "watch.rules.reference_kl=off", "watch.rules.diversity=off", *more,
     ]  # fmt: skip
 
@@ -144,7 +144,7 @@ FALLS_AT_END = Reward(open=open_gold)
 def test_trouble_in_the_last_evaluation_takes_the_run_back_and_then_ends_it(smoke_yaml: Path, tmp_path: Path) -> None:
     options = watched(
         tmp_path, "rollback", "watch.max_rollbacks=1", "watch.rules.reward=off", "run.steps=5",
-        "eval.size=32", "eval.every_steps=1", "eval.pin_version=true", "checkpoint.keep_last=2",
+        "eval.num_prompts=32", "eval.every_steps=1", "eval.pin_version=true", "checkpoint.keep_last=2",
         "eval.gold_reward=tests.e2e.test_watcher:FALLS_AT_END",
     )  # fmt: skip
     summary = run(load_config(smoke_yaml, options))

@@ -56,7 +56,7 @@ rollout: {engine: hf, group_size: 4, max_response_tokens: 8}
 staleness: {max: 1}
 learner: {prompts_per_step: 4, lr: 3.0e-4}
 algorithm: {filter_zero_variance: false}
-eval: {size: 16, samples: 2, temperature: 0.6}
+eval: {num_prompts: 16, samples_per_prompt: 2, temperature: 0.6}
 logging: {wandb: disabled}
 """
 PROGRAM = """

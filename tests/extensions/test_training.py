@@ -21,7 +21,7 @@ OUTSIDE = [
 
 @pytest.mark.e2e
 def test_a_run_trains_with_parts_from_outside_the_packages(smoke_yaml: Path) -> None:
-    config = load_config(smoke_yaml, ["run.name=outside", "staleness.max=1", "eval.size=0", *OUTSIDE])
+    config = load_config(smoke_yaml, ["run.name=outside", "staleness.max=1", "eval.num_prompts=0", *OUTSIDE])
     summary = run(config)
     assert summary["steps"] == 4
     assert summary["buffer"]["buffer/trained"] == 4 * config.learner.prompts_per_step

@@ -74,7 +74,7 @@ def config(device: torch.device, model_path: Path, tmp_path: Path) -> Config:
     return make_config(
         model_path, task={"name": "reasoning_gym/spell_backward", "max_prompt_tokens": 128}, run={"dir": tmp_path},
         rollout={
-            "group_size": 8, "max_response_tokens": longest, "concurrency": 64, "mem_fraction": 0.3,
+            "group_size": 8, "max_response_tokens": longest, "max_groups_in_flight": 64, "gpu_memory_utilization": 0.3,
             "server_args": server_args,
         },
         learner={"prompts_per_step": 8, "lr": 1e-6, "max_tokens_per_microbatch": 8192},

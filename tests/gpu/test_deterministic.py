@@ -61,7 +61,7 @@ def test_two_runs_at_staleness_zero_train_on_the_same_answers(
     series = []
     for name in ("first", "second"):
         run(changed(
-            deterministic, run=RunConfig(name=name, dir=str(tmp_path), steps=4), eval=EvalConfig(size=0),
+            deterministic, run=RunConfig(name=name, dir=str(tmp_path), steps=4), eval=EvalConfig(num_prompts=0),
             staleness=StalenessConfig(max=0), logging=LoggingConfig(wandb="disabled"),
             algorithm={"filter_zero_variance": False},
         ))

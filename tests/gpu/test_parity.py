@@ -90,7 +90,7 @@ def test_server_and_learner_agree_at_the_start_and_after_each_transports_push(
             )
             publisher = open_publisher(pushing, [server.engine.url], 0, device)
             publisher.connect()
-            held = Memory(device, config.rollout.mem_fraction * at_start_bytes)
+            held = Memory(device, config.rollout.gpu_memory_utilization * at_start_bytes)
             if in_turns:
                 publisher.release_server_memory()
                 held.check_released()

@@ -24,7 +24,7 @@ from tests.kit.learner.served_batches import Note, check_agreement, generated
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 FORMS: dict[str, dict[str, Any]] = {"delta": {"delta": True}, "adapter": {"lora": "adapter"},
-                                    "staging": {"staging": "device"}}  # fmt: skip
+                                    "staging": {"double_buffer": "device"}}  # fmt: skip
 
 
 def change(updater: Updater, share: float) -> None:

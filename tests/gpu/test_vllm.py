@@ -41,7 +41,7 @@ def test_answers_over_a_push_are_true_to_their_versions(
     model_path: Path, device: torch.device, on_update: str, transport: str, tmp_path: Path
 ) -> None:
     needs_vllm()
-    base = server_config("vllm", model_path, mem_fraction=0.3)
+    base = server_config("vllm", model_path, gpu_memory_utilization=0.3)
     config: Config = changed(
         base, model=ModelConfig(path=str(model_path), dtype="float32"), run={"dir": tmp_path},
         weight_sync=WeightSyncConfig(on_update=on_update, transport=transport),

@@ -36,7 +36,7 @@ def buffer_config(max_staleness: int = 0, prompts_per_step: int = 4, workers: in
         "staleness": {"max": max_staleness}, "algorithm": {"filter_zero_variance": False},
         "buffer": {"journal": False}, "learner": {"prompts_per_step": prompts_per_step},
         "placement": {"rollout": {"servers": workers}},
-        "timeouts": {"wire_s": 5.0, "work_s": 20.0, "shutdown_s": 5.0},
+        "timeouts": {"buffer_s": 5.0, "batch_s": 20.0, "shutdown_s": 5.0},
     }
     return make_config(**_over(small, sections))
 
@@ -57,8 +57,8 @@ def worker_config(model: Path | str = "none", /, **sections: Any) -> Config:
         "task": {"name": "reasoning_gym/spell_backward", "size": 50, "max_prompt_tokens": 64, "max_failures": 5},
         "rollout": {"engine": "hf", "group_size": 3, "max_response_tokens": 8}, "staleness": {"max": 0},
         "algorithm": {"filter_zero_variance": False}, "buffer": {"journal": False}, "run": {"steps": 100},
-        "learner": {"prompts_per_step": 4}, "eval": {"size": 6, "samples": 2},
-        "timeouts": {"generate_s": 20, "reward_s": 5, "wire_s": 5, "work_s": 20, "shutdown_s": 5},
+        "learner": {"prompts_per_step": 4}, "eval": {"num_prompts": 6, "samples_per_prompt": 2},
+        "timeouts": {"generate_s": 20, "reward_s": 5, "buffer_s": 5, "batch_s": 20, "shutdown_s": 5},
     }
     return make_config(model, **_over(small, sections))
 
@@ -67,7 +67,7 @@ def server_config(engine: str, model: Path, **rollout: Any) -> Config:
     """Prompts and replies together fit the tiny models' positions exactly."""
     return make_config(
         model, task={"name": "reasoning_gym/spell_backward", "max_prompt_tokens": 512},
-        rollout={"engine": engine, "max_response_tokens": 512, "concurrency": 32, **rollout},
+        rollout={"engine": engine, "max_response_tokens": 512, "max_groups_in_flight": 32, **rollout},
         learner={"prompts_per_step": 32},
     )
 

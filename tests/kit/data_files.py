@@ -25,5 +25,5 @@ def sums(name: str, count: int) -> list[dict[str, Any]]:
 
 def opened(path: Any, *, eval_path: Any = "", eval_size: int = 0, seed: int = 0, **task: Any) -> Task:
     settings = TaskConfig(path=path, eval_path=eval_path, **({"reward": "math:gcd"} | task))
-    config: Config = make_config(task=settings, eval={"size": eval_size}, run={"seed": seed})
+    config: Config = make_config(task=settings, eval={"num_prompts": eval_size}, run={"seed": seed})
     return open_task(config, TOKENIZER)

@@ -18,7 +18,7 @@ from rollout_server.episodes.tools.tool import Tool
 from tests.kit.assembled import Run
 
 Case = tuple[str, str, str]
-"""staleness.mode, staleness.late, weight_sync.on_update"""
+"""staleness.mode, staleness.on_late, weight_sync.on_update"""
 STEPS, BOUND, TURNS = 5, 2, 5
 
 
@@ -49,10 +49,10 @@ def configure(smoke_yaml: Path, tmp_path: Path, case: Case, *overrides: str) -> 
     mode, late, on_update = case
     return load_config(smoke_yaml, [
         f"run.dir={tmp_path}", f"run.steps={STEPS}", f"staleness.max={BOUND}", f"staleness.mode={mode}",
-        f"staleness.late={late}", f"weight_sync.on_update={on_update}", *overrides,
+        f"staleness.on_late={late}", f"weight_sync.on_update={on_update}", *overrides,
         "task.name=", "task.params={}", "task.env=tests.kit.episode_policies:SmallTalk", "task.size=100",
         "rollout.max_response_tokens=16", "rollout.max_episode_tokens=160", "timeouts.episode_s=1800",
-        "eval.size=4", "eval.every_steps=2",
+        "eval.num_prompts=4", "eval.every_steps=2",
     ])
 
 

@@ -166,7 +166,7 @@ class Learner(FakeProcess):
         while self.told("has no weights to give"):
             time.sleep(0.05)
         if self.told("can not push"):
-            raise WaitTimeoutError(f"{name} waited 1800 s (timeouts.work_s) for the learner's current weights")
+            raise WaitTimeoutError(f"{name} waited 1800 s (timeouts.batch_s) for the learner's current weights")
         return 5
 
     @ray.method(concurrency_group="join")

@@ -31,7 +31,7 @@ EVAL_EVERY = 10
 
 def base_yaml(folder: Path) -> Path:
     config = make_config(
-        rollout={"concurrency": WORKLOAD.concurrency}, logging={"wandb": "disabled"},
+        rollout={"max_groups_in_flight": WORKLOAD.concurrency}, logging={"wandb": "disabled"},
         learner={"prompts_per_step": WORKLOAD.prompts_per_step},
     )
     path = folder / "base.yaml"

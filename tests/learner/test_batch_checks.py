@@ -1,4 +1,4 @@
-"""The learner masks or refuses tokens that are too old, depending on staleness.late."""
+"""The learner masks or refuses tokens that are too old, depending on staleness.on_late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kit.configs import learner_config
 from tests.kit.groups import batch_of, make_group, make_row
 from tests.kit.learner.batches import make_batch, make_minibatch
 
-MASK = StalenessConfig(max=1, late="mask")
+MASK = StalenessConfig(max=1, on_late="mask")
 
 
 def aged_batch() -> Batch:
@@ -83,7 +83,7 @@ def test_masking_old_tokens_does_not_amplify_the_young_ones(tiny_model_path: Pat
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_without_mask_such_a_batch_is_refused(late: str) -> None:
     with pytest.raises(StalenessError, match=r"version 2.* version 5"):
-        check_staleness(aged_batch(), 5, StalenessConfig(max=1, late=late))  # type: ignore[arg-type]
+        check_staleness(aged_batch(), 5, StalenessConfig(max=1, on_late=late))  # type: ignore[arg-type]
 
 
 def test_a_future_token_is_refused_with_mask_too() -> None:

@@ -270,11 +270,11 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_checkpoint_that_never_gets_written_is_named_with_the_rank_that_waits(
     tiny_model_path: Path, tmp_path: Path, one_rank: None, slow_disk: threading.Event
 ) -> None:
-    updater = Updater(learner_config(tiny_model_path, timeouts=TimeoutsConfig(work_s=0.05)), CPU)
+    updater = Updater(learner_config(tiny_model_path, timeouts=TimeoutsConfig(batch_s=0.05)), CPU)
     checkpointer = Checkpointer(updater.config, updater.optimizers, CPU)
     checkpointer.save(tmp_path / "step_3", state_at(checkpointer, 3))
     checkpointer.check()  # still being written
-    with pytest.raises(WaitTimeoutError, match=r"learner/0 .*timeouts\.work_s.*step_3"):
+    with pytest.raises(WaitTimeoutError, match=r"learner/0 .*timeouts\.batch_s.*step_3"):
         checkpointer.wait()
 
 
@@ -336,14 +336,14 @@ def test_a_resumed_learner_first_asks_for_the_evaluation_of_its_checkpoint(
 
 def test_a_push_held_by_an_evaluation_that_does_not_end_says_so(tiny_model_path: Path) -> None:
     evaluations = EvalSchedule(learner_config(
-        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(work_s=0.05)
+        tiny_model_path, eval=EvalConfig(every_steps=2, pin_version=True), timeouts=TimeoutsConfig(batch_s=0.05)
     ))
     evaluations.wait()
     assert not evaluations.served(1)
     evaluations.wait()
     assert evaluations.served(2)
     evaluations.begin()
-    with pytest.raises(WaitTimeoutError, match=r"timeouts\.work_s.*eval\.pin_version"):
+    with pytest.raises(WaitTimeoutError, match=r"timeouts\.batch_s.*eval\.pin_version"):
         evaluations.wait()
     evaluations.ended()
     evaluations.wait()

@@ -16,12 +16,12 @@ from tests.kit.learner.updates import values_of, weights_of
 
 PENALTY = {"kind": "k1_reward", "coef": 0.1}
 FIRST: list[dict[str, Any]] = [
-    {"advantage": "gae"}, {"advantage": "gae", "epochs": 2}, {"advantage": "vtrace", "minibatches": 2},
+    {"advantage": "gae"}, {"advantage": "gae", "epochs": 2}, {"advantage": "vtrace", "num_minibatches": 2},
     {"advantage": "vtrace", "whiten": True}, {"advantage": "gae", "kl": PENALTY, "epochs": 2},
 ]
 LATER: list[dict[str, Any]] = [
     {"advantage": "vtrace"}, {"advantage": "gae", "kl": PENALTY},
-    {"advantage": "vtrace", "epochs": 2, "proximal": "interpolate"},
+    {"advantage": "vtrace", "epochs": 2, "old_logprobs": "interpolate"},
 ]
 
 

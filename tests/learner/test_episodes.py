@@ -113,7 +113,7 @@ def test_discounted_returns_of_turns_by_hand() -> None:
 @pytest.mark.parametrize("function", [gae, vtrace])
 def test_advantages_of_a_critic_with_rewards_of_turns_by_hand(function: Any) -> None:
     """With lambda 1/2: deltas 0.1, 0.35, 0.1, 1.1. V-trace on data of the policy itself is GAE."""
-    config = config_of(advantage="gae", gamma=1.0, lam=0.5)
+    config = config_of(advantage="gae", gamma=1.0, gae_lambda=0.5)
     micro = row_by_row(hand_batch())[0]
     values, zeros = torch.tensor([9, 0.1, 0.2, 9, 0.3, 0.4]), torch.zeros(6)
     advantages, targets = critic_advantages(config, function, micro.response, values, zeros, zeros)
@@ -166,7 +166,7 @@ def test_splitting_an_episode_into_rows_keeps_the_advantages_of_its_tokens(seed:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 999), st.sampled_from([gae, vtrace]))
 def test_splitting_keeps_a_critics_advantages_where_nothing_is_discounted(seed: int, function: Any) -> None:
-    config = config_of(advantage="gae", gamma=1.0, lam=1.0)
+    config = config_of(advantage="gae", gamma=1.0, gae_lambda=1.0)
     found = []
     for is_split in (False, True):
         of_rows = []
@@ -202,7 +202,7 @@ def gradients_of(config: Config, batch: Batch) -> dict[str, Tensor]:
         AlgorithmConfig(),
         AlgorithmConfig(aggregation="sequence_mean"),
         AlgorithmConfig(aggregation="constant", advantage="reinforce_pp"),
-        AlgorithmConfig(advantage="gae", lam=1.0),
+        AlgorithmConfig(advantage="gae", gae_lambda=1.0),
     ],
     ids=["token_mean", "sequence_mean", "constant", "gae"],
 )
@@ -269,7 +269,7 @@ def test_too_old_turns_are_masked_and_counted_and_what_is_not_sampled_is_not() -
     old = dataclasses.replace(PLAIN, versions=np.array([1, 1, 2, 2], np.int32))
     group = dataclasses.replace(make_group(0, [3], [first, second, old], version=2), episodes=make_episodes([2, 1]))
     batch = batch_of(group, version=5)
-    masked, metrics = check_staleness(batch, 5, StalenessConfig(max=1, late="mask"))
+    masked, metrics = check_staleness(batch, 5, StalenessConfig(max=1, on_late="mask"))
     rows = masked.groups[0].rows
     assert [row.mask.nonzero()[0].tolist() for row in rows] == [[4, 5], [2], []]
     assert [int(row.sampled.sum() - row.mask.sum()) for row in rows] == [2, 0, 2]

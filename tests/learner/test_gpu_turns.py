@@ -18,7 +18,7 @@ from learner.driver_requests import GpuTurns
 from learner.learner import Learner
 from tests.kit.learner.fakes import FakePublisher, OpenRun
 
-SOON, LATE = Limit(0.02, "timeouts.work_s"), Limit(10.0, "timeouts.work_s")
+SOON, LATE = Limit(0.02, "timeouts.batch_s"), Limit(10.0, "timeouts.batch_s")
 
 
 def started(work: threading.Thread) -> threading.Thread:
@@ -29,7 +29,7 @@ def started(work: threading.Thread) -> threading.Thread:
 def test_a_start_waits_for_the_end_of_the_step_and_holds_back_the_next_one() -> None:
     turns = GpuTurns()
     turns.begin_step(SOON)
-    with pytest.raises(WaitTimeoutError, match=r"rollout/0 .*timeouts\.work_s"):
+    with pytest.raises(WaitTimeoutError, match=r"rollout/0 .*timeouts\.batch_s"):
         turns.begin_start("rollout/0", SOON)
     waiting = started(threading.Thread(target=turns.begin_start, args=("rollout/1", LATE)))
     turns.end_step()
@@ -58,14 +58,14 @@ def learner(open_run: OpenRun) -> Learner:
     """A learner that makes two steps in turns with its server."""
     return open_run(
         2, weight_sync={"verify": False}, rollout={"engine": "sglang"}, placement={"colocated": True},
-        staleness={"max": 0}, timeouts={"work_s": 20},
+        staleness={"max": 0}, timeouts={"batch_s": 20},
     )
 
 
 def test_no_step_begins_on_a_shared_gpu_while_a_server_starts_there(
     learner: Learner, publisher: FakePublisher
 ) -> None:
-    soon = learner.config.timeouts.limit("wire_s")
+    soon = learner.config.timeouts.limit("buffer_s")
     learner.gpu_turns.begin_start("rollout/0", soon)
 
     def end_the_start() -> None:
@@ -93,7 +93,7 @@ def test_a_step_waits_on_every_rank_for_as_long_as_servers_may_take_to_start(
     timeouts, torch_limit = learner.config.timeouts, dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     list(learner.run())
     assert doing[:2] == ["waits for a server to start on its GPU", "pushes weights"]
-    assert limits[0].seconds == timeouts.work_s + 2 * timeouts.startup_s < torch_limit.total_seconds()
+    assert limits[0].seconds == timeouts.batch_s + 2 * timeouts.startup_s < torch_limit.total_seconds()
 
 
 def test_a_server_that_joins_while_a_step_waits_for_it_releases_its_memory_too(

@@ -58,7 +58,7 @@ def kl_by_hand(path: Path, batch: Batch) -> float:
     return float(np.concatenate(terms).mean())
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"epochs": 2, "minibatches": 2}, {"advantage": "gae"}])
+@pytest.mark.parametrize("algorithm", [{}, {"epochs": 2, "num_minibatches": 2}, {"advantage": "gae"}])
 def test_a_batch_over_the_kl_limit_is_counted_and_moves_nothing(
     tiny_model_path: Path, one_rank: None, algorithm: dict[str, Any]
 ) -> None:
@@ -98,7 +98,7 @@ def test_epochs_end_as_soon_as_the_policy_has_moved_too_far(tiny_model_path: Pat
 def test_a_policy_that_is_stopped_early_lets_the_critic_take_its_steps(tiny_model_path: Path, one_rank: None) -> None:
     batch = make_batch()
     stopped, whole, once = (
-        open_updater(tiny_model_path, advantage="gae", minibatches=2, epochs=epochs, early_stop_kl=limit)
+        open_updater(tiny_model_path, advantage="gae", num_minibatches=2, epochs=epochs, early_stop_kl=limit)
         for epochs, limit in ((3, 1e-9), (3, 0.0), (1, 0.0))
     )
     metrics = {name: values_of(u.update(batch)) for name, u in (("stopped", stopped), ("whole", whole), ("once", once))}
@@ -196,7 +196,7 @@ def test_steps_without_finite_numbers_are_skipped_and_so_many_in_a_row_end_the_r
     ("key", "algorithm"),
     [
         ("early_stop_kl", {"early_stop_kl": 0.1}), ("skip_batch_kl", {"skip_batch_kl": -1.0}),
-        ("skip_batch_kl", {"skip_batch_kl": 1.0, "epochs": 2, "proximal": "interpolate"}),
+        ("skip_batch_kl", {"skip_batch_kl": 1.0, "epochs": 2, "old_logprobs": "interpolate"}),
     ],
 )
 def test_kl_limits_that_could_not_act_are_refused(key: str, algorithm: dict[str, Any]) -> None:

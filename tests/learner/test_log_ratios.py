@@ -34,7 +34,7 @@ def test_recorded_ratios_are_those_of_the_model_at_the_start_of_the_step(
     tiny_model_path: Path, tmp_path: Path, one_rank: None, epochs: int
 ) -> None:
     batch = make_batch()
-    record(tiny_model_path, tmp_path, batch, AlgorithmConfig(epochs=epochs, minibatches=epochs))
+    record(tiny_model_path, tmp_path, batch, AlgorithmConfig(epochs=epochs, num_minibatches=epochs))
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     for group in batch.groups:
         for number, row in enumerate(group.rows):

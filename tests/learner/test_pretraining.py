@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(model: Path, max_tokens: int = 4096, minibatches: int = 1, lr: float = 1e-3, **algorithm: Any) -> Config:
     settings = {"ptx_coef": 0.5, **algorithm}
     return learner_config(
-        model, algorithm={"minibatches": minibatches, **settings},
+        model, algorithm={"num_minibatches": minibatches, **settings},
         task={"pretrain_path": model.parent / "texts.jsonl"} if settings["ptx_coef"] else {},
         learner={"max_tokens_per_microbatch": max_tokens, "lr": lr},
     )
@@ -135,7 +135,7 @@ def test_text_is_learned_where_answers_teach_nothing(model: Path, one_rank: None
 
 
 def test_every_row_of_text_is_learned_once_before_one_is_learned_again(model: Path, one_rank: None) -> None:
-    config = config_of(model, minibatches=2, epochs=2, ptx_rows=2)
+    config = config_of(model, num_minibatches=2, epochs=2, ptx_rows=2)
     term = term_of(Updater(config, CPU))
     steps = [term.rows(step) for step in range(8)]
     assert [len(step) for step in steps] == [12] * 8  # 2 for each of the 6 episodes of a minibatch
@@ -151,7 +151,7 @@ def test_steps_that_the_policy_does_not_take_pass_over_no_text(
 ) -> None:
     """A batch of the critic's warm-up, and two of which a KL limit ends all steps but the first."""
     config = learner_config(
-        model, algorithm={"advantage": "gae", "minibatches": 2, "ptx_coef": 0.5, "early_stop_kl": 1e-9},
+        model, algorithm={"advantage": "gae", "num_minibatches": 2, "ptx_coef": 0.5, "early_stop_kl": 1e-9},
         task={"pretrain_path": model.parent / "texts.jsonl"}, critic={"warmup_steps": 1},
     )
     updater, steps = Updater(config, CPU), list[int]()

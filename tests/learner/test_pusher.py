@@ -22,7 +22,7 @@ from tests.kit.learner.fakes import FakeClient, FakePublisher, OpenRun, pushed_b
 
 def joining(learner: Learner) -> threading.Thread:
     """Start a thread in which a server that has come back waits for weights."""
-    limit = learner.config.timeouts.limit("work_s")
+    limit = learner.config.timeouts.limit("batch_s")
     thread = threading.Thread(target=learner.servers["rollout"].join, args=("rollout/1", "http://new", limit))
     thread.start()
     until_someone_waits(learner.servers["rollout"])

@@ -141,7 +141,7 @@ def critic_batch(version: int) -> Batch:
 
 
 def ppo_config(path: Path, **critic: Any) -> Config:
-    algorithm = AlgorithmConfig(advantage="gae", lam=1.0)
+    algorithm = AlgorithmConfig(advantage="gae", gae_lambda=1.0)
     return learner_config(path, algorithm=algorithm, critic=CriticConfig(**{"lr": 1e-2, **critic}))
 
 
@@ -167,7 +167,7 @@ def test_the_critic_learns_the_value_of_a_toy_prompt_while_the_policy_warms_up(
 def test_several_steps_per_batch_keep_the_values_and_logprobs_of_step_start(
     tiny_model_path: Path, one_rank: None
 ) -> None:
-    algorithm = AlgorithmConfig(advantage="gae", epochs=2, minibatches=2)
+    algorithm = AlgorithmConfig(advantage="gae", epochs=2, num_minibatches=2)
     config = dataclasses.replace(ppo_config(tiny_model_path), algorithm=algorithm)
     batch = make_batch()
     once = Updater(ppo_config(tiny_model_path), CPU).update(batch)
@@ -185,7 +185,7 @@ def test_several_steps_per_batch_keep_the_values_and_logprobs_of_step_start(
 def test_the_value_clip_holds_to_the_values_of_step_start_over_all_epochs(
     tiny_model_path: Path, one_rank: None
 ) -> None:
-    algorithm = AlgorithmConfig(advantage="gae", lam=1.0, epochs=2)
+    algorithm = AlgorithmConfig(advantage="gae", gae_lambda=1.0, epochs=2)
     losses = []
     for value_clip in (1e-6, 0.0):
         config = dataclasses.replace(ppo_config(tiny_model_path, value_clip=value_clip), algorithm=algorithm)
@@ -203,8 +203,8 @@ def test_the_learning_rate_warms_up_linearly(tiny_model_path: Path, one_rank: No
 
 
 def test_learning_rates_go_to_zero_over_the_last_part_of_the_run(tiny_model_path: Path, one_rank: None) -> None:
-    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, decay_fraction=0.4, max_tokens_per_microbatch=4096)
-    algorithm = AlgorithmConfig(advantage="gae", minibatches=2)
+    learner = LearnerConfig(prompts_per_step=3, lr=1e-3, lr_decay_fraction=0.4, max_tokens_per_microbatch=4096)
+    algorithm = AlgorithmConfig(advantage="gae", num_minibatches=2)
     config = learner_config(
         tiny_model_path, run=RunConfig(steps=10), learner=learner, algorithm=algorithm, critic=CriticConfig(lr=1e-2)
     )

@@ -77,7 +77,7 @@ def test_the_average_is_that_of_all_optimizer_steps_and_training_is_as_without_i
 
 
 def test_of_several_optimizer_steps_with_a_batch_each_counts(tiny_model_path: Path, one_rank: None) -> None:
-    config = learner_config(tiny_model_path, learner={"ema_decay": DECAY}, algorithm={"minibatches": 3})
+    config = learner_config(tiny_model_path, learner={"ema_decay": DECAY}, algorithm={"num_minibatches": 3})
     updater = Updater(config, CPU)
     start = weights_of(updater)
     steps: list[dict[str, Tensor]] = []

@@ -67,7 +67,7 @@ def config(tmp_path: Path) -> Config:
     task = TaskConfig(path=str(tmp_path / "orders.jsonl"), env=f"{__name__}:Asks", max_prompt_tokens=64, max_failures=9)
     Asks.num_failed = 0
     return changed(
-        config, task=task, eval={"size": 0}, buffer=BufferConfig(), run={"dir": tmp_path, "name": "run"},
+        config, task=task, eval={"num_prompts": 0}, buffer=BufferConfig(), run={"dir": tmp_path, "name": "run"},
         learner={"prompts_per_step": 5},
     )
 
@@ -133,6 +133,6 @@ def test_the_end_of_a_run_names_the_row_that_failed_last(config: Config) -> None
         "data_source": "shop", "prompt": [{"role": "user", "content": "fails"}],
         "reward_model": {"style": "rule", "ground_truth": ""},
     }))  # fmt: skip
-    config = changed(config, timeouts={"work_s": 2})
+    config = changed(config, timeouts={"batch_s": 2})
     with pytest.raises(RewardError, match=rf"^9 .*row 0 of {config.task.path}"):
         rolled_out(config, TalkingEngine(lambda last, number, n: "x"), no_reward)

@@ -72,7 +72,7 @@ def test_the_parts_of_an_evaluation_have_the_prompts_seeds_and_metrics_of_the_wh
 
 def test_a_part_without_prompts_reports_nothing_and_changes_no_mean() -> None:
     config = with_eval_server(worker_config())
-    (first, second), _, _ = evaluated(changed(config, eval={"size": 1}), [(0, 2), (1, 2)])
+    (first, second), _, _ = evaluated(changed(config, eval={"num_prompts": 1}), [(0, 2), (1, 2)])
     assert second.metrics == () and reduce_metrics((*first.metrics, *second.metrics)) == reduce_metrics(first.metrics)
 
 

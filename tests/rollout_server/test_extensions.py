@@ -36,7 +36,7 @@ def test_the_eval_command_measures_an_outside_task_and_reward(
 ) -> None:
     save_tiny_model("tiny-qwen2", tmp_path / "model", seed=0)
     config = {
-        "model": {"path": "elsewhere"}, "task": {**TASK, **REWARD}, "eval": {"size": 4},
+        "model": {"path": "elsewhere"}, "task": {**TASK, **REWARD}, "eval": {"num_prompts": 4},
         "rollout": {"engine": "hf", "max_response_tokens": 4},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -45,7 +45,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(correct: int, sampl
 
 def test_an_evaluation_of_several_answers_reports_avg_and_pass_at_k() -> None:
     rewards = [[1.0, 0.2, 0.0, 1.0, 0.0], [0.0, None, 0.0, 0.0, 0.0]]
-    values = reduce_metrics(at_k_metrics(rewards, EvalConfig(samples=5)))
+    values = reduce_metrics(at_k_metrics(rewards, EvalConfig(samples_per_prompt=5)))
     assert values == pytest.approx(
         {"eval/avg_at_5": 0.2, "eval/pass_at_2": 0.35, "eval/pass_at_4": 0.5, "eval/pass_at_5": 0.5}
     )
@@ -66,23 +66,23 @@ def test_accuracy_is_reported_by_source_where_there_are_several() -> None:
 
 
 @given(
-    answers=st.lists(st.none() | st.floats(-1, 3), min_size=1, max_size=9), right_above=st.floats(0, 2),
+    answers=st.lists(st.none() | st.floats(-1, 3), min_size=1, max_size=9), correct_threshold=st.floats(0, 2),
 )
 def test_accuracy_and_the_means_of_right_and_wrong_answers_give_the_mean_reward(
-    answers: list[float | None], right_above: float
+    answers: list[float | None], correct_threshold: float
 ) -> None:
-    evaluation = EvalConfig(right_above=right_above)
+    evaluation = EvalConfig(correct_threshold=correct_threshold)
     means = reduce_metrics(reward_metrics(answers, evaluation))
-    accuracy = sum(answer is not None and answer >= right_above - 1e-6 for answer in answers) / len(answers)
+    accuracy = sum(answer is not None and answer >= correct_threshold - 1e-6 for answer in answers) / len(answers)
     told = accuracy * means.get("eval/reward_of_right", 0) + (1 - accuracy) * means.get("eval/reward_of_wrong", 0)
     assert told == pytest.approx(sum(answer or 0 for answer in answers) / len(answers))
 
 
 def test_what_counts_as_right_is_a_setting() -> None:
     rewards = [[0.5, 0.8], [None, 1.2]]
-    partial = EvalConfig(samples=2, right_above=0.8)
+    partial = EvalConfig(samples_per_prompt=2, correct_threshold=0.8)
     assert reduce_metrics(at_k_metrics(rewards, partial))["eval/avg_at_2"] == 0.5
-    assert reduce_metrics(at_k_metrics(rewards, EvalConfig(samples=2)))["eval/avg_at_2"] == 0.25
+    assert reduce_metrics(at_k_metrics(rewards, EvalConfig(samples_per_prompt=2)))["eval/avg_at_2"] == 0.25
     assert reduce_metrics(source_metrics("ab", rewards, set("ab"), partial)) == {
         "eval/accuracy/a": 0.5, "eval/reward_on/a": 0.65, "eval/accuracy/b": 0.5, "eval/reward_on/b": 0.6
     }
@@ -93,7 +93,7 @@ def test_what_counts_as_right_is_a_setting() -> None:
     [
         ({}, (1.5, 0.9)),
         ({"temperature": 0.6, "top_p": 0.5}, (0.6, 0.5)),
-        ({"temperature": 0, "samples": 1}, (1e-4, 1.0)),
+        ({"temperature": 0, "samples_per_prompt": 1}, (1e-4, 1.0)),
     ],
 )
 def test_held_out_prompts_are_answered_at_a_temperature_of_their_own(
@@ -138,7 +138,7 @@ def test_the_mean_length_leaves_out_answers_of_which_none_is_known(has_answers: 
         rows = [(ROW,), (ROW,)] if request.prompt.index == 0 else [(ROW, ROW), ()]
         return [Episode(rows=each, answer="x", end="done" if each else "failed") for each in rows]
 
-    config = changed(worker_config(), eval={"size": 3, "samples": 2})
+    config = changed(worker_config(), eval={"num_prompts": 3, "samples_per_prompt": 2})
     evaluation = Evaluation(config, answer, open_task(config, TOKENIZER), WorkerStats("rollout/0"))
     found = reduce_metrics(asyncio.run(evaluation.run(0, beside_training=False)).metrics)
     if has_answers:
@@ -153,7 +153,7 @@ def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> No
     async def score(prompt: Prompt, episodes: Sequence[Episode]) -> list[float | None]:
         return [next(gold) for _ in episodes]
 
-    found = evaluated(changed(worker_config(), eval={"size": 2, "samples": 2}), score)
+    found = evaluated(changed(worker_config(), eval={"num_prompts": 2, "samples_per_prompt": 2}), score)
     assert {key: value for key, value in found.items() if "gold" in key or "proxy" in key} == pytest.approx({
         "eval/gold": 1.0, "eval/gold_squared": 5 / 3, "eval/gold_labels": 3.0, "eval/proxy": 4 / 3,
         "eval/proxy_squared": 10 / 3, "eval/gold_times_proxy": 2.0, "eval/gold_no_verdict": 1.0,
@@ -161,7 +161,7 @@ def test_gold_rewards_are_reported_with_the_moments_of_their_correlation() -> No
 
 
 def test_with_a_reward_model_the_rewards_of_held_out_answers_are_the_gold_ones() -> None:
-    config = changed(worker_config(), eval={"size": 2, "samples": 2}, reward_model={"path": "x"})
+    config = changed(worker_config(), eval={"num_prompts": 2, "samples_per_prompt": 2}, reward_model={"path": "x"})
     found = evaluated(config, None)
     assert (found["eval/gold"], found["eval/gold_labels"], found["eval/gold_squared"]) == (1.5, 4.0, 3.5)
     assert "eval/proxy" not in found
@@ -176,8 +176,8 @@ def test_with_a_reward_model_the_rewards_of_held_out_answers_are_the_gold_ones()
 
 
 def test_several_greedy_answers_to_a_prompt_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^eval\.samples .*4"):
-        EvalConfig(temperature=0, samples=4)
+    with pytest.raises(ConfigError, match=r"^eval\.samples_per_prompt .*4"):
+        EvalConfig(temperature=0, samples_per_prompt=4)
 
 
 def test_an_evaluation_reports_which_versions_sampled_its_answers() -> None:
@@ -195,7 +195,7 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
         "rollout": {"engine": "hf", "max_response_tokens": 4},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main(["eval", str(tmp_path / "model"), "eval.size=4", "eval.samples=2"]) == 0
+    assert main(["eval", str(tmp_path / "model"), "eval.num_prompts=4", "eval.samples_per_prompt=2"]) == 0
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("eval/"))
     assert float(lines["eval/accuracy"]) == float(lines["eval/avg_at_2"])
     assert {key.removeprefix("eval/") for key in lines} == {
@@ -203,10 +203,10 @@ def test_the_eval_command_prints_a_table_with_the_config_of_the_models_run(
         "failed", "oldest_version", "newest_version", "avg_at_2", "pass_at_2"
     }
     for overrides, keys in (
-        (["eval.temperature=0.6", "eval.top_p=0.95", "eval.samples=8"], {"eval/avg_at_8", "eval/pass_at_4"}),
-        (["eval.temperature=0", "eval.samples=1"], {"eval/accuracy"}),
+        (["eval.temperature=0.6", "eval.top_p=0.95", "eval.samples_per_prompt=8"], {"eval/avg_at_8", "eval/pass_at_4"}),
+        (["eval.temperature=0", "eval.samples_per_prompt=1"], {"eval/accuracy"}),
     ):
-        assert main(["eval", str(tmp_path / "model"), "eval.size=4", *overrides]) == 0
+        assert main(["eval", str(tmp_path / "model"), "eval.num_prompts=4", *overrides]) == 0
         assert keys <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path / "model")]) == 2
@@ -227,7 +227,7 @@ def test_the_eval_command_says_why_answers_failed_and_starts_no_folder_of_a_run(
         "rollout": {"engine": "hf", "max_response_tokens": 4},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main(["eval", str(tmp_path / "model"), "eval.size=2"]) == 0
+    assert main(["eval", str(tmp_path / "model"), "eval.num_prompts=2"]) == 0
     (note,) = [record.message for record in caplog.records if record.name == "rollout_server.eval_command"]
     assert note.startswith("rollout/0: ") and "KeyError" in note
     assert not (tmp_path / "later").exists()

@@ -86,7 +86,7 @@ def test_too_many_failures_in_a_row_end_the_run_and_name_the_last_cause() -> Non
     def reward(question: Question, text: str) -> float:
         raise KeyError("no unit")
 
-    config = worker_config(timeouts={"work_s": 1})
+    config = worker_config(timeouts={"batch_s": 1})
     with pytest.raises(RewardError, match=r"^5 groups .*KeyError: 'no unit'"):
         rolled_out(config, EchoEngine(), reward)
 
@@ -112,7 +112,7 @@ class CountingEngine(EchoEngine):
 def test_no_more_groups_than_rollout_concurrency_are_in_flight() -> None:
     config = worker_config(staleness={"max": 3})
     engine = CountingEngine()
-    config = changed(config, rollout={"concurrency": 3})
+    config = changed(config, rollout={"max_groups_in_flight": 3})
     rolled_out(config, engine, lambda question, text: 1.0, steps=4)
     assert engine.most[True] == 3
 
@@ -124,7 +124,8 @@ def test_an_evaluation_beside_training_keeps_to_rollout_concurrency(
     beside_training: bool, pinned: bool, at_once: int
 ) -> None:
     config = worker_config(staleness={"max": 1})
-    config = changed(config, rollout={"concurrency": 2}, eval={"size": 6, "every_steps": 1, "pin_version": pinned})
+    config = changed(config, rollout={"max_groups_in_flight": 2}, eval={"num_prompts": 6, "every_steps": 1,
+        "pin_version": pinned})
     engine = CountingEngine()
     rolled_out(
         config, engine, lambda question, text: 1.0,

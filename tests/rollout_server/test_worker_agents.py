@@ -54,7 +54,7 @@ def test_the_replies_that_kept_rows_share_are_trained_in_the_first_of_them(tmp_p
 def test_a_run_in_which_every_episode_errs_ends_with_the_error(tmp_path: Path) -> None:
     config = agent_config("break_always", tmp_path)
     with pytest.raises(RewardError, match=r"8 groups .*100%.*KeyError: 'plum', at .*envs_and_agents\.py:\d+$"):
-        rolled_out(changed(config, timeouts={"work_s": 3}), engine(), no_reward, steps=99)
+        rolled_out(changed(config, timeouts={"batch_s": 3}), engine(), no_reward, steps=99)
 
 
 def test_a_run_in_which_every_episode_times_out_is_told_so_and_no_innocent_answer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A worker with `staleness.late: drop`: groups that the buffer drops are cancelled."""
+"""A worker with `staleness.on_late: drop`: groups that the buffer drops are cancelled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SlowOnceEngine(EchoEngine):
 
 def test_a_dropped_group_is_cancelled_at_the_engine_and_its_prompt_is_granted_again() -> None:
     config = worker_config()
-    config = replace(config, staleness=StalenessConfig(max=1, late="drop"))
+    config = replace(config, staleness=StalenessConfig(max=1, on_late="drop"))
     engine = SlowOnceEngine()
     batches, _, server, _ = rolled_out(config, engine, lambda *_: SCORED, steps=4)
     assert engine.cancelled == [0]
@@ -66,7 +66,7 @@ async def until(reached: Callable[[], object]) -> None:
 def test_a_group_that_is_dropped_while_its_prompt_is_made_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both groups of rollout/0 miss their deadline, as rollout/1 makes the batches 0 and 1 meanwhile."""
     config = worker_config(
-        staleness={"max": 1, "late": "drop"}, learner={"prompts_per_step": 2}, placement={"rollout": {"servers": 2}},
+        staleness={"max": 1, "on_late": "drop"}, learner={"prompts_per_step": 2}, placement={"rollout": {"servers": 2}},
     )
     engine, task, may_go_on = EchoEngine(), open_task(config, TOKENIZER), threading.Event()
     make_prompt = task.prompt

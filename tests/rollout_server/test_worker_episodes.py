@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Config:
     config = worker_config(tmp_path)
     task = TaskConfig(env=CHAIN, size=50, max_prompt_tokens=16, params={"mean_s": 0.0}, max_failures=5)
     rollout = replace(config.rollout, max_episode_tokens=200, max_turns=32)
-    timeouts = TimeoutsConfig(generate_s=20, wire_s=5, work_s=20, shutdown_s=5, turn_s=0.3)
+    timeouts = TimeoutsConfig(generate_s=20, buffer_s=5, batch_s=20, shutdown_s=5, turn_s=0.3)
     return replace(config, task=task, rollout=rollout, timeouts=timeouts)
 
 
@@ -94,7 +94,7 @@ def test_held_out_episodes_count_in_no_metric_of_the_training(config: Config, mo
     rolled_out(
         config, TalkingEngine(follow), no_reward, beside=lambda worker: worker.player.evaluate(0, beside_training=True)
     )
-    assert seen == {(config.rollout.group_size, True), (config.eval.samples, False)}
+    assert seen == {(config.rollout.group_size, True), (config.eval.samples_per_prompt, False)}
 
 
 def test_the_first_turn_of_a_group_is_one_request_and_the_rest_go_on_alone(config: Config) -> None:
@@ -131,7 +131,7 @@ def test_an_environment_that_raises_or_hangs_costs_only_its_own_group(config: Co
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_the_cause(config: Config) -> None:
-    broken = changed(config, task={"env": f"{CASES}:AlwaysRaises", "params": {}}, timeouts={"work_s": 1})
+    broken = changed(config, task={"env": f"{CASES}:AlwaysRaises", "params": {}}, timeouts={"batch_s": 1})
     with pytest.raises(RewardError, match=r"^5 groups .*KeyError"):
         rolled_out(broken, TalkingEngine(follow), no_reward)
 

@@ -20,9 +20,9 @@ from tests.kit.configs import changed, worker_config
 from tests.kit.engines.fakes import TOKENIZER, EchoEngine
 from tests.kit.worker import metric_values, plain_reward, rolled_out
 
-SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=5, work_s=20, shutdown_s=5)
-ENDS = TimeoutsConfig(generate_s=0.5, reward_s=1, wire_s=2, work_s=3, shutdown_s=5)
-"""For a worker that ends without a batch, for which the learner waits as long as work_s."""
+SLOW = TimeoutsConfig(generate_s=0.5, reward_s=1, buffer_s=5, batch_s=20, shutdown_s=5)
+ENDS = TimeoutsConfig(generate_s=0.5, reward_s=1, buffer_s=2, batch_s=3, shutdown_s=5)
+"""For a worker that ends without a batch, for which the learner waits as long as batch_s."""
 
 
 def test_rewards_slower_than_the_engine_wait_their_turn_and_fail_no_group() -> None:

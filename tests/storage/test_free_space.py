@@ -147,7 +147,7 @@ def test_a_disk_that_fills_up_during_a_run_is_one_clear_error(
 ) -> None:
     monkeypatch.setattr(ray, "init", lambda **_: Path("/dev/full").write_text("a log"))
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({
-        "model": {"path": str(good)}, "task": {"name": "reasoning_gym/spell_backward"}, "eval": {"size": 0},
+        "model": {"path": str(good)}, "task": {"name": "reasoning_gym/spell_backward"}, "eval": {"num_prompts": 0},
     }))  # fmt: skip
     assert main(["train", str(tmp_path / "c.yaml"), f"run.dir={tmp_path}"]) == 1
     assert f"--resume {tmp_path}/run" in capsys.readouterr().err

@@ -238,7 +238,7 @@ def test_a_download_can_be_ended_and_goes_on_later(hub: HubServer) -> None:
 
 def test_a_host_has_or_fetches_the_files_of_its_processes(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "rows-1.jsonl").write_text("{}")
-    config = pinned(config_of(NAME, "task.name=", f"task.path={tmp_path}/rows-*.jsonl", "eval.size=0"))
+    config = pinned(config_of(NAME, "task.name=", f"task.path={tmp_path}/rows-*.jsonl", "eval.num_prompts=0"))
     find_files(config, SERVER_KEYS)
     assert hub.downloads["model.safetensors"] == 1
     (tmp_path / "rows-1.jsonl").unlink()

@@ -62,12 +62,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 
 def files_of(name: str) -> list[str]:
-    (repo,) = hub_repos(pinned(load_config(None, ["model.path=none", f"task.path={name}", "eval.size=0"])))
+    (repo,) = hub_repos(pinned(load_config(None, ["model.path=none", f"task.path={name}", "eval.num_prompts=0"])))
     return ["/".join(file.parts[-2:]) for file in data_files(repo)]
 
 
 def task_of(path: str, eval_path: str) -> Task:
-    config = load_config(None, ["model.path=none", f"task.path={path}", f"task.eval_path={eval_path}", "eval.size=4"])
+    config = load_config(None, ["model.path=none", f"task.path={path}", f"task.eval_path={eval_path}",
+        "eval.num_prompts=4"])
     return open_task(pinned(config), character_tokenizer())
 
 

@@ -92,7 +92,7 @@ def test_a_run_that_no_sweep_has_started_is_refused(tmp_path: Path) -> None:
         run_sweep(sweep, Trainer())
 
 
-@pytest.mark.parametrize("given", ["timeouts.work_s=9000", "logging.project=mine", "checkpoint.keep_last=5"])
+@pytest.mark.parametrize("given", ["timeouts.batch_s=9000", "logging.project=mine", "checkpoint.keep_last=5"])
 def test_settings_that_change_no_result_may_differ_between_the_cells_of_a_sweep(tmp_path: Path, given: str) -> None:
     before, now = (make(tmp_path, overrides=("run.steps=12", *more)) for more in ((), (given,)))
     cell = begin(before, 7)

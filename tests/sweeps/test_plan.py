@@ -150,9 +150,9 @@ def test_runs_of_one_step_are_left_out_of_a_plan_and_refused_alone(tmp_path: Pat
 
 def test_a_sweep_that_drops_late_groups_is_planned_with_that_rule(tmp_path: Path) -> None:
     workload = dataclasses.replace(WORKLOAD, late="drop")
-    sweep = make_sweep(tmp_path, (0, 1), seeds=1, workload=workload, overrides=("staleness.late=drop",))
+    sweep = make_sweep(tmp_path, (0, 1), seeds=1, workload=workload, overrides=("staleness.on_late=drop",))
     text = plan("--staleness 0,1", sweep)
-    assert "staleness.late=drop" in text
+    assert "staleness.on_late=drop" in text
     assert float(rows(text)[1][0]) > 0
 
 

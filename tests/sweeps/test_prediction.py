@@ -155,7 +155,7 @@ DROP = dataclasses.replace(HEAVY_TAILS, late="drop")
 @pytest.mark.parametrize(("workload", "learner"), [(HEAVY_TAILS, 0.37), (DROP, 0.76)])
 def test_a_sweep_is_predicted_with_its_own_late_policy(tmp_path: Path, workload: Workload, learner: float) -> None:
     """The values are for bound 1; tests/buffer/test_dropping.py also finds .76 with dropped groups."""
-    sizes = ("rollout.concurrency=64", "learner.prompts_per_step=64", f"staleness.late={workload.late}")
+    sizes = ("rollout.max_groups_in_flight=64", "learner.prompts_per_step=64", f"staleness.on_late={workload.late}")
     sweep = make_sweep(tmp_path, (1, 4), seeds=1, steps=100, workload=workload, overrides=sizes)
     at_1 = compare(settings_of(read_runs(sweep)))[0]
     assert at_1.predicted is not None
@@ -176,8 +176,9 @@ def test_every_policy_for_late_groups_keeps_the_bound() -> None:
 
 def test_the_rules_are_those_of_the_runs_config(tmp_path: Path) -> None:
     overrides = (
-        "placement.rollout.servers=2", "rollout.concurrency=40", "weight_sync.every_steps=2", "buffer.max_uses=2",
-        "buffer.fresh_fraction=0.6", "weight_sync.on_update=drain", "staleness.late=drop",
+        "placement.rollout.servers=2", "rollout.max_groups_in_flight=40", "weight_sync.every_steps=2",
+        "buffer.max_uses=2",
+        "buffer.fresh_fraction=0.6", "weight_sync.on_update=drain", "staleness.on_late=drop",
     )
     sweep = make_sweep(tmp_path, (4,), seeds=1, steps=12, overrides=overrides)
     assert rules_of(read_runs(sweep)[0]) == Workload(

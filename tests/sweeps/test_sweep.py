@@ -69,8 +69,9 @@ def test_the_documented_axes_of_presets_and_corrections_load(tmp_path: Path) -> 
     exact = [named_axis("mode", "exact", MODES), corrections, staleness_axis("0,8"), seed_axis(1, 0)]
     cells = {(cell.labels["correction"], cell.labels["staleness"]): cell for cell in all_cells(exact, tmp_path)}
     found = {key: cell_config(quickstart, (), cell) for key, cell in cells.items()}
-    assert {name: (found[name, "8"].algorithm.proximal, found[name, "8"].correction_kind) for name in CORRECTIONS} == {
-        "none": ("recompute", "none"), "coupled": ("behaviour", "none"), "decoupled_tis": ("recompute", "token_tis"),
+    assert {name: (found[name, "8"].algorithm.old_logprobs, found[name,
+        "8"].correction_kind) for name in CORRECTIONS} == {
+        "none": ("recompute", "none"), "coupled": ("rollout", "none"), "decoupled_tis": ("recompute", "token_tis"),
     }  # fmt: skip
     assert found["none", "0"].staleness.max == 0
 

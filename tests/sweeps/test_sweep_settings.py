@@ -16,7 +16,7 @@ from tests.kit.sweeps import base_yaml
     ("words", "key"),
     [
         (["staleness.max=4"], "staleness.max"),
-        (["staleness={late: drop}"], "staleness"),
+        (["staleness={on_late: drop}"], "staleness"),
         (["run.seed=7"], "run.seed"),
         (["--mode", "exact", "weight_sync.on_update=in_place"], "weight_sync.on_update"),
         (["--axis", "task.params={a: 1},{a: 2}", "task.params.a=3"], "task.params"),

@@ -108,7 +108,7 @@ def test_only_axes_beside_staleness_have_synchronous_runs_of_their_own(sweep: Pa
         )
 
     plain = [row.values["efficiency"] for row in settings_of(read_runs(sweep))]
-    late = labelled("staleness.late", {0: "wait", 1: "drop", 3: "mask"})
+    late = labelled("staleness.on_late", {0: "wait", 1: "drop", 3: "mask"})
     assert {row.staleness.max: row.values["efficiency"] for row in late} == dict(zip((0, 1, 3), plain, strict=True))
     rates = labelled("learner.lr", {0: "1e-4", 1: "1e-4", 3: "3e-4"})
     (unknown,) = efficiency_unknown(rates)

@@ -32,7 +32,7 @@ def shown_run(smoke_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("live")
     arguments = [
         "train", str(smoke_yaml), "--view", f"run.dir={folder}", "run.name=shown", "run.steps=100000",
-        "rollout.engine=hf", "eval.size=0", "staleness.max=1",
+        "rollout.engine=hf", "eval.num_prompts=0", "staleness.max=1",
     ]  # fmt: skip
     command = MarkedCommand(arguments, folder / "command.log")
     try:

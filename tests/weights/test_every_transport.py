@@ -33,7 +33,7 @@ OBJECTS: dict[str, dict[str, Any]] = {
 """The settings of weight_sync by which servers get weights that are objects of this process."""
 PROCESSES: dict[str, dict[str, Any]] = {
     "gloo": {"transport": "gloo"},
-    "gloo staged": {"transport": "gloo", "staging": "device"},
+    "gloo staged": {"transport": "gloo", "double_buffer": "device"},
     "gloo delta": {"transport": "gloo", "delta": True},
     "disk, process": {"transport": "disk"},
     "disk delta": {"transport": "disk", "delta": True},

@@ -337,7 +337,7 @@ class DyingTransport(PausingTransport):
 
 
 def test_a_staged_push_that_fails_after_its_last_weights_loads_none_of_them() -> None:
-    sync = {"staging": "device", "on_update": "retract"}
+    sync = {"double_buffer": "device", "on_update": "retract"}
     of_vllm = make_config(rollout={"engine": "vllm"}, weight_sync=sync)
     servers = [VLLMServer(of_vllm) for _ in range(2)]
     config = make_config(rollout={"engine": OBJECT_ENGINE}, weight_sync=sync)

@@ -23,7 +23,7 @@ URLS = {"rollout/0": "http://a", "rollout/1": "http://old"}
 def joining(members: Members, results: list[str], url: str = "http://new") -> threading.Thread:
     def join() -> None:
         try:
-            members.join("rollout/1", url, Limit(10.0, "timeouts.work_s"))
+            members.join("rollout/1", url, Limit(10.0, "timeouts.batch_s"))
             results.append("current")
         except WeightSyncError:
             results.append("died")
@@ -109,8 +109,8 @@ def test_a_server_that_dies_while_waiting_is_distinguished_from_its_replacement(
 
 
 def test_joining_without_a_push_times_out_and_names_the_server() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"rollout/3 .*timeouts\.work_s"):
-        Members(CONFIG, {}).join("rollout/3", "http://x", Limit(0.01, "timeouts.work_s"))
+    with pytest.raises(WaitTimeoutError, match=r"rollout/3 .*timeouts\.batch_s"):
+        Members(CONFIG, {}).join("rollout/3", "http://x", Limit(0.01, "timeouts.batch_s"))
 
 
 @pytest.mark.parametrize("url", ["http://old", "http://new"])

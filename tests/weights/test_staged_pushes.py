@@ -43,7 +43,7 @@ class RecordingServer:
 def test_a_staged_push_pauses_servers_only_to_swap(staging: str, erases: bool) -> None:
     """The states are those of the diagram in publisher.py."""
     calls: list[str] = []
-    config = make_config(rollout={"engine": OBJECT_ENGINE}, weight_sync={"staging": staging})
+    config = make_config(rollout={"engine": OBJECT_ENGINE}, weight_sync={"double_buffer": staging})
     publisher = publisher_for(config, [url_of(RecordingServer(calls))], partial(NotingTransport, calls))
     states: list[PushState] = []
 

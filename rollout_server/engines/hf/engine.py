@@ -90,7 +90,7 @@ class HFEngine:
             group.cancelled = True  # this has no effect on a complete group
 
     async def load(self) -> Load:
-        slots = self._config.rollout.concurrency * self._config.rollout.group_size
+        slots = self._config.rollout.max_groups_in_flight * self._config.rollout.group_size
         return Load(min(len(self.training) + len(self.evaluation), slots), slots)
 
     async def aclose(self) -> None:

@@ -32,7 +32,7 @@ def chat_server_flags(config: Config, *, on_gpu: bool) -> Flags:
         "dtype": "auto" if on_gpu else "float32", "log-level": "warning",
     }
     if on_gpu:
-        flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.judge.tp}
+        flags |= {"mem-fraction-static": config.rollout.gpu_memory_utilization, "tp-size": config.placement.judge.tp}
     else:
         flags |= {
             "device": "cpu", "skip-server-warmup": True, "sleep-on-idle": True, "max-total-tokens": CPU_CACHE_TOKENS,

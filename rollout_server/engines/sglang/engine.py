@@ -73,7 +73,7 @@ class SGLangEngine(HttpEngine):
         ranks, rollout = json.loads(text)["loads"], self._config.rollout
         running = sum(rank["num_running_reqs"] for rank in ranks)
         slots = sum(rank["max_running_requests"] for rank in ranks)
-        slots = min(slots or running, rollout.concurrency * rollout.group_size)
+        slots = min(slots or running, rollout.max_groups_in_flight * rollout.group_size)
         return Load(min(running, slots), slots, sum(rank.get("max_total_num_tokens", 0) for rank in ranks))
 
 

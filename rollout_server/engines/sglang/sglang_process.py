@@ -31,11 +31,12 @@ _BUILDS = "It builds kernels with nvcc, of the CUDA toolkit of torch's CUDA, and
 _HINTS = (
     (
         "leave no GPU memory for the KV cache",
-        "Raise rollout.mem_fraction, or end what else uses the GPU (`nvidia-smi`): it is a share of what was free.",
+        "Raise rollout.gpu_memory_utilization, or end what else uses the GPU (`nvidia-smi`): it is a share of what "
+        "was free.",
     ),
     ("failed to dispatch data type Float", "This kernel has no float32: set model.dtype: bfloat16."),
-    ("out of memory", "Lower rollout.mem_fraction."),
-    ("Not enough memory", "Lower rollout.concurrency or rollout.max_response_tokens."),
+    ("out of memory", "Lower rollout.gpu_memory_utilization."),
+    ("Not enough memory", "Lower rollout.max_groups_in_flight or rollout.max_response_tokens."),
     ("No module named 'sglang'", f"Install SGLang ({doc_page('installing.md')}), or set rollout.engine=hf."),
     ("MissingKernelError", "This model needs a kernel this host lacks: use a Qwen or Llama text model."),
     ("are not supported for now", "SGLang does not know this architecture: set rollout.engine=hf."),
@@ -67,7 +68,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
         "disable-overlap-schedule": not on_gpu or (config.weight_sync.on_update == "in_place" and _speculates(config)),
     }
     if on_gpu:
-        flags |= {"mem-fraction-static": config.rollout.mem_fraction, "tp-size": config.placement.rollout.tp}
+        flags |= {"mem-fraction-static": config.rollout.gpu_memory_utilization, "tp-size": config.placement.rollout.tp}
         flags |= {"enable-memory-saver": True} if config.shares_gpus else {}
         flags["cuda-graph-max-bs-decode"] = graph_replies(config)
         # On Hopper GPUs SGLang's default is FA3, which can't compute float32.

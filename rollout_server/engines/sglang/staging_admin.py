@@ -1,4 +1,4 @@
-"""The `ServerAdmin` of an SGLang server that may receive weights while it generates (weight_sync.staging).
+"""The `ServerAdmin` of an SGLang server that may receive weights while it generates (weight_sync.double_buffer).
 
 SGLang's endpoints for weights wait until no request runs, unless the server is paused. So buckets are announced through
 the store of the push's group, to threads of the server's ranks, and only the swap is a request.
@@ -26,11 +26,11 @@ _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
 
 
 class StagingSGLangAdmin(SGLangAdmin):
-    """An SGLangAdmin that, with weight_sync.staging, sends buckets beside generation and swaps in the pause."""
+    """An SGLangAdmin that, with weight_sync.double_buffer, sends buckets beside generation and swaps in the pause."""
 
     def __init__(self, config: Config, url: str) -> None:
         super().__init__(config, url)
-        self._place = config.weight_sync.staging
+        self._place = config.weight_sync.double_buffer
         self._tp = config.placement.rollout.tp
         self._announcer: BucketAnnouncer | None = None
         self._is_first = True

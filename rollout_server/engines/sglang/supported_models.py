@@ -25,9 +25,10 @@ def why_refused(config: Config) -> str:
 
     flags = {key.replace("_", "-") for key in config.rollout.server_args}
     packed = flags & {"quantization", "speculative-algorithm", "dp-size"}
-    if config.weight_sync.staging != "none" and packed:
+    if config.weight_sync.double_buffer != "none" and packed:
         return (
-            f"it can't stage weights (weight_sync.staging) with {', '.join(sorted(packed))} in rollout.server_args: "
+            f"it can't stage weights (weight_sync.double_buffer) with {', '.join(sorted(packed))} in "
+            f"rollout.server_args: "
             "only one model with unpacked weights has a second set of them"
         )
     sglang = importlib.util.find_spec("sglang")
@@ -48,8 +49,8 @@ def why_refused(config: Config) -> str:
         substitute = getattr(transformers, name, None)  # which SGLang runs instead, if it can
         if substitute is None or not substitute.is_backend_compatible():
             return f"it has no implementation of {name}, and can't run that of transformers. Set rollout.engine: hf"
-    if config.weight_sync.staging != "none" and getattr(model, "quantization_config", None):
-        return "its weights are quantised, and those can't be staged. Set weight_sync.staging: none"
+    if config.weight_sync.double_buffer != "none" and getattr(model, "quantization_config", None):
+        return "its weights are quantised, and those can't be staged. Set weight_sync.double_buffer: none"
     key = _READ_FROM_CONFIG.get(name, "")
     if key and not hasattr(model, key):
         return f"its {name} needs the key {key} in config.json. Add the key, or set rollout.engine: hf"

@@ -4,7 +4,7 @@ and take weights while the server generates.
 SGLang's loaders skip tensors whose names they don't know, and the request for the update still succeeds. So the first
 push of a run begins with NaN in all weights, and what still holds a NaN after it was not loaded. And a server whose
 scheduler hangs in a broadcast with a dead peer can't be asked to leave the group, so a thread does it. Another thread
-receives what a push with weight_sync.staging announces, while the scheduler goes on.
+receives what a push with weight_sync.double_buffer announces, while the scheduler goes on.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class VLLMAdmin:
         self.url = url.rstrip("/")
         self._headers = authorization(config.network)
         self._timeouts = config.timeouts
-        self._staging = config.weight_sync.staging
+        self._staging = config.weight_sync.double_buffer
         self._version: int | None = None
         """The version of the weights that the server received in this update; None: the last of them are missing."""
 

@@ -63,7 +63,7 @@ class VLLMEngine(HttpEngine):
             return None
         running = sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(_RUNNING))
         rollout = self._config.rollout
-        slots = min(self._slots, rollout.concurrency * rollout.group_size)
+        slots = min(self._slots, rollout.max_groups_in_flight * rollout.group_size)
         return Load(min(running, slots), slots, kv_tokens(text))
 
 

@@ -43,7 +43,7 @@ def server_flags(config: Config, model: Any, *, on_gpu: bool, free_memory_bytes:
     }
     if on_gpu:
         flags |= {
-            "gpu-memory-utilization": config.rollout.mem_fraction,
+            "gpu-memory-utilization": config.rollout.gpu_memory_utilization,
             "tensor-parallel-size": config.placement.rollout.tp,
             "max-cudagraph-capture-size": graph_replies(config),
             # With it, a forward runs while the tokens of the one before are read. Whether these get the right version

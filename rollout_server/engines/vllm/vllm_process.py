@@ -20,8 +20,9 @@ from rollout_server.engines.vllm.server.require_key import API_KEY_VARIABLE
 
 _SERVER_FOLDER = Path(__file__).parent / "server"
 _HINTS = (
-    ("out of memory", "Lower rollout.mem_fraction."),
-    ("No available memory for the cache blocks", "Raise rollout.mem_fraction, or lower rollout.max_response_tokens."),
+    ("out of memory", "Lower rollout.gpu_memory_utilization."),
+    ("No available memory for the cache blocks",
+    "Raise rollout.gpu_memory_utilization, or lower rollout.max_response_tokens."),
     ("No module named 'vllm'", "rollout.python must be the Python of an environment with vLLM: `make vllm` makes one."),
     ("Unsupported CPU attention configuration", "Take a model with another head size, or another rollout.engine."),
     ("are not supported for now", "vLLM does not know this architecture: set rollout.engine=hf."),

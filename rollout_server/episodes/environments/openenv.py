@@ -4,7 +4,7 @@
       env: rollout_server.episodes.environments.openenv:OpenEnv
       params: {url: "http://127.0.0.1:8000", action_field: message, observation_field: echoed_message}
 
-The server must allow as many sessions (max_concurrent_envs) as episodes run at once: rollout.concurrency times
+The server must allow as many sessions (max_concurrent_envs) as episodes run at once: rollout.max_groups_in_flight times
 rollout.group_size for each worker.
 """
 

@@ -236,7 +236,7 @@ def _limits(config: Config, num_requests: int, of_evaluation: int = 0) -> CallLi
     """
     judge = config.judge
     at_once = max(1, judge.concurrency // max(1, num_requests or of_evaluation))
-    evaluations = min(at_once, config.eval.size)
+    evaluations = min(at_once, config.eval.num_prompts)
     most = evaluations * max(num_requests, of_evaluation) + (at_once - evaluations) * num_requests
     turns = -(-most // judge.concurrency)
     rate = share_of_rate(config)
@@ -249,7 +249,7 @@ def _limits_of_score(config: Config, settings: ScoreSettings) -> CallLimits:
 
 
 def _limits_of_pairs(config: Config, settings: PairSettings) -> CallLimits:
-    sizes = config.rollout.group_size, config.eval.samples
+    sizes = config.rollout.group_size, config.eval.samples_per_prompt
     of_group, of_evaluation = (2 * len(pairs_of(size, settings.opponents)) for size in sizes)
     return _limits(config, of_group, of_evaluation)
 
@@ -278,9 +278,9 @@ def _checks(places: Sequence[str], limits: Callable[[Config, Any], CallLimits]) 
             "cut off, its group is lost. Leave it out, or lower these.",
         )
         check(
-            needed_s < config.timeouts.work_s, "timeouts.work_s", config.timeouts.work_s,
+            needed_s < config.timeouts.batch_s, "timeouts.batch_s", config.timeouts.batch_s,
             f"more than {needed_s:g} s, which a verdict may take",
-            "Raise it, or lower judge.patience_s, or eval.samples where pairs are compared.",
+            "Raise it, or lower judge.patience_s, or eval.samples_per_prompt where pairs are compared.",
         )
 
     return check_judge

@@ -23,8 +23,8 @@ from buffer.protocol.wire import decode_batch, pack_request
 from buffer.server import BufferServer
 from tests.kit.groups import make_group, make_row
 
-TIMEOUTS = TimeoutsConfig(wire_s=5.0, work_s=20.0)
-QUICK = dataclasses.replace(TIMEOUTS, wire_s=1.0)
+TIMEOUTS = TimeoutsConfig(buffer_s=5.0, batch_s=20.0)
+QUICK = dataclasses.replace(TIMEOUTS, buffer_s=1.0)
 FIRST = Slot(group_id=0, prompt_index=0, start_version=0)
 
 

@@ -33,10 +33,10 @@ def pushing(
     """The configuration of pushes in several buckets.
 
     Args:
-        form: a value of weight_sync.staging, or one of FORMS.
+        form: a value of weight_sync.double_buffer, or one of FORMS.
     """
     sync = WeightSyncConfig(
-        on_update=on_update, transport=transport, bucket_bytes=300_000, **FORMS.get(form, {"staging": form})
+        on_update=on_update, transport=transport, bucket_bytes=300_000, **FORMS.get(form, {"double_buffer": form})
     )
     if sync.lora == "adapter":
         sections = {"model": {"lora": LoraConfig(rank=4)}, **sections}

@@ -43,9 +43,9 @@ RULES: dict[str, AlgorithmConfig] = {
         for name in ("token", "sequence", "geometric", "m2po", "opsm", "veto")
     },
     "all_masks": AlgorithmConfig(correction=CorrectionConfig(masks=ALL_MASKS)),
-    "coupled": AlgorithmConfig(proximal="behaviour"),
+    "coupled": AlgorithmConfig(old_logprobs="rollout"),
     "gspo": AlgorithmConfig(loss="gspo", aggregation="sequence_mean"),
-    "dppo_tv": AlgorithmConfig(loss="dppo_tv", proximal="behaviour"),
+    "dppo_tv": AlgorithmConfig(loss="dppo_tv", old_logprobs="rollout"),
     "constant": AlgorithmConfig(aggregation="constant"),
     "k1_reward": AlgorithmConfig(kl=KlConfig(kind="k1_reward", coef=0.1)),
     "batch_normalised": AlgorithmConfig(correction=CorrectionConfig(kind="token_tis", cap=1.5, batch_normalised=True)),
@@ -56,8 +56,8 @@ RULES: dict[str, AlgorithmConfig] = {
     "whitened_vtrace": AlgorithmConfig(advantage="vtrace", whiten=True),
 }
 NOT_THE_GRADIENT_OF_THEIR_VALUE = {
-    "cispo": AlgorithmConfig(loss="cispo", proximal="behaviour", clip=ClipConfig(low=1.0, high=4.0)),
-    "interpolate": AlgorithmConfig(proximal="interpolate", epochs=2),
+    "cispo": AlgorithmConfig(loss="cispo", old_logprobs="rollout", clip=ClipConfig(low=1.0, high=4.0)),
+    "interpolate": AlgorithmConfig(old_logprobs="interpolate", epochs=2),
 }
 
 
@@ -327,7 +327,7 @@ def test_a_rollback_of_the_watcher_raises_the_coefficient_and_lowers_its_target(
 
 
 def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(one_rank: None) -> None:
-    objective = objective_of(AlgorithmConfig(advantage="vtrace", lam=0.9))
+    objective = objective_of(AlgorithmConfig(advantage="vtrace", gae_lambda=0.9))
     micro, logprobs, entropy = make_case(2)
     sums = MetricAccumulator()
     values = torch.zeros(len(logprobs), dtype=torch.float64)
@@ -345,7 +345,7 @@ def test_vtrace_reports_how_far_a_reward_reaches_over_the_median_answer(one_rank
 
 @pytest.mark.parametrize(("proximal", "is_measured"), [("recompute", True), ("interpolate", False)])
 def test_interpolated_logprobs_show_no_mismatch(proximal: Any, is_measured: bool, one_rank: None) -> None:
-    objective = objective_of(AlgorithmConfig(proximal=proximal, epochs=2))
+    objective = objective_of(AlgorithmConfig(old_logprobs=proximal, epochs=2))
     micro, logprobs, entropy = make_case(3)
     response = micro.response
     micro = with_response(micro, comparable=response.trained, staleness=torch.zeros_like(response.staleness))

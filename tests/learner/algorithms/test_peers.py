@@ -136,7 +136,7 @@ def our_loss(batch: Tensors, algorithm: AlgorithmConfig, tmp_path: Path) -> Tens
     return total / count[algorithm.aggregation]
 
 
-COUPLED: dict[str, Any] = {"proximal": "behaviour"}
+COUPLED: dict[str, Any] = {"old_logprobs": "rollout"}
 CLIP = {"low": 0.2, "high": 0.28}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("grpo", {}, {"aggregation": "sequence_mean"}),

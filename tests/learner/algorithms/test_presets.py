@@ -51,7 +51,7 @@ def trained(config: Config) -> dict[str, float]:
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_trains(preset: str, steps: int, tiny_model_path: Path, one_rank: None) -> None:
-    algorithm = algorithm_of(f"preset={preset}", f"epochs={steps}", f"minibatches={steps}")
+    algorithm = algorithm_of(f"preset={preset}", f"epochs={steps}", f"num_minibatches={steps}")
     metrics = trained(learner_config(tiny_model_path, algorithm=algorithm))
     moved = metrics["offpolicy/kl_proximal_learner_k3"]
     assert moved > 1e-6 if steps > 1 else moved < 1e-9
@@ -87,7 +87,7 @@ def test_interpolated_proximal_logprobs_save_the_forward_pass(
     passes = []
     results = []
     for proximal in ("recompute", "interpolate"):
-        algorithm = algorithm_of(f"proximal={proximal}", "epochs=2")
+        algorithm = algorithm_of(f"old_logprobs={proximal}", "epochs=2")
         updater = Updater(learner_config(tiny_model_path, algorithm=algorithm), torch.device("cpu"))
         calls: list[int] = []
         updater.policy.register_forward_hook(lambda *_, calls=calls: calls.append(1))
@@ -102,8 +102,9 @@ def test_interpolated_proximal_logprobs_save_the_forward_pass(
     ("overrides", "makes_pass"),
     [
         ([], False), (["advantage=gae"], False), (["advantage=reinforce_pp"], False), (["kl.kind=k1_reward"], False),
-        (["proximal=behaviour"], False), (["whiten=true"], False), (["epochs=2"], True), (["minibatches=2"], True),
-        (["proximal=behaviour", "epochs=2"], True), (["proximal=interpolate", "epochs=2"], False),
+        (["old_logprobs=rollout"], False), (["whiten=true"], False), (["epochs=2"], True), (["num_minibatches=2"],
+        True),
+        (["old_logprobs=rollout", "epochs=2"], True), (["old_logprobs=interpolate", "epochs=2"], False),
         (["correction={kind: token_tis, batch_normalised: true}"], True), (["correction.masks.m2po=0.04"], True),
         (["advantage=gae", "whiten=true"], True), (["whiten=true", "kl.kind=k1_reward"], True),
         (["advantage=reinforce_pp", "kl.kind=k1_reward"], True),
@@ -113,10 +114,10 @@ def test_interpolated_proximal_logprobs_save_the_forward_pass(
 def test_the_policy_makes_a_pass_at_step_start_in_the_documented_cases(
     overrides: list[str], makes_pass: bool, dropout: float
 ) -> None:
-    """The cases are those of docs/algorithms.md, which lists them below `algorithm.proximal`."""
+    """The cases are those of docs/algorithms.md, which lists them below `algorithm.old_logprobs`."""
     model = {"path": "models/x", "lora": {"rank": 4, "dropout": dropout}}
     config = learner_config(algorithm=algorithm_of(*overrides), model=model)
-    has_noise = dropout > 0 and config.algorithm.proximal != "interpolate"
+    has_noise = dropout > 0 and config.algorithm.old_logprobs != "interpolate"
     assert Objective(config).computes_proximal == (makes_pass or has_noise)
 
 

@@ -43,7 +43,7 @@ def test_weights_are_those_of_trained_tokens_or_of_the_rows_that_have_any() -> N
     assert weight_sums(own, response, True).tolist() == pytest.approx([6.5, 36.25, 2.0])
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"minibatches": 3, "epochs": 2}, {"proximal": "behaviour"}])
+@pytest.mark.parametrize("algorithm", [{}, {"num_minibatches": 3, "epochs": 2}, {"old_logprobs": "rollout"}])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
     tiny_model_path: Path, one_rank: None, level: str, algorithm: dict[str, Any]
@@ -73,4 +73,4 @@ def test_the_learning_rate_is_scaled_by_what_the_reference_model_says(
 
 def test_interpolated_logprobs_that_show_no_sample_size_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^learner\.lr_by_ess"):
-        learner_config(algorithm={"epochs": 2, "proximal": "interpolate"}, learner={"lr_by_ess": "token"})
+        learner_config(algorithm={"epochs": 2, "old_logprobs": "interpolate"}, learner={"lr_by_ess": "token"})

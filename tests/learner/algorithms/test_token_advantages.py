@@ -83,7 +83,7 @@ def collated() -> MicroBatch:
 def test_gae_gives_the_reward_at_the_last_assistant_token_and_skips_other_tokens(tmp_path: Path) -> None:
     micro = collated()
     values, penalty = torch.linspace(0, 1, 14), torch.full((14,), 0.1) * micro.response.trained
-    config = learner_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8))
+    config = learner_config(tmp_path / "none", algorithm=AlgorithmConfig(advantage="gae", gamma=0.9, gae_lambda=0.8))
     got, returns = critic_advantages(config, gae, micro.response, values, torch.zeros(14), penalty)
     kept = torch.tensor(TURNS)
     for index, reward in enumerate((1.0, 0.0)):

@@ -31,9 +31,9 @@ EXACT = Tolerance(1e-5, 1e-4)
 
 
 def pushing(config: Config, transport: str, run_dir: Path, on_update: str = "in_place", form: str = "none") -> Config:
-    """The configuration of pushes; `form` is a value of weight_sync.staging, or one of FORMS."""
+    """The configuration of pushes; `form` is a value of weight_sync.double_buffer, or one of FORMS."""
     run_dir.mkdir(exist_ok=True)
-    more = FORMS.get(form, {"staging": form})
+    more = FORMS.get(form, {"double_buffer": form})
     sync = WeightSyncConfig(transport=transport, bucket_bytes=50_000, on_update=on_update, **more)  # type: ignore[arg-type]
     lora = LoraConfig(rank=4 * (form == "adapter"))
     return changed(config, run={"dir": run_dir}, weight_sync=sync, model={"lora": lora})

@@ -63,7 +63,7 @@ WAYS = [
     *(vllm("in_place", transport, False, form) for form in FORMS for transport in ("gloo", "disk")),
     *(vllm("retract", "gloo", False, form) for form in FORMS),
 ]
-"""Server, weight_sync.on_update, weight_sync.transport, placement.colocated, weight_sync.staging or a form."""
+"""Server, weight_sync.on_update, weight_sync.transport, placement.colocated, weight_sync.double_buffer or a form."""
 
 
 @pytest.mark.parametrize(("server", "on_update", "transport", "colocated", "form"), WAYS, indirect=["server"])

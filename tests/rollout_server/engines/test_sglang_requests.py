@@ -41,7 +41,7 @@ MODEL = SimpleNamespace(
 def config(**rollout: Any) -> Config:
     return make_config(
         task={"max_prompt_tokens": 100}, rollout={"group_size": 4, "max_response_tokens": 50, **rollout},
-        learner={"prompts_per_step": 8}, eval={"size": 10, "samples": 2},
+        learner={"prompts_per_step": 8}, eval={"num_prompts": 10, "samples_per_prompt": 2},
     )
 
 
@@ -65,7 +65,7 @@ def test_the_server_finds_a_model_that_is_given_relative_to_the_drivers_folder()
 
 
 def test_on_a_gpu_the_memory_fraction_is_used_and_weights_are_bfloat16() -> None:
-    chosen = flags(config(mem_fraction=0.4), on_gpu=True)
+    chosen = flags(config(gpu_memory_utilization=0.4), on_gpu=True)
     assert (chosen["mem-fraction-static"], chosen["dtype"]) == (0.4, "bfloat16")
     assert not {"max-total-tokens", "device", "enable-memory-saver"} & set(chosen)
 

@@ -25,7 +25,7 @@ WAYS = [
     ("sglang", "in_place", "device"), ("sglang", "retract", "host"),
     vllm("in_place", "device"), vllm("retract", "host"),
 ]
-"""Engine, weight_sync.on_update, weight_sync.staging."""
+"""Engine, weight_sync.on_update, weight_sync.double_buffer."""
 
 
 @pytest.mark.parametrize(("server", "on_update", "staging"), WAYS, indirect=["server"])

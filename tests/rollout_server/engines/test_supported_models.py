@@ -59,7 +59,7 @@ def test_a_gemma2_model_with_the_key_that_sglang_reads_is_accepted(tmp_path: Pat
 
 
 def test_weights_that_are_packed_or_of_two_models_are_not_staged(tmp_path: Path) -> None:
-    config = changed(config_with(tmp_path, "qwen2", "Qwen2ForCausalLM"), weight_sync={"staging": "device"})
+    config = changed(config_with(tmp_path, "qwen2", "Qwen2ForCausalLM"), weight_sync={"double_buffer": "device"})
     check_model(config)
     drafting = changed(config, rollout={"server_args": {"speculative_algorithm": "EAGLE", "quantization": "fp8"}})
     with pytest.raises(ConfigError, match=r"quantization, speculative-algorithm"):

@@ -46,7 +46,7 @@ def config(**rollout: Any) -> Config:
     return make_config(
         task={"max_prompt_tokens": 100},
         rollout={"engine": "vllm", "group_size": 4, "max_response_tokens": 50, **rollout},
-        learner={"prompts_per_step": 8}, eval={"size": 10, "samples": 2},
+        learner={"prompts_per_step": 8}, eval={"num_prompts": 10, "samples_per_prompt": 2},
     )
 
 
@@ -69,7 +69,7 @@ def test_the_kv_cache_takes_at_most_a_quarter_of_memory_at_least_one_rollout() -
 
 def test_on_a_gpu_the_memory_fraction_and_the_tensor_parallel_size_are_used() -> None:
     wide = dataclasses.replace(
-        config(mem_fraction=0.4), placement=PlacementConfig(rollout=RolloutPlacement(tp=2))
+        config(gpu_memory_utilization=0.4), placement=PlacementConfig(rollout=RolloutPlacement(tp=2))
     )
     chosen = flags(wide, on_gpu=True)
     assert (chosen["gpu-memory-utilization"], chosen["tensor-parallel-size"]) == (0.4, 2)

@@ -108,7 +108,7 @@ class Numbered(Asking):
     ("name", "trained"), [("reasoning_gym/spell_backward", [0, 1, 2, 3, 4]), ("", [0, 1, 2, 3])], ids=["questions", ""]
 )
 def test_held_out_episodes_have_negative_indices_with_and_without_questions(name: str, trained: list[int]) -> None:
-    config = make_config(task=TaskConfig(name=name, env=f"{HERE}:Numbered", size=4), eval={"size": 3})
+    config = make_config(task=TaskConfig(name=name, env=f"{HERE}:Numbered", size=4), eval={"num_prompts": 3})
     task, opened = open_task(config, character_tokenizer()), load_task_env(config)
 
     def indices(prompts: Sequence[Prompt]) -> list[int]:

@@ -120,7 +120,7 @@ def test_arguments_reach_the_chat_template(tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ messages[-1].content }}{% if thinks %} Think!{% endif %}"
     for thinks, text in ((True, "a0? Think!"), (False, "a0?")):
         task = TaskConfig(path=path, reward="math:gcd", chat_template_kwargs={"thinks": thinks})
-        assert open_task(make_config(task=task, eval={"size": 0}), tokenizer).prompt(0).text == text
+        assert open_task(make_config(task=task, eval={"num_prompts": 0}), tokenizer).prompt(0).text == text
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 1.0), (0.5, 1.0), (0.25, 3.0), (0.001, 1.0)])

@@ -15,7 +15,7 @@ CONFIG = Path(__file__).parents[3] / "configs" / "smollm2_cpu.yaml"
 
 
 def test_every_number_of_each_kind_is_asked_for_and_held_out_kinds_are_not_trained() -> None:
-    task = JsonLists(load_config(CONFIG, ["eval.size=1000"]), TOKENIZER)
+    task = JsonLists(load_config(CONFIG, ["eval.num_prompts=1000"]), TOKENIZER)
     trained = [task.train_question(position).messages[-1]["content"] for position in range(task.num_prompts)]
     held_out = [each.messages[-1]["content"] for each in task.eval_questions()]
     assert len(set(trained) | set(held_out)) == len(trained) + len(held_out) == len(KINDS) * len(COUNTS)

@@ -18,7 +18,7 @@ def test_the_gold_reward_by_hand(name: str, answer: str, gold: float) -> None:
 
 
 def test_demonstrations_are_mediocre_and_held_out_ones_are_others() -> None:
-    config = make_config(task={"name": "rollout_server.tasks.letters:Letters", "size": 400}, eval={"size": 100})
+    config = make_config(task={"name": "rollout_server.tasks.letters:Letters", "size": 400}, eval={"num_prompts": 100})
     task = Letters(config, TOKENIZER)
     shown = [task.train_question(number) for number in range(task.num_prompts)]
     assert [each.messages[0]["content"] for each in shown[:3]] == ["A", "B", "A"]

@@ -37,7 +37,7 @@ def config_of(name: str, sandbox: str = "bubblewrap", **task: Any) -> Config:
         task={
             "name": f"reasoning_gym/{name}", "size": 4, "sandbox": {"kind": sandbox}, "max_prompt_tokens": 8000, **task,
         },
-        eval={"size": 0},
+        eval={"num_prompts": 0},
     )
 
 

@@ -43,7 +43,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def opened(path: Path, *, eval_path: str = "", eval_size: int = 0, **task: Any) -> tuple[Config, Task]:
-    config = make_config(task=TaskConfig(path=str(path), eval_path=eval_path, **task), eval={"size": eval_size})
+    config = make_config(task=TaskConfig(path=str(path), eval_path=eval_path, **task), eval={"num_prompts": eval_size})
     return config, open_task(config, TOKENIZER)
 
 
@@ -120,7 +120,7 @@ def test_held_out_answers_that_the_gold_reward_can_not_read_are_refused(
     task = {"name": "", "path": str(train), "eval_path": held_out, "reward": "my_rewards:score"}
 
     def config_of(gold_reward: str) -> Config:
-        return make_config(task=task, eval={"size": 2, "every_steps": 5, "gold_reward": gold_reward})
+        return make_config(task=task, eval={"num_prompts": 2, "every_steps": 5, "gold_reward": gold_reward})
 
     opened = open_task(config_of(gold), TOKENIZER)  # a command that gives no gold reward does not refuse them
     for taken in ("", "tests.extensions.reward:answer_length"):

@@ -28,7 +28,7 @@ SANDBOX = {"kind": "bubblewrap" if shutil.which("bwrap") else "none"}
 def config_of(name: str = "spell_backward", *, seed: int = 0, eval_size: int = 50, **task: Any) -> Config:
     return make_config(
         task={"name": f"reasoning_gym/{name}", "size": 100, **task}, run={"seed": seed},
-        eval={"size": eval_size},
+        eval={"num_prompts": eval_size},
     )
 
 
@@ -75,7 +75,7 @@ def test_training_and_held_out_questions_of_a_small_task_are_disjoint() -> None:
 def test_a_task_with_too_few_questions_says_how_many_there_are(eval_size: int) -> None:
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = open_task(config_of("chain_sum", params=params, eval_size=eval_size), TOKENIZER)
-    with pytest.raises(ConfigError, match=r"200 .*eval\.size .*50" if eval_size == 300 else r"200 .* \d{4} "):
+    with pytest.raises(ConfigError, match=r"200 .*eval\.num_prompts .*50" if eval_size == 300 else r"200 .* \d{4} "):
         task.eval_prompts()
 
 

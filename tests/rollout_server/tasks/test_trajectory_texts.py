@@ -22,7 +22,8 @@ def config(tmp_path: Path) -> Config:
     """The configuration of a run over eight questions, in its directory."""
     TOKENIZER.save_pretrained(tmp_path / "model")
     path = written(tmp_path / "sums.jsonl", sums("a", 8))
-    config = make_config(tmp_path / "model", task={"name": "", "path": path, "reward": "math:gcd"}, eval={"size": 0})
+    config = make_config(tmp_path / "model", task={"name": "", "path": path, "reward": "math:gcd"},
+        eval={"num_prompts": 0})
     (tmp_path / "config.yaml").write_text(dump_config(config))
     return config
 

@@ -5,7 +5,7 @@ what is registered and replaced when this module is imported holds for the whole
 
 An update is received beside the running model. Nothing is loaded before its end: one that breaks off, lacks a tensor
 or brings one of a wrong shape changes nothing. This needs memory for a second copy of the weights during a push. With
-weight_sync.staging a thread receives it, so the model goes on sampling until the update is loaded.
+weight_sync.double_buffer a thread receives it, so the model goes on sampling until the update is loaded.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def trained(folder: Path, agent: str, python: str, engine: str) -> Run:
         },
         "learner": {"prompts_per_step": 4, "lr": 5e-3, "max_tokens_per_microbatch": 4096},
         "staleness": {"max": 1},
-        "eval": {"size": 0},
+        "eval": {"num_prompts": 0},
         "logging": {"wandb": "disabled"},
     }  # fmt: skip
     if engine == "hf":

@@ -153,7 +153,7 @@ def test_a_group_without_a_readable_ranking_has_no_verdict() -> None:
     ("judge_listwise", {"prompt": "x"}, {}, r"task\.rewards\[0\]\.params\.prompt .*\{answers\}"),
     ("judge", {"low": 3.0, "high": 3.0}, {}, r"task\.rewards\.params\.high"),
     ("judge", {"opponents": 2}, {}, r".*task\.rewards\[0\]\.params\.opponents"),
-    ("judge", {}, {"patience_s": 4000.0}, r"timeouts\.work_s .*4120"),
+    ("judge", {}, {"patience_s": 4000.0}, r"timeouts\.batch_s .*4120"),
 ])  # fmt: skip
 def test_a_judge_that_can_not_work_is_refused(
     reward: str, params: dict[str, Any], judge: dict[str, Any], key: str
@@ -183,18 +183,21 @@ def test_the_comparisons_of_an_evaluation_have_the_time_that_they_need() -> None
         (named,) = open_rewards(config, None)  # type: ignore[arg-type]
         return named.timeout_s, named.concurrency
 
-    assert limits(size=0, samples=16) == limits(size=2, samples=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
-    assert limits(size=8, samples=16) == limits(size=99, samples=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
-    assert limits(size=2, samples=16) == (600 + 5 * 7 + (2 * 240 + 6 * 12) * 0.1, 8)
-    with pytest.raises(ConfigError, match=r"^timeouts\.work_s .*78944"):
-        limits(size=8, samples=256)
+    assert limits(num_prompts=0, samples_per_prompt=16) == limits(num_prompts=2,
+        samples_per_prompt=4) == (600 + 5 * 2 + 8 * 12 * 0.1, 8)
+    assert limits(num_prompts=8, samples_per_prompt=16) == limits(num_prompts=99,
+        samples_per_prompt=16) == (600 + 5 * 21 + 8 * 240 * 0.1, 8)
+    assert limits(num_prompts=2, samples_per_prompt=16) == (600 + 5 * 7 + (2 * 240 + 6 * 12) * 0.1, 8)
+    with pytest.raises(ConfigError, match=r"^timeouts\.batch_s .*78944"):
+        limits(num_prompts=8, samples_per_prompt=256)
 
 
 def test_a_gold_judge_that_compares_has_places_for_the_answers_of_an_evaluation() -> None:
     config = make_config(
         judge={"urls": ("http://h/v1",), "timeout_s": 5.0}, rollout={"group_size": 1},
         algorithm={"advantage": "remax"},  # its greedy answers get no gold reward
-        eval={"gold_reward": "judge_pairwise", "samples": 4, "size": 16, "every_steps": 1, "temperature": 1.0},
+        eval={"gold_reward": "judge_pairwise", "samples_per_prompt": 4, "num_prompts": 16, "every_steps": 1,
+            "temperature": 1.0},
     )  # fmt: skip
     (named,) = open_gold_reward(config, None)  # type: ignore[arg-type]
     assert (named.timeout_s, named.concurrency) == (600 + 5 * 2, 5)  # 12 requests each, and 64 places
@@ -213,11 +216,12 @@ def test_a_judge_that_compares_needs_several_answers_in_an_evaluation(reward: st
     config = judged_by("http://127.0.0.1:9/v1", reward)
     task: Any = SimpleNamespace(eval_prompts=lambda: ["one", "two"])
     nothing: Any = SimpleNamespace(eval_prompts=list)
-    alone = changed(config, eval={"size": 2, "samples": 1})
-    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.reward .*eval\.samples"):
+    alone = changed(config, eval={"num_prompts": 2, "samples_per_prompt": 1})
+    with pytest.raises(ConfigError, match=r"^task\.rewards\[0\]\.reward .*eval\.samples_per_prompt"):
         open_rewards(alone, task)
-    for taken in (changed(config, eval={"size": 2, "samples": 2}), changed(config, eval={"size": 0})):
+    for taken in (changed(config, eval={"num_prompts": 2, "samples_per_prompt": 2}), changed(config,
+        eval={"num_prompts": 0})):
         open_rewards(taken, task)
     open_rewards(alone, nothing)
     logged = of({"reward": reward, "weight": 0}, {"reward": "gsm8k"}, judge={"urls": ("http://127.0.0.1:9/v1",)})
-    open_rewards(changed(logged, eval={"size": 2, "samples": 1}), task)
+    open_rewards(changed(logged, eval={"num_prompts": 2, "samples_per_prompt": 1}), task)
